@@ -1,0 +1,1 @@
+"""ddp_lab: one training loop, every way of spreading it over devices, provably the same."""

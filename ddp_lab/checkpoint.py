@@ -1,0 +1,100 @@
+"""Checkpoints: one file after every epoch, written beside its place and renamed, the last two kept."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_lab.errors import ConfigError
+from ddp_lab.logger import log
+from ddp_lab.runtime import Runtime
+from ddp_lab.strategies.base import Strategy
+
+KEEP = 2
+
+
+class Checkpoints:
+    """The files `epoch_NNNN.pt` of one run: {"epoch", "model", "optimizer", "scheduler"}, the whole of each, tensors under
+    plain names, so that any strategy at any world size loads what any other saved."""
+
+    def __init__(
+        self,
+        folder: Path,
+        runtime: Runtime,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+    ):
+        self.folder, self.runtime = folder, runtime
+        self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
+
+    def resume(self, word: str) -> int:
+        """Loads what `word` (auto, never or a path) asks for, and returns the epoch to go on with, 1 without a checkpoint.
+
+        Raises:
+            ConfigError: there is no such file, or it cannot be used.
+        """
+        path = self.runtime.agree("checkpoint", lambda: self.find(word))
+        if path is None:
+            return 1
+        state = load_checkpoint(path, self.strategy.module)
+        self.strategy.load_state_dict(self.optimizer, state)
+        self.scheduler.load_state_dict(state["scheduler"])
+        log.info(f"resumed from {path}, after epoch {state['epoch']}")
+        return state["epoch"] + 1
+
+    def find(self, word: str) -> str | None:
+        if word == "auto":
+            return str(self.files()[-1]) if self.files() else None
+        if word == "never":
+            return None
+        if not Path(word).is_file():
+            raise ConfigError(f"resume={word}: there is no such file; allowed: auto, never, or the path of a checkpoint")
+        return word
+
+    def files(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.folder.glob("epoch_*.pt"))
+
+    def save(self, epoch: int) -> None:
+        """Writes a checkpoint, whole or not at all, and removes those before the last two. Collective; rank 0 writes."""
+        state = {"epoch": epoch, "scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
+        if self.runtime.rank != 0:
+            return
+        self.folder.mkdir(exist_ok=True)
+        target = self.folder / f"epoch_{epoch:04d}.pt"
+        temporary = target.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        for old in self.files()[:-KEEP]:
+            old.unlink()
+
+
+def load_checkpoint(path: str, model: nn.Module) -> dict[str, Any]:
+    """Reads a checkpoint for `model`; tensors and plain values only, so a malicious file cannot run code.
+
+    Raises:
+        ConfigError: not a checkpoint of this project, or of another model: names the first tensor that differs.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {"epoch", "model", "optimizer", "scheduler"} - state.keys()
+    except (RuntimeError, OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
+    if missing:
+        raise ConfigError(f"resume={path}: is no checkpoint of ddp_lab; it lacks {', '.join(sorted(missing))}")
+    wanted, saved = model.state_dict(), state["model"]
+    for name in [*wanted, *saved]:
+        here, there = (tuple(tensors[name].shape) if name in tensors else "missing" for tensors in (wanted, saved))
+        if here != there:
+            raise ConfigError(
+                f"resume={path}: does not fit the model: {name} is {there} in the checkpoint, {here} in the model. "
+                "Choose the model and data it was made with, another name, or resume=never"
+            )
+    return state

@@ -1,0 +1,84 @@
+"""What a user sees when a command fails: for the user's own mistakes one message and exit code 2, else the traceback, once."""
+
+import difflib
+import functools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_lab.errors import ConfigError, NodeError
+from ddp_lab.runtime import env_int
+
+CONF = Path(__file__).parent.parent / "conf"
+
+
+def user_errors(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a command: a user's mistake becomes one message and exit code 2 (torchrun's own exit code is 1 whatever
+    its workers' are). Once inside `hydra.main`, for the command's mistakes, and once outside, for the words Hydra refuses."""
+
+    @functools.wraps(main)
+    def run(*args: Any) -> None:
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: Hydra would print them on every rank
+        try:
+            main(*args)
+        except (ConfigError, HydraException, OmegaConfBaseException) as error:
+            report(error)
+            sys.exit(2)
+
+    return run
+
+
+def report(error: Exception) -> None:
+    """Prints the message on one rank. Under torchrun it goes into the summary that torchrun closes with."""
+    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0:
+        time.sleep(10)  # torchrun ends us when the reporting rank has exited; exiting first would end that one unheard
+        return
+    message = f"error: {error if isinstance(error, ConfigError) else explain(error)}"
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        record = {"message": {"message": message, "errorCode": 2, "extraInfo": extra}}
+        Path(error_file).write_text(json.dumps(record))
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
+def explain(error: Exception) -> str:
+    """Hydra's own error in one line: the word, and what is allowed in its place."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: there is no such option; allowed: {', '.join(sorted(error.options))}"
+    if unknown := re.match(r"Could not override '([\w.@/]+)'", text):
+        return explain_unknown_key(unknown[1])
+    return text.split(" See https")[0] + ". Overrides look like key=value: python train.py --help"
+
+
+def explain_unknown_key(key: str) -> str:
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    choices = [word for word in sys.argv[1:] if word.split("=")[0] in groups]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        node = compose("config", overrides=choices)
+    path = key.split(".")
+    while len(path) > 1 and isinstance(node.get(path[0]), DictConfig):
+        node = node[path.pop(0)]
+    prefix = key[: len(key) - len(".".join(path))]
+    allowed = [f"{prefix}{name}" for name in node if not name.startswith("_")]
+    value = next((word.split("=", 1)[1] for word in sys.argv[1:] if word.split("=")[0] == key), "")
+    close = difflib.get_close_matches(key, allowed, n=1)
+    return (
+        f"{key}={value}: there is no such key; "
+        + (f"did you mean {close[0]}? " if close else "")
+        + f"allowed: {', '.join(allowed)}"
+    )

@@ -1,0 +1,205 @@
+"""The config's contract: what every key may be, and the numbers that follow from them.
+
+A key's rule is the annotation of the parameter that reads it: `Config` below for the run's own keys, the constructor
+named by `_target_` for the groups. So a new option brings its own check.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from ddp_lab.errors import ConfigError
+
+
+class Rule(NamedTuple):
+    """What an annotated value must be, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Rule("an integer of at least 1", lambda value: value >= 1)]
+NaturalNumber = Annotated[int, Rule("an integer of at least 0", lambda value: value >= 0)]
+Positive = Annotated[float, Rule("a number above 0", lambda value: 0 < value < math.inf)]
+NonNegative = Annotated[float, Rule("a number of at least 0", lambda value: 0 <= value < math.inf)]
+Fraction = Annotated[float, Rule("a number from 0 up to, not including, 1", lambda value: 0 <= value < 1)]
+DeviceName = Annotated[str, Rule("cpu, cuda or cuda:N", lambda value: bool(re.fullmatch(r"cpu|cuda|cuda:\d+", value)))]
+RunName = Annotated[
+    str,
+    Rule(
+        "a plain directory name (letters, digits and . _ = , + -, not beginning with a dot)",
+        lambda value: bool(re.fullmatch(r"[\w=,+-][\w.=,+-]*", value)),
+    ),
+]
+
+
+class DataConfig(NamedTuple):
+    dataset: dict
+    root: str
+    loader: Literal["device", "workers"]
+    num_workers: NaturalNumber
+    mean: list[float]
+    std: list[Positive]
+
+
+class Config(NamedTuple):
+    seed: Annotated[int, Rule("an integer from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32)]
+    epochs: Count
+    batch_size: Count
+    scaling: Literal["strong", "weak"]
+    lr_scaling: Literal["none", "linear", "sqrt"]
+    lr_base_batch_size: Count
+    warmup_epochs: NonNegative
+    device: Literal["auto"] | DeviceName
+    precision: Literal["float32", "bf16"]
+    timeout: Positive
+    name: RunName | None
+    runs_dir: str
+    resume: Literal["auto", "never"] | str
+    data: DataConfig
+    model: dict
+    strategy: dict
+    optimizer: dict
+    scheduler: dict
+
+
+# torch's optimizers annotate types but not ranges.
+RANGES = {"optimizer.lr": Positive, "optimizer.momentum": Fraction, "optimizer.weight_decay": NonNegative}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a config value can be passed where `hint` is the annotation; an int is a float, a bool is neither."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(value, args[0]) and all(rule.holds(value) for rule in args[1:])
+    if origin in (Union, UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
+    if hint in (int, float):
+        return isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def words(hint: Any) -> str:
+    """What `hint` allows, for a message."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return args[1].words
+    if origin in (Union, UnionType):
+        return " or ".join(words(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if origin is list:
+        return f"a list, each {words(args[0])}"
+    plain = {
+        int: "an integer",
+        float: "a number",
+        str: "a word",
+        bool: "true or false",
+        dict: "a config group",
+        NoneType: "null",
+    }
+    return plain.get(hint, str(hint))
+
+
+def check_value(key: str, value: Any, hint: Any) -> None:
+    hint = RANGES.get(key, hint)
+    if not fits(value, hint):
+        shown = "null" if value is None else value
+        raise ConfigError(f"{key}={shown}: must be {words(hint)}")
+
+
+def check_node(prefix: str, node: dict[str, Any], hints: dict[str, Any]) -> None:
+    for key, value in node.items():
+        path = f"{prefix}{key}"
+        if key not in hints:
+            allowed = ", ".join(f"{prefix}{name}" for name in node if name in hints) or "none"
+            raise ConfigError(f"{path}={value}: there is no such key; allowed: {allowed}")
+        hint = hints[key]
+        if isinstance(hint, type) and issubclass(hint, tuple):
+            check_node(f"{path}.", value, get_type_hints(hint, include_extras=True))
+        else:
+            check_value(path, value, hint)
+            if isinstance(value, dict):
+                check_target(path, value)
+
+
+def check_target(prefix: str, node: dict[str, Any]) -> None:
+    target = get_object(node["_target_"])
+    function = target.__init__ if inspect.isclass(target) else target
+    hints = get_type_hints(function, include_extras=True)
+    allowed = {name: hints.get(name, Any) for name in inspect.signature(target).parameters}
+    check_node(f"{prefix}.", {key: value for key, value in node.items() if not key.startswith("_")}, allowed)
+
+
+def check(cfg: DictConfig) -> None:
+    """Checks every key of the composed config against its rule.
+
+    Raises:
+        ConfigError: the first key that has no reader, or a value of the wrong type or out of range.
+    """
+    check_node("", OmegaConf.to_container(cfg, resolve=True), get_type_hints(Config, include_extras=True))
+    try:
+        build(cfg.optimizer)([nn.Parameter(torch.zeros(1))])  # what only the optimizer itself knows of its options
+    except (TypeError, ValueError) as error:
+        options = ", ".join(f"{key}={value}" for key, value in cfg.optimizer.items() if not key.startswith("_"))
+        raise ConfigError(f"optimizer: {error}; it was given {options}") from None
+
+
+def build(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """hydra.utils.instantiate, but an exception of the constructor is raised as it is."""
+    try:
+        return instantiate(node, *args, **kwargs)
+    except InstantiationException as error:
+        raise error.__cause__ or error from None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers that follow from the config, the number of replicas and the size of the dataset."""
+
+    world_size: int
+    replicas: int
+    global_batch_size: int
+    steps_per_epoch: int
+    lr: float
+
+    @classmethod
+    def make(cls, cfg: DictConfig, world_size: int, replicas: int, train_size: int) -> "Plan":
+        """
+        With scaling=strong, `batch_size` is the global batch, however many replicas share it; with weak it is each replica's.
+        lr_scaling multiplies the learning rate by k = global batch / lr_base_batch_size ("linear", Goyal et al. 2017,
+        arXiv:1706.02677) or by its square root ("sqrt", Krizhevsky 2014, arXiv:1404.5997).
+
+        Raises:
+            ConfigError: the batch does not divide by the replicas, or is smaller.
+        """
+        batch_size = cfg.batch_size * (replicas if cfg.scaling == "weak" else 1)
+        if batch_size % replicas:
+            lower = batch_size // replicas * replicas
+            nearest = " or ".join(str(size) for size in (lower, lower + replicas) if size)
+            raise ConfigError(
+                f"batch_size={batch_size}: is the global batch and must divide by the {replicas} replicas that share it; "
+                f"use {nearest}, or scaling=weak to give every replica {batch_size}"
+            )
+        factor = batch_size / cfg.lr_base_batch_size
+        lr = cfg.optimizer.lr * {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[cfg.lr_scaling]
+        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), lr)
+
+    def __str__(self) -> str:
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        batch = f"global batch {self.global_batch_size} = {self.replicas} x {self.global_batch_size // self.replicas}"
+        return f"{ranks}, {batch}, {self.steps_per_epoch} steps an epoch, lr {self.lr:g}"

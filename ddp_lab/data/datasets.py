@@ -1,0 +1,139 @@
+"""Image datasets as two uint8 tensors each. Small enough to live on every device, so nothing here streams."""
+
+import os
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torchvision
+
+from ddp_lab.config import Count
+from ddp_lab.errors import NodeError
+
+
+class Split(NamedTuple):
+    """images: uint8 [N, channels, height, width]; targets: int64 [N]."""
+
+    images: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Dataset:
+    train: Split
+    test: Split
+    classes: list[str]
+
+    def model_shape(self) -> dict[str, int]:
+        """What a model has to know of the data, by the names of the model's parameters."""
+        _, channels, _, image_size = self.train.images.shape
+        return {"in_channels": channels, "image_size": image_size, "num_classes": len(self.classes)}
+
+
+class Digits:
+    """The 1,797 handwritten digits inside scikit-learn (8x8, 16 greys), enlarged to 28x28; 1,437 train, 360 test."""
+
+    def prepare(self) -> None:
+        """Nothing to fetch."""
+
+    def load(self) -> Dataset:
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+        images = F.interpolate(images, size=28, mode="bilinear", align_corners=False)
+        images = (images * 255).round().to(torch.uint8)
+        targets = torch.tensor(bunch.target, dtype=torch.int64)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        train, test = order[:1437], order[1437:]
+        return Dataset(
+            Split(images[train], targets[train]),
+            Split(images[test], targets[test]),
+            [str(digit) for digit in range(10)],
+        )
+
+
+class Synthetic:
+    """A made-up dataset of any shape: each class has a random picture, each sample is half that picture, half noise."""
+
+    def __init__(self, train_size: Count, test_size: Count, channels: Count, image_size: Count, num_classes: Count):
+        self.sizes = train_size, test_size
+        self.shape = channels, image_size, image_size
+        self.num_classes = num_classes
+
+    def prepare(self) -> None:
+        """Nothing to fetch."""
+
+    def load(self) -> Dataset:
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(n: int) -> torch.Tensor:
+            return torch.randint(0, 128, (n, *self.shape), dtype=torch.uint8, generator=generator)
+
+        pictures = noise(self.num_classes)
+
+        def split(size: int) -> Split:
+            targets = torch.randint(0, self.num_classes, (size,), generator=generator)
+            return Split(noise(size) + pictures[targets], targets)
+
+        train, test = (split(size) for size in self.sizes)
+        return Dataset(train, test, [str(label) for label in range(self.num_classes)])
+
+
+class Torchvision:
+    """MNIST, FashionMNIST or CIFAR10, by torchvision, under `root`; downloaded by `prepare` where it is missing."""
+
+    files = {
+        "MNIST": "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",
+        "FashionMNIST": "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",
+        "CIFAR10": "cifar-10-batches-py/{data_batch_1..5,test_batch,batches.meta}",
+    }
+
+    def __init__(self, name: Literal["MNIST", "FashionMNIST", "CIFAR10"], root: str):
+        self.name = name
+        self.root = Path(root)
+
+    def _open(self, train: bool, root: Path | None = None, download: bool = False):
+        return getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download)
+
+    def prepare(self) -> None:
+        """Downloads what is missing: into a folder beside its place, then renamed, so that a half-done one is never used.
+
+        Raises:
+            NodeError: the files are missing and cannot be downloaded.
+        """
+        try:
+            self._open(True), self._open(False)
+            return
+        except (RuntimeError, OSError):
+            pass  # missing or incomplete
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.root, prefix=".download-") as folder:
+                self._open(True, root=Path(folder), download=True)
+                for path in Path(folder).rglob("*"):
+                    if path.is_file():
+                        target = self.root / path.relative_to(folder)
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        os.replace(path, target)
+        except (RuntimeError, OSError) as error:
+            where = f"{self.root.resolve()}/{self.files[self.name]}"
+            raise NodeError(
+                f"data.root={self.root}: {self.name} is not on {socket.gethostname()} and could not be downloaded "
+                f"({' '.join(str(error).split())}). Put its files at {where}, or point data.root at the folder that holds "
+                f"{self.files[self.name].split('/')[0]}/, or use data=digits, which needs no download"
+            ) from None
+
+    def load(self) -> Dataset:
+        train, test = self._open(True), self._open(False)
+
+        def split(dataset) -> Split:
+            images = torch.as_tensor(dataset.data)
+            images = images.permute(0, 3, 1, 2).contiguous() if images.dim() == 4 else images.unsqueeze(1)
+            return Split(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
+
+        return Dataset(split(train), split(test), list(train.classes))

@@ -1,0 +1,126 @@
+"""Who reads what: the same global batches for any number of ranks, from either of two loaders.
+
+With W ranks and the global batch B, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation
+(`DistributedSampler`), in local batches of B / W. So the local batches number s of all ranks are together the slice
+[s * B, (s + 1) * B) of the permutation, whatever W is. Where the slices do not divide, `DistributedSampler` repeats a
+few samples at the end; their targets become IGNORE here, so that every sample counts exactly once.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddp_lab.data.datasets import Split
+from ddp_lab.errors import ConfigError
+
+IGNORE = -100  # F.cross_entropy's ignore_index
+
+
+class Batch(NamedTuple):
+    """One rank's share of a global batch.
+
+    inputs: float32 [b, channels, height, width], normalised, on the rank's device.
+    targets: int64 [b], IGNORE where the sample is a repetition.
+    count: samples in the GLOBAL batch, the divisor of its mean loss; known without communication.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    count: int
+
+
+class Loader(ABC):
+    """Batches of one rank; a subclass says how indices become uint8 images on the device.
+
+    Args:
+        batch_size: GLOBAL; divisible by `dp_size`.
+        dp_rank, dp_size: which share of every batch is this rank's.
+        mean, std: one value, or one for each channel, of images scaled to [0, 1].
+
+    Raises:
+        ConfigError: as many means or standard deviations as no image has channels.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
+        shuffle: bool,
+        seed: int = 0,
+    ):
+        channels = split.images.shape[1]
+        for key, values in {"data.mean": mean, "data.std": std}.items():
+            if len(values) not in (1, channels):
+                raise ConfigError(
+                    f"{key}={list(values)}: has {len(values)} values; give 1, or 1 for each channel of the images ({channels})"
+                )
+        self.split, self.batch_size, self.device = split, batch_size, device
+        self.local_batch_size = batch_size // dp_size
+        self.sampler = DistributedSampler(split.targets, dp_size, dp_rank, shuffle=shuffle, seed=seed)
+        self.real = len(range(dp_rank, len(split.targets), dp_size))  # what this rank reads, less the repetitions
+        mean, std = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
+        self.scale, self.shift = 1 / (255 * std), mean / std
+
+    def __len__(self) -> int:
+        """Steps an epoch."""
+        return math.ceil(len(self.split.targets) / self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch's permutation; without it every epoch has the same order."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step, (images, targets) in enumerate(self._raw_batches()):
+            repeated = step * self.local_batch_size + len(targets) - self.real
+            if repeated > 0:
+                targets[-repeated:] = IGNORE
+            count = min(self.batch_size, len(self.split.targets) - step * self.batch_size)
+            yield Batch(images * self.scale - self.shift, targets, count)
+
+    @abstractmethod
+    def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """uint8 images and int64 targets on the device, in the sampler's order; the targets may be written to."""
+
+
+class DeviceLoader(Loader):
+    """The whole dataset lives on the device as uint8; a batch is an index into it. No workers, no copies."""
+
+    def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
+        super().__init__(split, batch_size, device=device, **share)
+        self.images, self.targets = split.images.to(device), split.targets.to(device)
+
+    def _raw_batches(self):
+        for index in torch.tensor(list(self.sampler), device=self.device).split(self.local_batch_size):
+            yield self.images[index], self.targets[index]
+
+
+class WorkerLoader(Loader):
+    """The textbooks' way: worker processes gather batches in host memory; pinned, they are copied while the device computes."""
+
+    def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
+        super().__init__(split, batch_size, device=device, **share)
+        self.loader = DataLoader(
+            TensorDataset(*split),
+            batch_size=self.local_batch_size,
+            sampler=self.sampler,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=device.type == "cuda",
+        )
+
+    def _raw_batches(self):
+        for images, targets in self.loader:
+            yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+
+LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}

@@ -1,0 +1,9 @@
+"""The user's mistakes. A message says what was wrong, the value, what is allowed, and what to do; nobody sees a traceback."""
+
+
+class ConfigError(Exception):
+    """A mistake in the config or the launch line. Every rank finds the same one, rank 0 reports it."""
+
+
+class NodeError(ConfigError):
+    """A mistake that only this machine may have (its devices, its files): the first rank of each machine reports it."""

@@ -1,0 +1,133 @@
+"""What a run says and writes: the console and train.log, metrics.jsonl, TensorBoard. Rank 0 does; the others keep silent."""
+
+import json
+import logging
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ddp_lab.picture import prediction_grid
+
+log = logging.getLogger("ddp_lab")
+
+
+def setup_logging(run_dir: Path, rank: int) -> None:
+    """Rank 0: INFO and above to stdout and train.log. The others: warnings and errors, with their rank, to stderr and
+    train.rank<N>.log, which exists only if there was one."""
+    name = f"[rank {rank}] " if rank else ""
+    console = logging.StreamHandler(sys.stderr if rank else sys.stdout)
+    console.setFormatter(logging.Formatter(f"{name}%(message)s"))
+    file = logging.FileHandler(run_dir / (f"train.rank{rank}.log" if rank else "train.log"), delay=True)
+    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
+    logging.basicConfig(handlers=[console, file], level=logging.WARNING, force=True)
+    log.setLevel(logging.WARNING if rank else logging.INFO)
+    logging.captureWarnings(True)
+
+
+def peak_memory_bytes() -> int:
+    """The most that any one GPU of this process had allocated; without GPUs, the most memory this process had resident."""
+    if torch.cuda.is_initialized():
+        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Logger:
+    """Has all methods and writes nothing: what ranks other than 0 hold."""
+
+    def progress(self, batches: Iterable, label: str) -> Iterable:
+        return batches
+
+    def epoch(self, epoch: int, **metrics: float) -> None:
+        """One epoch's record, `metrics` as metrics.jsonl has them."""
+
+    def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
+        """A picture of a few test images with what the model takes them for."""
+
+    def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
+        """The line that closes a run."""
+
+    def close(self) -> None:
+        pass
+
+
+class FileLogger(Logger):
+    """Rank 0's.
+
+    Args:
+        start_epoch: the first epoch of this launch; what an interrupted launch wrote from it on is dropped.
+        constants: fields that every record of metrics.jsonl ends with.
+        hparams: for TensorBoard's HParams page.
+        config: the resolved config as YAML.
+        where: the devices, in words.
+        steps_per_epoch: to derive the time of a step.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        start_epoch: int,
+        constants: dict[str, Any],
+        hparams: dict[str, Any],
+        config: str,
+        classes: list[str],
+        where: str,
+        steps_per_epoch: int,
+    ):
+        from torch.utils.tensorboard import SummaryWriter  # takes 2 s, which only rank 0 needs to spend
+        from torch.utils.tensorboard.summary import hparams as hparams_summary
+
+        self.constants, self.classes, self.where, self.steps_per_epoch = constants, classes, where, steps_per_epoch
+        self.metrics = run_dir / "metrics.jsonl"
+        drop_epochs(self.metrics, start_epoch)
+        self.board = SummaryWriter(run_dir, purge_step=start_epoch if start_epoch > 1 else None)
+        if start_epoch == 1:
+            self.board.add_text("config", f"```yaml\n{config}\n```")
+            # add_hparams would open a second run beside this one.
+            for summary in hparams_summary(hparams, {"accuracy/test": 0.0, "loss/test": 0.0}):
+                self.board.file_writer.add_summary(summary)
+
+    def progress(self, batches: Iterable, label: str) -> Iterable:
+        return tqdm(batches, label, unit="step", leave=False, disable=None)  # disable=None: only on a terminal
+
+    def epoch(self, epoch: int, **metrics: float) -> None:
+        with self.metrics.open("a") as file:
+            file.write(json.dumps({"epoch": epoch, **metrics, **self.constants}) + "\n")
+        for part in ("train", "test"):
+            self.board.add_scalar(f"loss/{part}", metrics[f"{part}_loss"], epoch)
+            self.board.add_scalar(f"accuracy/{part}", metrics[f"{part}_accuracy"], epoch)
+        self.board.add_scalar("lr", metrics["lr"], epoch)
+        self.board.add_scalar("speed/samples_per_second", metrics["samples_per_second"], epoch)
+        self.board.add_scalar("speed/step_ms", 1000 * metrics["seconds"] / self.steps_per_epoch, epoch)
+        self.board.add_scalar("memory/peak_MiB", peak_memory_bytes() / 2**20, epoch)
+        self.board.flush()
+        log.info(
+            f"epoch {epoch}: train loss {metrics['train_loss']:.4f} accuracy {metrics['train_accuracy']:.4f} | "
+            f"test loss {metrics['test_loss']:.4f} accuracy {metrics['test_accuracy']:.4f} | "
+            f"lr {metrics['lr']:.4g}, {metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
+        )
+
+    def predictions(self, epoch, inputs, targets, logits) -> None:
+        grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
+        self.board.add_image("predictions", grid, epoch)
+
+    def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
+        log.info(
+            f"test accuracy {accuracy:.4f}, {seconds:.2f} s/epoch, {samples_per_second:,.0f} samples/s on {self.where} "
+            f"({self.metrics.parent})"
+        )
+
+    def close(self) -> None:
+        self.board.close()
+
+
+def drop_epochs(metrics: Path, start_epoch: int) -> None:
+    """Removes the records from `start_epoch` on: they were written after the checkpoint that the run goes on from."""
+    if metrics.exists():
+        lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["epoch"] < start_epoch]
+        metrics.write_text("".join(f"{line}\n" for line in lines))

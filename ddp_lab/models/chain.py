@@ -1,0 +1,29 @@
+"""A model is a chain of named blocks, so that any strategy can cut it between two of them."""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from ddp_lab.errors import ConfigError
+
+
+class Chain(nn.Sequential):
+    """Blocks in the order in which they run, by name; `input_shape` is one sample's (channels, height, width)."""
+
+    def __init__(self, input_shape: tuple[int, int, int], **blocks: nn.Module):
+        super().__init__(OrderedDict(blocks))
+        self.input_shape = input_shape
+
+
+def init_normal(model: nn.Module, std: float) -> None:
+    """Weights of convolutions and linear layers from N(0, std), their biases zero, as the textbooks have it."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def require_image_size(model: str, image_size: int, smallest: int) -> None:
+    if image_size < smallest:
+        raise ConfigError(f"model={model}: needs images of at least {smallest}x{smallest}, these are {image_size}x{image_size}")

@@ -1,0 +1,28 @@
+"""torchvision's ResNet-18 as a chain of ten blocks, with the stem that small images want."""
+
+from torch import nn
+from torchvision.models import resnet18 as torchvision_resnet18
+
+from ddp_lab.config import Positive
+from ddp_lab.models.chain import Chain, init_normal
+
+
+def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
+    """11,172,810 parameters for 1 channel and 10 classes. `init_std` None: torchvision's initialisation.
+
+    The stem is a 3x3 convolution of stride 1 without max-pooling (He et al. 2015, arXiv:1512.03385, section 4.2): the
+    original 7x7 stride 2 and pooling would leave 7x7 pixels of a 28x28 image to the first block.
+    """
+    net = torchvision_resnet18(num_classes=num_classes)
+    stem = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    layers = {"layer1": net.layer1, "layer2": net.layer2, "layer3": net.layer3, "layer4": net.layer4}
+    model = Chain(
+        (in_channels, image_size, image_size),
+        stem=nn.Sequential(stem, net.bn1, net.relu),
+        **{f"{name}_{i}": block for name, layer in layers.items() for i, block in enumerate(layer)},
+        head=nn.Sequential(net.avgpool, nn.Flatten(), net.fc),
+    )
+    if init_std is not None:
+        init_normal(model, init_std)
+    return model

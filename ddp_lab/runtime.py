@@ -1,0 +1,169 @@
+"""Where this process stands among the ranks, and the life of the process group.
+
+The only file that reads the variables torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ddp_lab.errors import ConfigError, NodeError
+
+DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
+
+
+def env_int(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def launch_id() -> str:
+    """Names this launch, the same before and after an elastic restart: torchrun's run id, or else the agent process."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"{socket.gethostname()}-{os.getppid()}"
+
+
+def is_restart() -> bool:
+    return env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+
+
+def list_devices() -> str:
+    """The devices of this machine in words, for messages."""
+    gpus = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    return ", ".join(["cpu", *gpus]) + ("" if gpus else " (no GPU is visible)")
+
+
+def find_device(name: str, key: str = "device") -> torch.device:
+    """The device called `name`: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        NodeError: no such device on this machine.
+    """
+    kind, _, index = name.partition(":")
+    there = name == "cpu" or (kind == "cuda" and int(index or 0) < torch.cuda.device_count())
+    if not there:
+        raise NodeError(f"{key}={name}: there is no such device on {socket.gethostname()}. Here are: {list_devices()}")
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+
+
+class Runtime:
+    """Rank, device and process group of this process.
+
+    Use it as a context manager, and keep whatever uses the group local to a function called inside: an object that
+    still holds the group (a DDP module, say) can hang its destruction at exit.
+
+    Attributes:
+        rank, world_size: this process among all; 0 and 1 without torchrun.
+        local_rank, local_world_size: the same among the processes of this machine.
+        device: this rank's own device.
+        devices: all that a one-process strategy may use: every visible GPU, or the one asked for, or the CPU.
+
+    Raises:
+        NodeError: the device is not there, or there are more ranks than GPUs.
+    """
+
+    def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0):
+        self.rank, self.world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
+        self.local_rank, self.local_world_size = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
+        self.precision = precision
+        self.timeout = timedelta(seconds=timeout)
+        self._store: dist.Store | None = None
+        self.devices = self._choose_devices(device)
+        self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def _choose_devices(self, name: str) -> list[torch.device]:
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        first = find_device(name)
+        if name == "cpu":
+            return [first]
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if name == "cuda" else [first]
+        if self.local_world_size > len(devices):
+            raise NodeError(
+                f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need a GPU each, but there are "
+                f"{len(devices)} to choose from. Here are: {list_devices()}. "
+                f"Start --nproc_per_node={len(devices)}, or set device=cpu"
+                + ("" if name == "cuda" else ", or choose GPUs by CUDA_VISIBLE_DEVICES and device=cuda")
+            )
+        return devices
+
+    def autocast(self) -> torch.autocast:
+        """Mixed precision for the forward pass; a no-op with precision=float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    @property
+    def store(self) -> dist.Store:
+        """The key-value store that torchrun's agent keeps; reachable before any process group exists."""
+        if self._store is None:
+            if self.world_size == 1 and "MASTER_ADDR" not in os.environ:
+                self._store = dist.HashStore()
+            else:
+                store, _, _ = next(rendezvous("env://", timeout=self.timeout))
+                # The agent's store outlives a restart, and so do the dead ranks' addresses in it: one prefix an attempt.
+                # Attempts are counted per agent, so over several nodes the count is no common name.
+                one_node = self.local_world_size == self.world_size
+                attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0) if one_node else 0
+                self._store = dist.PrefixStore(f"attempt_{attempt}", store)
+        return self._store
+
+    def agree(self, key: str, decide: Callable[[], str | None], per_node: bool = False) -> str | None:
+        """Runs `decide` on rank 0 (`per_node`: on the first rank of each machine) and returns its answer on every rank.
+
+        Works before the process group is open. A ConfigError of the decider is raised on all ranks.
+        """
+        if self.world_size == 1:
+            return decide()
+        if per_node:
+            key = f"{key}/{env_int('GROUP_RANK', 0)}"
+        if (self.local_rank if per_node else self.rank) == 0:
+            try:
+                answer = {"value": decide()}
+            except ConfigError as error:
+                self.store.set(key, json.dumps({"error": str(error)}))
+                raise
+            self.store.set(key, json.dumps(answer))
+            return answer["value"]
+        self.store.wait([key], DECISION_TIMEOUT)
+        answer = json.loads(self.store.get(key))
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return answer["value"]
+
+    def open_group(self) -> None:
+        """Opens the process group: NCCL between GPUs, gloo between CPUs."""
+        cuda = self.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("group", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=self.timeout,
+            device_id=self.device if cuda else None,
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of `tensor` over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's `tensor`, into every rank's, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def __enter__(self) -> "Runtime":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        # Only after success: an error's frames keep objects alive that hold the group.
+        if kind is None and dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None

@@ -1,0 +1,38 @@
+"""nn.DataParallel: one process, one thread for each GPU. The historical baseline, slow for reasons that DDP removed.
+
+Every step copies the model from the first GPU to the others, scatters the batch, gathers the logits on the first GPU and
+sums the gradients there, all under one Python interpreter's lock.
+"""
+
+from torch import nn
+
+from ddp_lab.config import DeviceName
+from ddp_lab.models.chain import Chain
+from ddp_lab.runtime import Runtime, find_device
+from ddp_lab.strategies.base import Strategy
+
+
+class DP(Strategy):
+    """nn.DataParallel.
+
+    Args:
+        devices: the GPUs to use, the first holds the model; null: all that `device` allows. Without a GPU there is one
+            replica, on the CPU.
+    """
+
+    one_process = True
+
+    def __init__(self, runtime: Runtime, devices: list[DeviceName] | None):
+        super().__init__(runtime)
+        self.devices = [find_device(name, "strategy.devices") for name in devices] if devices else runtime.devices
+        self.device = self.devices[0]
+        self.replicas = self.num_devices = len(self.devices)
+
+    def setup(self, model: Chain) -> None:
+        self.module = model.to(self.device)
+        self.forward = nn.DataParallel(self.module, self.devices) if self.device.type == "cuda" else self.module
+
+    def describe(self) -> str:
+        if self.device.type == "cpu":
+            return "dp on the CPU: no GPU to spread over, so nn.DataParallel comes down to the model itself"
+        return f"dp: one process, nn.DataParallel over {', '.join(str(device) for device in self.devices)}"

@@ -1,0 +1,61 @@
+"""Data parallelism by hand, with nothing but `torch.distributed.broadcast` and `all_reduce`.
+
+Every rank holds a whole copy of the model. One step:
+
+    rank 0:  its part of the batch -> forward -> backward -> gradients --+
+    rank 1:  its part of the batch -> forward -> backward -> gradients --+-- all_reduce: every rank gets the sum
+    ...                                                                  |
+    rank k:  its part of the batch -> forward -> backward -> gradients --+
+
+and then every rank takes the same optimizer step from the same weights with the same gradients, so the copies stay equal
+without ever being sent again.
+"""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.models.chain import Chain
+from ddp_lab.runtime import Runtime
+from ddp_lab.strategies.base import Strategy
+
+
+def all_reduce_per_tensor(gradients: list[torch.Tensor]) -> None:
+    """One collective for each tensor, as the textbook does it. Each pays the latency: LeNet has 8 tensors, ResNet-18 62."""
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+
+
+def all_reduce_flat(gradients: list[torch.Tensor]) -> None:
+    """One collective for all: the latency is paid once, for the price of copying every gradient out and back."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+
+
+ALGORITHMS = {"per_tensor": all_reduce_per_tensor, "flat": all_reduce_flat}
+
+
+class Scratch(Strategy):
+    """Data parallelism by hand.
+
+    Args:
+        algorithm: how the gradients are summed over the ranks.
+    """
+
+    def __init__(self, runtime: Runtime, algorithm: Literal["per_tensor", "flat"]):
+        super().__init__(runtime)
+        self.all_reduce_gradients = ALGORITHMS[algorithm]
+
+    def setup(self, model: Chain) -> None:
+        self.module = self.forward = model.to(self.device)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor, src=0)  # whatever a rank started with, all start as rank 0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # `loss` is already divided by the GLOBAL count, so the gradients of the global mean are the plain sum over ranks.
+        loss.backward()
+        self.all_reduce_gradients([parameter.grad for parameter in self.parameters()])

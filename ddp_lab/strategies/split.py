@@ -1,0 +1,93 @@
+"""The model cut across devices in one process: stage k on device k, activations handed on from device to device.
+
+With whole batches one device works while the others wait. So the batch is fed in micro-batches:
+
+    device 0 | f1 f2 f3 f4             b4 b3 b2 b1
+    device 1 |    f1 f2 f3 f4       b4 b3 b2 b1
+             +----------------------------------------> time
+
+No schedule is written down here: kernels are only queued, each device works through its own queue, and autograd runs the
+backward pass with one thread for each device. The idle share ("bubble") of p equal stages and m micro-batches is
+(p - 1) / (m + p - 1) (Huang et al. 2018, GPipe, arXiv:1811.06965). On CPUs nothing is queued and nothing overlaps.
+BatchNorm sees micro-batches: use num_microbatches=1 where its statistics have to be the whole batch's.
+"""
+
+import torch
+from torch import nn
+
+from ddp_lab.config import Count, DeviceName
+from ddp_lab.errors import ConfigError
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.partition import block_flops, cut
+from ddp_lab.runtime import Runtime, find_device
+from ddp_lab.strategies.base import Strategy, loss_sum, sums
+
+
+class Split(Strategy):
+    """The block chain across the devices of one process.
+
+    Args:
+        devices: one for each stage, repetitions allowed; null: all GPUs that `device` allows, or [cpu, cpu] without any.
+        num_microbatches: pieces of a batch that are under way together.
+
+    Raises:
+        ConfigError: more devices than blocks (at setup).
+    """
+
+    one_process = True
+
+    def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
+        super().__init__(runtime)
+        self.named = devices is not None
+        if devices:
+            self.devices = [find_device(name, "strategy.devices") for name in devices]
+        else:
+            self.devices = runtime.devices * (2 if runtime.device.type == "cpu" else 1)
+        self.device = self.devices[0]
+        self.num_devices = len(set(self.devices))
+        self.num_microbatches = num_microbatches
+
+    def setup(self, model: Chain) -> None:
+        if len(self.devices) > len(model):
+            if self.named:
+                raise ConfigError(
+                    f"strategy.devices={[str(device) for device in self.devices]}: {len(self.devices)} devices, but the model "
+                    f"has {len(model)} blocks to put on them ({', '.join(dict(model.named_children()))}); name fewer devices"
+                )
+            self.devices = self.devices[: len(model)]
+        self.module = self.forward = model
+        self.flops = block_flops(model)
+        self.parts = cut(self.flops, len(self.devices))
+        blocks = list(model)
+        self.stages = [
+            nn.Sequential(*(blocks[i] for i in part)).to(device) for part, device in zip(self.parts, self.devices, strict=True)
+        ]
+
+    def describe(self) -> str:
+        names = list(dict(self.module.named_children()))
+        shares = [sum(self.flops[i] for i in part) / sum(self.flops) for part in self.parts]
+        where = ", ".join(
+            f"{' '.join(names[i] for i in part)} on {device} ({share:.0%} of the FLOPs)"
+            for part, device, share in zip(self.parts, self.devices, shares, strict=True)
+        )
+        return f"split: {where}; {self.num_microbatches} micro-batches"
+
+    @torch.no_grad()
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._through_stages(inputs).to(self.device)
+
+    def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
+        with self.runtime.autocast():
+            for stage, device in zip(self.stages, self.devices, strict=True):
+                activation = stage(activation.to(device, non_blocking=True))
+        return activation
+
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+        losses, results = [], []
+        targets = targets.to(self.devices[-1], non_blocking=True)
+        for piece, wanted in zip(inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True):
+            logits = self._through_stages(piece)
+            losses.append(loss_sum(logits, wanted))
+            results.append(sums(losses[-1], logits, wanted))
+        self.backward(sum(losses) / count)
+        return sum(results).to(self.device, non_blocking=True)

@@ -1,0 +1,127 @@
+"""Trains one model under one strategy.
+
+python train.py                                                       one device
+torchrun --nproc_per_node=4 train.py strategy=ddp                     four ranks, a GPU each, or on the CPU
+torchrun --nproc_per_node=2 train.py strategy=scratch data=fashion_mnist model=resnet18
+python train.py strategy=dp                                           one process, all GPUs
+python train.py strategy=split                                        one process, the model cut over all GPUs
+python train.py name=mine epochs=60                                   goes on with runs/mine where it exists
+python train.py --help                                                every group and key
+"""
+
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ddp_lab.checkpoint import Checkpoints
+from ddp_lab.cli import user_errors
+from ddp_lab.config import Plan, build, check
+from ddp_lab.data.datasets import Dataset
+from ddp_lab.data.loaders import LOADERS, Loader
+from ddp_lab.errors import ConfigError
+from ddp_lab.logger import FileLogger, Logger, log, setup_logging
+from ddp_lab.loop import fit
+from ddp_lab.rundir import open_run_dir
+from ddp_lab.runtime import Runtime
+from ddp_lab.schedule import make_scheduler
+from ddp_lab.step import Step
+from ddp_lab.strategies.base import Strategy
+
+
+@record
+@user_errors
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@user_errors
+def main(cfg: DictConfig) -> None:
+    check(cfg)
+    with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
+        if runtime.world_size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise ConfigError("--multirun: the jobs would share one world of ranks and its state; start one torchrun for each")
+        train(cfg, runtime)  # a function of its own: what holds the process group is gone before the group is
+
+
+def train(cfg: DictConfig, runtime: Runtime) -> None:
+    strategy = build(cfg.strategy, runtime)
+    source = build(cfg.data.dataset)
+    runtime.agree("dataset", source.prepare, per_node=True)
+    dataset = source.load()
+    plan = Plan.make(cfg, runtime.world_size, strategy.replicas, len(dataset.train.targets))
+
+    torch.manual_seed(cfg.seed)
+    model = build(cfg.model, **dataset.model_shape())
+
+    train_loader, test_loader = make_loaders(cfg, dataset, strategy, plan)
+
+    choices = HydraConfig.get().runtime.choices
+    run_dir = open_run_dir(cfg, runtime, f"{choices.model}-{choices.data}-{choices.strategy}")
+    setup_logging(run_dir, runtime.rank)
+    log.info(f"{run_dir}: {choices.model} on {choices.data}, {cfg.precision}")
+    log.info(plan)
+
+    if not strategy.one_process:
+        runtime.open_group()
+    strategy.setup(model)
+    log.info(strategy.describe())
+    optimizer = build(cfg.optimizer)(strategy.parameters(), lr=plan.lr)
+    warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
+    scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
+
+    checkpoints = Checkpoints(run_dir / "checkpoints", runtime, strategy, optimizer, scheduler)
+    start_epoch = checkpoints.resume(cfg.resume)
+    if start_epoch > cfg.epochs:
+        log.info(f"nothing to do: {cfg.epochs} of epochs={cfg.epochs} are done; raise epochs to go on, or choose another name")
+        return
+
+    logger = open_logger(cfg, run_dir, start_epoch, dataset, strategy, plan) if runtime.rank == 0 else Logger()
+    step = Step(strategy, optimizer, scheduler)
+    fit(strategy, step, train_loader, test_loader, logger, range(start_epoch, cfg.epochs + 1), checkpoints.save)
+    logger.close()
+
+
+def make_loaders(cfg: DictConfig, dataset: Dataset, strategy: Strategy, plan: Plan) -> tuple[Loader, Loader]:
+    make = partial(
+        LOADERS[cfg.data.loader],
+        batch_size=plan.global_batch_size,
+        num_workers=cfg.data.num_workers,
+        dp_rank=strategy.dp_rank,
+        dp_size=strategy.dp_size,
+        device=strategy.device,
+        mean=cfg.data.mean,
+        std=cfg.data.std,
+        seed=cfg.seed,
+    )
+    return make(dataset.train, shuffle=True), make(dataset.test, shuffle=False)
+
+
+def open_logger(
+    cfg: DictConfig, run_dir: Path, start_epoch: int, dataset: Dataset, strategy: Strategy, plan: Plan
+) -> FileLogger:
+    choices = HydraConfig.get().runtime.choices
+    config = OmegaConf.to_yaml(cfg, resolve=True)
+    (run_dir / "config.yaml").write_text(config)
+    return FileLogger(
+        run_dir,
+        start_epoch=start_epoch,
+        steps_per_epoch=plan.steps_per_epoch,
+        constants={
+            "global_batch_size": plan.global_batch_size,
+            "world_size": plan.world_size,
+            "strategy": strategy.name,
+        },
+        config=config,
+        hparams={group: choices[group] for group in ("data", "model", "strategy", "optimizer", "scheduler")}
+        | {key: cfg[key] for key in ("epochs", "precision", "seed")}
+        | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": strategy.num_devices},
+        classes=dataset.classes,
+        where=strategy.where,
+    )
+
+
+if __name__ == "__main__":
+    main()
