@@ -15,7 +15,6 @@ from pathlib import Path
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -24,7 +23,6 @@ from ddp_lab.cli import user_errors
 from ddp_lab.config import Plan, build, check
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS, Loader
-from ddp_lab.errors import ConfigError
 from ddp_lab.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.loop import fit
 from ddp_lab.rundir import open_run_dir
@@ -41,8 +39,6 @@ from ddp_lab.strategies.base import Strategy
 def main(cfg: DictConfig) -> None:
     check(cfg)
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
-        if runtime.world_size > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise ConfigError("--multirun: the jobs would share one world of ranks and its state; start one torchrun for each")
         train(cfg, runtime)  # a function of its own: what holds the process group is gone before the group is
 
 

@@ -35,7 +35,7 @@ class Checkpoints:
         """Loads what `word` (auto, never or a path) asks for, and returns the epoch to go on with, 1 without a checkpoint.
 
         Raises:
-            ConfigError: there is no such file, or it cannot be used.
+            ConfigError: the file cannot be used.
         """
         path = self.runtime.agree("checkpoint", lambda: self.find(word))
         if path is None:
@@ -49,11 +49,7 @@ class Checkpoints:
     def find(self, word: str) -> str | None:
         if word == "auto":
             return str(self.files()[-1]) if self.files() else None
-        if word == "never":
-            return None
-        if not Path(word).is_file():
-            raise ConfigError(f"resume={word}: there is no such file; allowed: auto, never, or the path of a checkpoint")
-        return word
+        return None if word == "never" else word
 
     def files(self) -> list[Path]:
         """Oldest first."""
@@ -86,7 +82,8 @@ def load_checkpoint(path: str, model: nn.Module) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"epoch", "model", "optimizer", "scheduler"} - state.keys()
     except (RuntimeError, OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
+        reason = f"{type(error).__name__} {error}".split("\n")[0]
+        raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({reason})") from None
     if missing:
         raise ConfigError(f"resume={path}: is no checkpoint of ddp_lab; it lacks {', '.join(sorted(missing))}")
     wanted, saved = model.state_dict(), state["model"]

@@ -31,12 +31,18 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any) -> None:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: Hydra would print them on every rank
         try:
+            refuse_sweep()
             main(*args)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             report(error)
             sys.exit(2)
 
     return run
+
+
+def refuse_sweep() -> None:
+    if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(sys.argv):
+        raise ConfigError("--multirun: the jobs would share one world of ranks and its state; start one torchrun for each job")
 
 
 def report(error: Exception) -> None:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -41,6 +42,12 @@ RunName = Annotated[
         lambda value: bool(re.fullmatch(r"[\w=,+-][\w.=,+-]*", value)),
     ),
 ]
+Resume = Annotated[
+    str,
+    Rule(
+        "auto, never or the path of an existing checkpoint", lambda value: value in ("auto", "never") or Path(value).is_file()
+    ),
+]
 
 
 class DataConfig(NamedTuple):
@@ -65,7 +72,7 @@ class Config(NamedTuple):
     timeout: Positive
     name: RunName | None
     runs_dir: str
-    resume: Literal["auto", "never"] | str
+    resume: Resume
     data: DataConfig
     model: dict
     strategy: dict

@@ -1,0 +1,136 @@
+"""Resuming: exact, from any strategy to any other, and never from a file that is none."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
+from worlds import run_world
+
+
+def train(tmp_path, name: str, *overrides: str, ranks: int = 1) -> dict:
+    run_world(ranks, main_in_world, *SMALL, f"runs_dir={tmp_path}", f"name={name}", *overrides)
+    newest = sorted((tmp_path / name / "checkpoints").iterdir())[-1]
+    return torch.load(newest, weights_only=True)
+
+
+def assert_same(one: dict, other: dict, tolerance: float) -> None:
+    assert one["epoch"] == other["epoch"]
+    assert one["scheduler"] == other["scheduler"]
+    for name, tensor in one["model"].items():
+        assert torch.allclose(tensor, other["model"][name], rtol=0, atol=tolerance), name
+        momenta = (state["optimizer"]["state"][name]["momentum_buffer"] for state in (one, other))
+        assert torch.allclose(*momenta, rtol=0, atol=10 * tolerance), name
+
+
+def test_resumed_run_is_bit_identical(tmp_path):
+    straight = train(tmp_path, "straight", "epochs=4")
+    train(tmp_path, "resumed", "epochs=2")
+    resumed = train(tmp_path, "resumed", "epochs=4")
+    assert_same(straight, resumed, tolerance=0)
+    assert [record["epoch"] for record in read_metrics(tmp_path / "resumed")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("single", 1), ("ddp", 2)), (("ddp", 3), ("split", 1)), (("split", 1), ("scratch", 4)), (("scratch", 2), ("dp", 1))],
+)
+def test_any_strategy_resumes_any_other(first, second, tmp_path):
+    straight = train(tmp_path, "straight", "epochs=3")
+    train(tmp_path, "moved", "epochs=1", f"strategy={first[0]}", ranks=first[1])
+    moved = train(tmp_path, "moved", "epochs=3", f"strategy={second[0]}", ranks=second[1])
+    assert_same(straight, moved, tolerance=1e-6)
+    assert [record["world_size"] for record in read_metrics(tmp_path / "moved")] == [first[1], second[1], second[1]]
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    train(tmp_path, "done", "epochs=2")
+    before = {path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name != "train.log"}
+    train(tmp_path, "done", "epochs=2")
+    after = {path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name != "train.log"}
+    assert after == before
+    assert "nothing to do" in (tmp_path / "done" / "train.log").read_text()
+
+
+def test_a_record_without_its_checkpoint_is_written_again_not_twice(tmp_path):
+    """As after a kill between the record and the checkpoint of an epoch."""
+    train(tmp_path, "cut", "epochs=3")
+    (tmp_path / "cut" / "checkpoints" / "epoch_0003.pt").unlink()
+    train(tmp_path, "cut", "epochs=4")
+    assert [record["epoch"] for record in read_metrics(tmp_path / "cut")] == [1, 2, 3, 4]
+
+
+def test_resume_from_a_path_into_a_new_run(tmp_path):
+    train(tmp_path, "old", "epochs=2")
+    path = tmp_path / "old" / "checkpoints" / "epoch_0002.pt"
+    continued = train(tmp_path, "new", "epochs=3", f"resume={path}")
+    assert_same(continued, train(tmp_path, "old", "epochs=3"), tolerance=0)
+    assert [record["epoch"] for record in read_metrics(tmp_path / "new")] == [3]
+
+
+def test_never_does_not_write_over_a_run(tmp_path):
+    train(tmp_path, "mine", "epochs=1")
+    before = (tmp_path / "mine" / "metrics.jsonl").read_text()
+    line = f"runs_dir={tmp_path} name=mine resume=never"
+    ((code, printed),) = run_world(1, refusal_in_world, line)
+    assert code == 2
+    assert "already holds a run. Choose another name" in printed
+    assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
+
+
+class Malicious:
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (self.trace,)
+
+
+def bad_file(kind: str, folder, good: dict) -> None:
+    path = folder / "bad.pt"
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps({"epoch": Malicious(str(folder / "executed"))}))
+    elif kind == "archive":
+        torch.save({"epoch": Malicious(str(folder / "executed"))}, path)
+    elif kind == "truncated":
+        torch.save(good, path)
+        path.write_bytes(path.read_bytes()[:1000])
+    elif kind == "text":
+        path.write_text(json.dumps({"epoch": 1}))
+    elif kind == "empty":
+        path.touch()
+    elif kind == "foreign":
+        torch.save(good["model"], path)
+    elif kind == "renamed":
+        torch.save(good | {"model": {f"module.{name}": tensor for name, tensor in good["model"].items()}}, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("pickle", "cannot be read as a checkpoint"),
+        ("archive", "cannot be read as a checkpoint"),
+        ("truncated", "cannot be read as a checkpoint"),
+        ("text", "cannot be read as a checkpoint"),
+        ("empty", "cannot be read as a checkpoint"),
+        ("foreign", "is no checkpoint of ddp_lab; it lacks epoch, model, optimizer, scheduler"),
+        ("renamed", "does not fit the model: conv.0.weight is missing in the checkpoint, (16, 3, 3, 3) in the model"),
+    ],
+)
+def test_bad_files_are_refused(kind, message, tmp_path):
+    bad_file(kind, tmp_path, train(tmp_path, "good", "epochs=1"))
+    line = f"{' '.join(SMALL)} runs_dir={tmp_path}/new resume={tmp_path}/bad.pt"
+    ((code, printed),) = run_world(1, refusal_in_world, line)
+    assert code == 2
+    assert message in printed
+    assert printed.count("error: ") == 1
+    assert not (tmp_path / "executed").exists(), "the file ran code"
+    assert not list((tmp_path / "new").rglob("*.jsonl"))
+
+
+def test_only_whole_files_and_the_last_two(tmp_path):
+    train(tmp_path, "many", "epochs=5")
+    assert sorted(path.name for path in (tmp_path / "many" / "checkpoints").iterdir()) == ["epoch_0004.pt", "epoch_0005.pt"]
+    assert only_run(tmp_path).name == "many"

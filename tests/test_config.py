@@ -1,0 +1,142 @@
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from ddp_lab.config import Plan, build, check
+from ddp_lab.errors import ConfigError
+from ddp_lab.runtime import Runtime
+
+CONF = Path(__file__).parent.parent / "conf"
+GROUPS = ["data", "model", "strategy", "optimizer", "scheduler", "experiment"]
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+def config(*overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_config_composes_checks_and_instantiates(group, option):
+    cfg = config(f"{group}={option}")
+    check(cfg)
+    strategy = build(cfg.strategy, Runtime("cpu"))
+    source = build(cfg.data.dataset)
+    assert callable(source.prepare)
+    model = build(cfg.model, in_channels=3, image_size=28, num_classes=10)
+    assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
+    optimizer = build(cfg.optimizer)(model.parameters(), lr=cfg.optimizer.lr)
+    assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr
+    assert build(cfg.scheduler)(0.0) == 1.0
+    assert str(Plan.make(cfg, 1, strategy.replicas, 1000)).startswith("1 rank, global batch")
+
+
+def test_help_names_every_strategy():
+    template = OmegaConf.load(CONF / "hydra/help/ddp_lab.yaml").template
+    listed = template.split("Strategies\n")[1].split("\n\n")[0]
+    assert [line.split()[0] for line in listed.splitlines()] == [
+        name for name in ("single", "scratch", "dp", "ddp", "split") if ("strategy", name) in OPTIONS
+    ]
+    assert len([group for group, _ in OPTIONS if group == "strategy"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=-1", "seed=-1: must be an integer from 0 to"),
+        ("epochs=0", "epochs=0: must be an integer of at least 1"),
+        ("epochs=2.5", "epochs=2.5: must be an integer of at least 1"),
+        ("batch_size=abc", "batch_size=abc: must be an integer of at least 1"),
+        ("batch_size=true", "batch_size=True: must be an integer of at least 1"),
+        ("batch_size=null", "batch_size=null: must be an integer of at least 1"),
+        ("scaling=big", "scaling=big: must be strong or weak"),
+        ("lr_scaling=cubic", "lr_scaling=cubic: must be none or linear or sqrt"),
+        ("lr_base_batch_size=0", "lr_base_batch_size=0: must be"),
+        ("warmup_epochs=-1", "warmup_epochs=-1: must be a number of at least 0"),
+        ("device=gpu", "device=gpu: must be auto or cpu, cuda or cuda:N"),
+        ("precision=fp8", "precision=fp8: must be float32 or bf16"),
+        ("timeout=0", "timeout=0: must be a number above 0"),
+        ("name=a/b", "name=a/b: must be a plain directory name"),
+        ("name=..", "name=..: must be a plain directory name"),
+        ("runs_dir=3", "runs_dir=3: must be a word"),
+        ("resume=3", "resume=3: must be auto, never or the path of an existing checkpoint"),
+        ("data.loader=fast", "data.loader=fast: must be device or workers"),
+        ("data.num_workers=-1", "data.num_workers=-1: must be an integer of at least 0"),
+        ("data.std=[0]", "data.std=[0]: must be a list, each a number above 0"),
+        ("data.mean=0.5", "data.mean=0.5: must be a list, each a number"),
+        ("model.init_std=0", "model.init_std=0: must be a number above 0 or null"),
+        ("optimizer.lr=0", "optimizer.lr=0: must be a number above 0"),
+        ("optimizer.lr=nan", "optimizer.lr=nan: must be a number above 0"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: must be a number above 0"),
+        ("optimizer.momentum=1", "optimizer.momentum=1: must be a number from 0 up to"),
+        ("+optimizer.nesterov=true optimizer.momentum=0", "Nesterov momentum requires a momentum"),
+        ("strategy=scratch strategy.algorithm=magic", "strategy.algorithm=magic: must be per_tensor or flat"),
+        ("strategy=split strategy.num_microbatches=0", "strategy.num_microbatches=0: must be"),
+        ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be a list, each cpu, cuda or cuda:N or null"),
+        ("data=synthetic data.dataset.channels=0", "data.dataset.channels=0: must be"),
+        ("+colour=red", "colour=red: there is no such key"),
+        ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: none"),
+        ("+data.dataset.colour=red", "data.dataset.colour=red: there is no such key"),
+    ],
+)
+def test_bad_values_are_named(override, message):
+    with pytest.raises(ConfigError) as error:
+        check(config(*override.split(" ")))
+    assert message in str(error.value)
+
+
+def plan(world: int, replicas: int, *overrides: str) -> Plan:
+    return Plan.make(config(*overrides), world, replicas, 60000)
+
+
+def test_plan_in_words():
+    cfg = ("batch_size=256", "optimizer.lr=0.2")
+    assert str(plan(4, 4, *cfg)) == "4 ranks, global batch 256 = 4 x 64, 235 steps an epoch, lr 0.2"
+    assert str(plan(1, 1, *cfg)) == "1 rank, global batch 256 = 1 x 256, 235 steps an epoch, lr 0.2"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "lr_scaling", "batch", "lr"),
+    [
+        ("strong", "none", 256, 0.1),
+        ("strong", "linear", 256, 0.1),
+        ("weak", "none", 1024, 0.1),
+        ("weak", "linear", 1024, 0.4),
+        ("weak", "sqrt", 1024, 0.2),
+    ],
+)
+def test_batch_to_replica_scaling(scaling, lr_scaling, batch, lr):
+    made = plan(4, 4, "batch_size=256", f"scaling={scaling}", f"lr_scaling={lr_scaling}", "lr_base_batch_size=256")
+    assert made.global_batch_size == batch
+    assert made.lr == pytest.approx(lr)
+    assert made.steps_per_epoch == -(-60000 // batch)
+
+
+@pytest.mark.parametrize(("batch", "advice"), [(2, "use 4, or"), (63, "use 60 or 64, or")])
+def test_batch_that_does_not_divide(batch, advice):
+    with pytest.raises(
+        ConfigError, match=f"batch_size={batch}: is the global batch and must divide by the 4 replicas"
+    ) as error:
+        plan(4, 4, f"batch_size={batch}")
+    assert advice in str(error.value)
+
+
+def test_schedules():
+    from ddp_lab.schedule import constant, cosine, make_scheduler
+
+    def rates(shape, warmup_steps):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = make_scheduler(optimizer, shape, total_steps=8, warmup_steps=warmup_steps)
+        seen = []
+        for _ in range(8):
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return seen
+
+    assert rates(constant, 0) == [1.0] * 8
+    assert rates(constant, 3) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
+    assert rates(cosine, 4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 0.853553, 0.5, 0.146447], abs=1e-6)

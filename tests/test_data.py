@@ -1,0 +1,161 @@
+import os
+from itertools import chain
+
+import pytest
+import torch
+
+from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
+from ddp_lab.data.loaders import IGNORE, LOADERS
+from ddp_lab.errors import ConfigError, NodeError
+
+
+def numbered(samples: int) -> Split:
+    """Images of two pixels that spell their own number."""
+    numbers = torch.arange(samples)
+    images = torch.stack([numbers % 256, numbers // 256], dim=1).to(torch.uint8).view(samples, 1, 1, 2)
+    return Split(images, numbers % 10)
+
+
+def loader(kind: str, rank: int, size: int, *, samples: int = 103, batch_size: int = 24, shuffle: bool = True, **other):
+    settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": 0} | other
+    return LOADERS[kind](
+        numbered(samples), batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), shuffle=shuffle, **settings
+    )
+
+
+def read(loader, epoch: int) -> list[list[int]]:
+    """The numbers of the samples that count, batch by batch."""
+    loader.set_epoch(epoch)
+    batches = []
+    for inputs, targets, _ in loader:
+        numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
+        real = targets != IGNORE
+        assert torch.equal(targets[real], numbers[real] % 10), "a target does not belong to its image"
+        batches.append(numbers[real].tolist())
+    return batches
+
+
+def read_world(size: int, kind: str = "device", epoch: int = 0, **settings) -> list[list[int]]:
+    """The global batches: what all ranks read in the same step, sorted."""
+    shares = [read(loader(kind, rank, size, **settings), epoch) for rank in range(size)]
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["device", "workers"])
+@pytest.mark.parametrize("samples", [103, 97, 96, 21])
+def test_every_step_sees_the_same_samples_for_any_world_size(size, kind, samples):
+    for epoch in (0, 3):
+        assert read_world(size, kind, epoch, samples=samples) == read_world(1, "device", epoch, samples=samples)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_both_loaders_give_equal_tensors(rank):
+    settings = {"samples": 103, "mean": [0.3], "std": [0.7]}
+    one, other = (list(loader(kind, rank, 3, **settings)) for kind in ("device", "workers"))
+    assert len(one) == len(other) == 5
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a.inputs, b.inputs)
+        assert torch.equal(a.targets, b.targets)
+        assert a.count == b.count
+
+
+def test_worker_processes_keep_the_order():
+    assert read(loader("workers", 1, 3, num_workers=2), epoch=1) == read(loader("device", 1, 3), epoch=1)
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    first = read_world(2, epoch=0)
+    assert read_world(2, epoch=1) != first
+    assert read_world(2, epoch=0, seed=6) != first
+    assert read_world(2, epoch=0) == first
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("samples", [1, 3, 100, 103])
+def test_evaluation_counts_every_sample_once(size, samples):
+    batches = read_world(size, samples=samples, batch_size=7 * size, shuffle=False)
+    assert sorted(chain.from_iterable(batches)) == list(range(samples))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_count_is_that_of_the_global_batch(size):
+    for rank in range(size):
+        assert [batch.count for batch in loader("device", rank, size, samples=50)] == [24, 24, 2]
+
+
+def test_normalisation():
+    split = Split(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.tensor([0, 1]))
+    share = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "num_workers": 0, "shuffle": False}
+    (batch,) = LOADERS["device"](split, 2, mean=[0.5], std=[0.25], **share)
+    assert batch.inputs.flatten().tolist() == pytest.approx([-2.0, 2.0])
+
+
+def test_means_that_do_not_fit_the_channels():
+    with pytest.raises(ConfigError, match=r"data.mean=\[0.1, 0.2\]: has 2 values"):
+        loader("device", 0, 1, mean=[0.1, 0.2])
+
+
+def test_digits_are_the_real_ones():
+    from sklearn.datasets import load_digits
+
+    dataset = Digits().load()
+    assert dataset.train.images.shape == (1437, 1, 28, 28)
+    assert dataset.test.images.shape == (360, 1, 28, 28)
+    assert dataset.train.images.dtype == torch.uint8
+    targets = torch.cat([dataset.train.targets, dataset.test.targets])
+    assert torch.equal(targets.bincount(), torch.tensor(load_digits().target).bincount())
+    assert dataset.model_shape() == {"in_channels": 1, "image_size": 28, "num_classes": 10}
+
+
+def test_synthetic_has_the_asked_shape():
+    dataset = Synthetic(20, 10, 3, 8, 4).load()
+    assert dataset.train.images.shape == (20, 3, 8, 8)
+    assert len(dataset.test.targets) == 10
+    assert dataset.model_shape() == {"in_channels": 3, "image_size": 8, "num_classes": 4}
+    assert torch.equal(dataset.train.images, Synthetic(20, 10, 3, 8, 4).load().train.images)
+
+
+def write_idx(path, magic: int, data: torch.Tensor) -> None:
+    sizes = b"".join(size.to_bytes(4, "big") for size in data.shape)
+    path.write_bytes(magic.to_bytes(4, "big") + sizes + data.numpy().tobytes())
+
+
+def test_raw_files_are_read_without_network(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, size in (("train", 6), ("t10k", 3)):
+        write_idx(raw / f"{part}-images-idx3-ubyte", 2051, torch.arange(size * 4, dtype=torch.uint8).view(size, 2, 2))
+        write_idx(raw / f"{part}-labels-idx1-ubyte", 2049, torch.arange(size, dtype=torch.uint8))
+    source = Torchvision("FashionMNIST", str(tmp_path))
+    source.prepare()
+    dataset = source.load()
+    assert dataset.train.images.flatten().tolist() == list(range(24))
+    assert dataset.test.targets.tolist() == [0, 1, 2]
+    assert dataset.classes[0] == "T-shirt/top"
+
+
+def test_missing_data_names_folder_files_and_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    with pytest.raises(NodeError) as error:
+        Torchvision("FashionMNIST", str(tmp_path)).prepare()
+    message = str(error.value)
+    assert "\n" not in message
+    for part in (f"data.root={tmp_path}", "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte", "data=digits"):
+        assert part in message
+    assert os.listdir(tmp_path) == [], "a failed download left something behind"
+
+
+def no_network(*args, **kwargs):
+    raise OSError("no network in this test")
+
+
+@pytest.mark.skipif(
+    "not __import__('os').path.isdir('../shared/data/FashionMNIST')", reason="the real set is not beside the repository"
+)
+def test_real_fashion_mnist():
+    source = Torchvision("FashionMNIST", "../shared/data")
+    source.prepare()
+    dataset = source.load()
+    assert dataset.train.images.shape == (60000, 1, 28, 28)
+    assert dataset.test.targets.bincount().tolist() == [1000] * 10

@@ -1,0 +1,103 @@
+"""A short training run under any strategy, for comparing what strategies compute."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_lab.data.datasets import Split, Synthetic
+from ddp_lab.data.loaders import LOADERS
+from ddp_lab.loop import evaluate
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.lenet import lenet
+from ddp_lab.models.resnet import resnet18
+from ddp_lab.runtime import Runtime
+from ddp_lab.schedule import cosine, make_scheduler
+from ddp_lab.step import Step
+from ddp_lab.strategies.base import Strategy
+
+SEED = 7
+MODELS = {"lenet": (lenet, 1, 28), "resnet18": (resnet18, 3, 16)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`samples` is chosen so that the last batch is ragged: it neither fills nor divides by 2, 3 or 4."""
+
+    strategy: type[Strategy]
+    options: tuple[tuple[str, Any], ...] = ()
+    model: str = "lenet"
+    samples: int = 101
+    batch_size: int = 24
+    epochs: int = 3
+    lr: float = 0.05
+    loader: str = "device"
+    start: int = 0  # added to the seed on ranks other than 0: their start must not matter
+
+
+@dataclass
+class Outcome:
+    weights: dict[str, torch.Tensor]
+    momentum: dict[str, torch.Tensor]
+    sums: list[list[float]]  # of each training epoch
+    evaluation: tuple[float, float, float]  # loss, accuracy, samples
+
+
+def make_model(name: str, seed: int) -> Chain:
+    make, channels, image_size = MODELS[name]
+    torch.manual_seed(seed)
+    return make(channels, image_size, 10, None)  # torch's initialisation: the books' is so small that every gradient is
+
+
+def make_splits(case: Case) -> tuple[Split, Split]:
+    _, channels, image_size = MODELS[case.model]
+    dataset = Synthetic(case.samples, 53, channels, image_size, 10).load()
+    return dataset.train, dataset.test
+
+
+def run_case(runtime: Runtime, case: Case) -> Outcome:
+    """Trains as train.py does. With several ranks the runtime's process group must be open."""
+    strategy = case.strategy(runtime, **dict(case.options))
+    train, test = make_splits(case)
+    share = {
+        "batch_size": case.batch_size,
+        "num_workers": 1,
+        "dp_rank": strategy.dp_rank,
+        "dp_size": strategy.dp_size,
+        "device": strategy.device,
+        "mean": [0.5],
+        "std": [0.2],
+    }
+    loaders = [LOADERS[case.loader](split, shuffle=split is train, **share) for split in (train, test)]
+    strategy.setup(make_model(case.model, seed=SEED + (case.start if runtime.rank else 0)))
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=case.lr, momentum=0.9)
+    step = Step(strategy, optimizer, make_scheduler(optimizer, cosine, case.epochs * len(loaders[0]), warmup_steps=2))
+    sums = []
+    for epoch in range(case.epochs):
+        loaders[0].set_epoch(epoch)
+        strategy.train()
+        totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
+        for batch in loaders[0]:
+            totals += step(batch)
+        sums.append(strategy.total(totals))
+    evaluation = evaluate(strategy, loaders[1])
+    state = strategy.state_dict(optimizer)
+    if not state["model"]:
+        return Outcome({}, {}, sums, evaluation)
+    momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"]["state"].items()}
+    return Outcome({name: value.clone() for name, value in state["model"].items()}, momentum, sums, evaluation)
+
+
+def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
+    """All cases in this rank's world, one after the other."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with Runtime(device, timeout=30) as runtime:
+        if runtime.world_size > 1 or any(not case.strategy.one_process for case in cases):
+            runtime.open_group()
+        return {case: run_case(runtime, case) for case in cases}
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    assert one, "nothing to compare"
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)

@@ -1,0 +1,79 @@
+"""Worlds of real ranks for the tests: processes of this machine that meet in a store, as torchrun's do."""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Ranks fork from a server that has imported everything once: a world starts at once, not in seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["preload"])
+# The server finds it by PYTHONPATH alone: before Python 3.13 it does not take over sys.path.
+HERE = Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def _rank(function: Callable, args: tuple, environment: dict[str, str], pipe) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        result = function(*args)
+        assert not dist.is_initialized(), "the process group leaked: it is still open after the run"
+        pipe.send_bytes(pickle.dumps((True, result)))  # plain pickle: tensors by value, not by shared memory
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        sys.exit(1)
+
+
+def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+    """Runs `function(*args)` on every rank; returns what the ranks returned, in order of rank.
+
+    Raises:
+        AssertionError: a rank raised (with its traceback), died, left its process group open, or did not end in `timeout` s.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(world_size):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above plays torchrun's agent
+        }
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_rank, args=(function, args, environment, sender))
+        process.start()
+        sender.close()
+        ranks.append((process, receiver))
+    deadline = time.monotonic() + timeout
+    results, problems = [], []
+    for rank, (_, receiver) in enumerate(ranks):
+        try:
+            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+                problems.append(f"rank {rank} did not end within {timeout} s")
+                continue
+            good, value = pickle.loads(receiver.recv_bytes())
+        except EOFError:
+            good, value = False, "died"
+        if good:
+            results.append(value)
+        else:
+            problems.append(f"rank {rank}: {value}")
+            deadline = min(deadline, time.monotonic() + 5)  # its peers may wait for it in vain
+    for process, _ in ranks:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+    assert not problems, "\n".join(problems)
+    return results
