@@ -16,8 +16,8 @@ done
 python3 train.py experiment=simple_cnn name=simple_cnn "$@"
 # How far micro-batches let the stages of a split model overlap: seconds an epoch for 1 and more of them.
 if [ "$gpus" -ge 2 ]; then
-    for m in 1 2 4 8; do
+    for m in 1 2 4 8 16; do
         CUDA_VISIBLE_DEVICES=0,1 python3 train.py strategy=split strategy.num_microbatches="$m" model=resnet18 data=fashion_mnist \
-            batch_size=1024 epochs=3 name="split-$m" "$@"
+            batch_size=4096 epochs=3 name="split-$m" "$@"
     done
 fi
