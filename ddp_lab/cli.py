@@ -79,12 +79,9 @@ def explain_unknown_key(key: str) -> str:
     path = key.split(".")
     while len(path) > 1 and isinstance(node.get(path[0]), DictConfig):
         node = node[path.pop(0)]
-    prefix = key[: len(key) - len(".".join(path))]
-    allowed = [f"{prefix}{name}" for name in node if not name.startswith("_")]
+    prefix = key.removesuffix(".".join(path))
+    allowed = [name for name in node if not name.startswith("_")]
     value = next((word.split("=", 1)[1] for word in sys.argv[1:] if word.split("=")[0] == key), "")
-    close = difflib.get_close_matches(key, allowed, n=1)
-    return (
-        f"{key}={value}: there is no such key; "
-        + (f"did you mean {close[0]}? " if close else "")
-        + f"allowed: {', '.join(allowed)}"
-    )
+    close = [f"did you mean {prefix}{name}? " for name in difflib.get_close_matches(path[0], allowed, n=1)]
+    listed = ", ".join(f"{prefix}{name}" for name in allowed)
+    return f"{key}={value}: there is no such key; {''.join(close)}allowed: {listed or 'none'}"

@@ -11,7 +11,9 @@ from worlds import run_world
 
 
 def train(tmp_path, name: str, *overrides: str, ranks: int = 1) -> dict:
-    run_world(ranks, main_in_world, *SMALL, f"runs_dir={tmp_path}", f"name={name}", *overrides)
+    """With a constant learning rate, so that a run is the beginning of one with more epochs."""
+    words = [*SMALL, "scheduler=constant", f"runs_dir={tmp_path}", f"name={name}", *overrides]
+    run_world(ranks, main_in_world, *words)
     newest = sorted((tmp_path / name / "checkpoints").iterdir())[-1]
     return torch.load(newest, weights_only=True)
 
@@ -54,12 +56,16 @@ def test_a_finished_run_is_left_alone(tmp_path):
     assert "nothing to do" in (tmp_path / "done" / "train.log").read_text()
 
 
-def test_a_record_without_its_checkpoint_is_written_again_not_twice(tmp_path):
-    """As after a kill between the record and the checkpoint of an epoch."""
-    train(tmp_path, "cut", "epochs=3")
+def test_a_run_cut_before_its_last_checkpoint_ends_the_same(tmp_path):
+    """As after a kill between the record and the checkpoint of the last epoch; with a schedule over the whole run."""
+    words = "epochs=3", "scheduler=cosine", "warmup_epochs=0.5"
+    whole = train(tmp_path, "cut", *words)
+    records = read_metrics(tmp_path / "cut")
     (tmp_path / "cut" / "checkpoints" / "epoch_0003.pt").unlink()
-    train(tmp_path, "cut", "epochs=4")
-    assert [record["epoch"] for record in read_metrics(tmp_path / "cut")] == [1, 2, 3, 4]
+    assert_same(whole, train(tmp_path, "cut", *words), tolerance=0)
+    again = read_metrics(tmp_path / "cut")
+    assert [record["epoch"] for record in again] == [1, 2, 3]
+    assert [record["lr"] for record in again] == [record["lr"] for record in records]
 
 
 def test_resume_from_a_path_into_a_new_run(tmp_path):
