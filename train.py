@@ -20,11 +20,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_lab.checkpoint import Checkpoints
 from ddp_lab.cli import user_errors
-from ddp_lab.config import Plan, build, check
+from ddp_lab.config import build, check
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS, Loader
 from ddp_lab.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.loop import fit
+from ddp_lab.plan import Plan
 from ddp_lab.rundir import open_run_dir
 from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import make_scheduler

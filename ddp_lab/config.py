@@ -1,4 +1,4 @@
-"""The config's contract: what every key may be, and the numbers that follow from them.
+"""The config's contract: what every key may be.
 
 A key's rule is the annotation of the parameter that reads it: `Config` below for the run's own keys, the constructor
 named by `_target_` for the groups. So a new option brings its own check.
@@ -8,7 +8,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -130,6 +129,7 @@ def check_value(key: str, value: Any, hint: Any) -> None:
 
 
 def check_node(prefix: str, node: dict[str, Any], hints: dict[str, Any]) -> None:
+    """Every key has a rule and keeps it."""
     for key, value in node.items():
         path = f"{prefix}{key}"
         if key not in hints:
@@ -145,7 +145,11 @@ def check_node(prefix: str, node: dict[str, Any], hints: dict[str, Any]) -> None
 
 
 def check_target(prefix: str, node: dict[str, Any]) -> None:
-    target = get_object(node["_target_"])
+    """As check_node, for what `_target_` names: the rules are its annotations."""
+    try:
+        target = get_object(node["_target_"])
+    except (KeyError, ImportError, ValueError):
+        raise ConfigError(f"{prefix}._target_={node.get('_target_')}: must be the name of a class or function") from None
     function = target.__init__ if inspect.isclass(target) else target
     hints = get_type_hints(function, include_extras=True)
     allowed = {name: hints.get(name, Any) for name in inspect.signature(target).parameters}
@@ -158,7 +162,11 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the first key that has no reader, or a value of the wrong type or out of range.
     """
-    check_node("", OmegaConf.to_container(cfg, resolve=True), get_type_hints(Config, include_extras=True))
+    hints = get_type_hints(Config, include_extras=True)
+    for key in hints:
+        if key not in cfg:
+            raise ConfigError(f"{key}: is missing; it must be {words(hints[key])}")
+    check_node("", OmegaConf.to_container(cfg, resolve=True), hints)
     try:
         build(cfg.optimizer)([nn.Parameter(torch.zeros(1))])  # what only the optimizer itself knows of its options
     except (TypeError, ValueError) as error:
@@ -172,41 +180,3 @@ def build(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         return instantiate(node, *args, **kwargs)
     except InstantiationException as error:
         raise error.__cause__ or error from None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The numbers that follow from the config, the number of replicas and the size of the dataset."""
-
-    world_size: int
-    replicas: int
-    global_batch_size: int
-    steps_per_epoch: int
-    lr: float
-
-    @classmethod
-    def make(cls, cfg: DictConfig, world_size: int, replicas: int, train_size: int) -> "Plan":
-        """
-        With scaling=strong, `batch_size` is the global batch, however many replicas share it; with weak it is each replica's.
-        lr_scaling multiplies the learning rate by k = global batch / lr_base_batch_size ("linear", Goyal et al. 2017,
-        arXiv:1706.02677) or by its square root ("sqrt", Krizhevsky 2014, arXiv:1404.5997).
-
-        Raises:
-            ConfigError: the batch does not divide by the replicas, or is smaller.
-        """
-        batch_size = cfg.batch_size * (replicas if cfg.scaling == "weak" else 1)
-        if batch_size % replicas:
-            lower = batch_size // replicas * replicas
-            nearest = " or ".join(str(size) for size in (lower, lower + replicas) if size)
-            raise ConfigError(
-                f"batch_size={batch_size}: is the global batch and must divide by the {replicas} replicas that share it; "
-                f"use {nearest}, or scaling=weak to give every replica {batch_size}"
-            )
-        factor = batch_size / cfg.lr_base_batch_size
-        lr = cfg.optimizer.lr * {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[cfg.lr_scaling]
-        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), lr)
-
-    def __str__(self) -> str:
-        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        batch = f"global batch {self.global_batch_size} = {self.replicas} x {self.global_batch_size // self.replicas}"
-        return f"{ranks}, {batch}, {self.steps_per_epoch} steps an epoch, lr {self.lr:g}"

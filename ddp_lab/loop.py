@@ -43,7 +43,7 @@ def fit(
             train_accuracy=train_accuracy,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
-            lr=step.optimizer.param_groups[0]["lr"],
+            lr=step.lr,
             seconds=durations[-1],
             samples_per_second=samples / durations[-1],
         )

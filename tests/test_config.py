@@ -5,8 +5,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from ddp_lab.config import Plan, build, check
+from ddp_lab.config import build, check
 from ddp_lab.errors import ConfigError
+from ddp_lab.plan import Plan
 from ddp_lab.runtime import Runtime
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -79,6 +80,8 @@ def test_help_names_every_strategy():
         ("data=synthetic data.dataset.channels=0", "data.dataset.channels=0: must be"),
         ("+colour=red", "colour=red: there is no such key"),
         ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: none"),
+        ("~seed", "seed: is missing; it must be an integer from 0"),
+        ("strategy._target_=ddp_lab.nothing", "strategy._target_=ddp_lab.nothing: must be the name of a class or function"),
         ("+data.dataset.colour=red", "data.dataset.colour=red: there is no such key"),
     ],
 )

@@ -52,6 +52,8 @@ def test_models_follow_the_data(channels, size, classes):
 def test_images_too_small():
     with pytest.raises(ConfigError, match="model=lenet: needs images of at least 14x14, these are 13x13"):
         lenet(1, 13, 10, None)
+    with pytest.raises(ConfigError, match="model=resnet18: needs images of at least 9x9"):
+        resnet18(1, 8, 10, None)
 
 
 def test_resnet18_is_torchvisions_with_a_small_stem():

@@ -4,7 +4,7 @@ from torch import nn
 from torchvision.models import resnet18 as torchvision_resnet18
 
 from ddp_lab.config import Positive
-from ddp_lab.models.chain import Chain, init_normal
+from ddp_lab.models.chain import Chain, init_normal, require_image_size
 
 
 def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
@@ -12,7 +12,11 @@ def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Posi
 
     The stem is a 3x3 convolution of stride 1 without max-pooling (He et al. 2015, arXiv:1512.03385, section 4.2): the
     original 7x7 stride 2 and pooling would leave 7x7 pixels of a 28x28 image to the first block.
+
+    Raises:
+        ConfigError: images so small that the last blocks see one pixel, of which BatchNorm cannot take a variance.
     """
+    require_image_size("resnet18", image_size, 9)
     net = torchvision_resnet18(num_classes=num_classes)
     stem = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")

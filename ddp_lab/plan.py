@@ -1,0 +1,46 @@
+"""The numbers that follow from the config, the number of replicas and the size of the dataset."""
+
+import math
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from ddp_lab.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Batch sizes in samples, `lr` after scaling."""
+
+    world_size: int
+    replicas: int
+    global_batch_size: int
+    steps_per_epoch: int
+    lr: float
+
+    @classmethod
+    def make(cls, cfg: DictConfig, world_size: int, replicas: int, train_size: int) -> "Plan":
+        """
+        With scaling=strong, `batch_size` is the global batch, however many replicas share it; with weak it is each replica's.
+        lr_scaling multiplies the learning rate by k = global batch / lr_base_batch_size ("linear", Goyal et al. 2017,
+        arXiv:1706.02677) or by its square root ("sqrt", Krizhevsky 2014, arXiv:1404.5997).
+
+        Raises:
+            ConfigError: the batch does not divide by the replicas, or is smaller.
+        """
+        batch_size = cfg.batch_size * (replicas if cfg.scaling == "weak" else 1)
+        if batch_size % replicas:
+            lower = batch_size // replicas * replicas
+            nearest = " or ".join(str(size) for size in (lower, lower + replicas) if size)
+            raise ConfigError(
+                f"batch_size={batch_size}: is the global batch and must divide by the {replicas} replicas that share it; "
+                f"use {nearest}, or scaling=weak to give every replica {batch_size}"
+            )
+        factor = batch_size / cfg.lr_base_batch_size
+        lr = cfg.optimizer.lr * {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[cfg.lr_scaling]
+        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), lr)
+
+    def __str__(self) -> str:
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        batch = f"global batch {self.global_batch_size} = {self.replicas} x {self.global_batch_size // self.replicas}"
+        return f"{ranks}, {batch}, {self.steps_per_epoch} steps an epoch, lr {self.lr:g}"
