@@ -1,13 +1,17 @@
 """Starting train.py: as a user does, in a subprocess, and inside a world of the tests' ranks."""
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
 import runpy
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 
@@ -37,7 +41,7 @@ METRICS = {
 }
 
 
-def start(line: str, *more: str, gpus: bool = False) -> subprocess.Popen:
+def start(line: str, *more: str, gpus: bool = False, stderr: int = subprocess.STDOUT) -> subprocess.Popen:
     """Starts a launch line in the repository with this Python; without GPUs unless asked."""
     program, *words = line.split()
     command = [str(Path(sys.executable).with_name(program)), *words, *more]
@@ -45,7 +49,7 @@ def start(line: str, *more: str, gpus: bool = False) -> subprocess.Popen:
     search = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
     )
 
 
@@ -62,6 +66,22 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
 
 def launch(line: str, *more: str, gpus: bool = False) -> tuple[int, str]:
     return finish(start(line, *more, gpus=gpus))
+
+
+def launch_on_terminal(line: str, *more: str) -> str:
+    """What the launch writes to stderr when that is a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    process = start(line, *more, stderr=theirs)
+    os.close(theirs)
+    code, output = finish(process)
+    assert code == 0, output
+    written = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other side of a terminal is closed
+        while part := os.read(ours, 4096):
+            written += part
+    os.close(ours)
+    return written.decode()
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

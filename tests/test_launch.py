@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import METRICS, SMALL, finish, launch, only_run, read_metrics, refusal_in_world, start
+from launches import METRICS, SMALL, finish, launch, launch_on_terminal, only_run, read_metrics, refusal_in_world, start
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
@@ -99,6 +99,13 @@ def test_a_restart_goes_on_in_its_directory(tmp_path):
     assert [record["epoch"] for record in read_metrics(crashed)] == [1, 2, 3, 4]
     one, other = (torch.load(run / "checkpoints/epoch_0004.pt")["model"] for run in (crashed, undisturbed))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path):
+    written = launch_on_terminal("python train.py", *SMALL, "data.dataset.train_size=2400", "epochs=1", f"runs_dir={tmp_path}")
+    assert "epoch 1/1:" in written
+    assert "/100 [" in written
+    assert "\r" not in (only_run(tmp_path) / "train.log").read_text()
 
 
 def test_help_explains():

@@ -1,0 +1,46 @@
+import inspect
+import logging
+import os
+
+import torch
+from worlds import run_world
+
+from ddp_lab.logger import FileLogger, Logger, log, setup_logging
+from ddp_lab.picture import prediction_grid
+
+
+def test_the_silent_logger_has_the_same_methods():
+    def methods(kind: type) -> dict[str, list[str]]:
+        functions = inspect.getmembers(kind, inspect.isfunction)
+        return {name: list(inspect.signature(function).parameters) for name, function in functions if name[0] != "_"}
+
+    assert methods(Logger) == methods(FileLogger)
+
+
+def speak(run_dir) -> None:
+    setup_logging(run_dir, int(os.environ["RANK"]))
+    log.info("all is well")
+    logging.getLogger("somebody.else").info("chatter")
+    if os.environ["RANK"] == "1":
+        log.warning("not quite")
+
+
+def test_rank_0_speaks_and_the_others_warn_with_their_rank(tmp_path):
+    run_world(3, speak, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.log", "train.rank1.log"]
+    assert (tmp_path / "train.log").read_text().endswith("INFO all is well\n")
+    assert (tmp_path / "train.log").read_text().count("\n") == 1
+    assert (tmp_path / "train.rank1.log").read_text().endswith("WARNING [rank 1] not quite\n")
+
+
+def test_prediction_grid_shows_mistakes_in_red():
+    def red(grid: torch.Tensor) -> int:
+        return ((grid[0] == 255) & (grid[1] == 0) & (grid[2] == 0)).sum().item()
+
+    images = torch.rand(6, 1, 28, 28)
+    right = prediction_grid(images, [0] * 6, [0] * 6, ["sandal", "boot"])
+    wrong = prediction_grid(images, [0] * 6, [1] * 6, ["sandal", "boot"])
+    assert right.dtype == torch.uint8
+    assert right.shape[0] == 3
+    assert red(right) == 0 < red(wrong)
+    assert prediction_grid(torch.rand(20, 3, 32, 32), [0] * 20, [0] * 20, ["cat"]).shape == right.shape
