@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -72,16 +73,22 @@ def launch_on_terminal(line: str, *more: str) -> str:
     """What the launch writes to stderr when that is a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    written = []
+
+    def read() -> None:  # beside the launch, which would wait for room in the terminal's small buffer
+        with contextlib.suppress(OSError):  # how Linux says that the other side of a terminal is closed
+            while part := os.read(ours, 4096):
+                written.append(part)
+
+    reader = threading.Thread(target=read)
     process = start(line, *more, stderr=theirs)
     os.close(theirs)
+    reader.start()
     code, output = finish(process)
-    assert code == 0, output
-    written = b""
-    with contextlib.suppress(OSError):  # how Linux says that the other side of a terminal is closed
-        while part := os.read(ours, 4096):
-            written += part
+    reader.join()
     os.close(ours)
-    return written.decode()
+    assert code == 0, output
+    return b"".join(written).decode()
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
