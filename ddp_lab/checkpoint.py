@@ -53,7 +53,7 @@ class Checkpoints:
 
     def files(self) -> list[Path]:
         """Oldest first."""
-        return sorted(self.folder.glob("epoch_*.pt"))
+        return sorted(self.folder.glob("epoch_*.pt"), key=lambda path: (len(path.name), path.name))
 
     def save(self, epoch: int) -> None:
         """Writes a checkpoint, whole or not at all, and removes those before the last two. Collective; rank 0 writes."""

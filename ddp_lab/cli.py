@@ -36,6 +36,8 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             report(error)
             sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(130)  # as shells have it: 128 + SIGINT
 
     return run
 

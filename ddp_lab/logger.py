@@ -85,8 +85,9 @@ class FileLogger(Logger):
         self.constants, self.classes, self.where, self.steps_per_epoch = constants, classes, where, steps_per_epoch
         self.metrics = run_dir / "metrics.jsonl"
         drop_epochs(self.metrics, start_epoch)
-        self.board = SummaryWriter(run_dir, purge_step=start_epoch if start_epoch > 1 else None)
-        if start_epoch == 1:
+        is_new = not list(run_dir.glob("events.*"))
+        self.board = SummaryWriter(run_dir, purge_step=None if is_new else start_epoch)
+        if is_new:
             self.board.add_text("config", f"```yaml\n{config}\n```")
             # add_hparams would open a second run beside this one.
             for summary in hparams_summary(hparams, {"accuracy/test": 0.0, "loss/test": 0.0}):
@@ -127,7 +128,10 @@ class FileLogger(Logger):
 
 
 def drop_epochs(metrics: Path, start_epoch: int) -> None:
-    """Removes the records from `start_epoch` on: they were written after the checkpoint that the run goes on from."""
+    """Removes the records from `start_epoch` on, written after the checkpoint that the run goes on from, the last one
+    perhaps in half."""
     if metrics.exists():
-        lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["epoch"] < start_epoch]
-        metrics.write_text("".join(f"{line}\n" for line in lines))
+        whole = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        rest = metrics.with_suffix(".tmp")
+        rest.write_text("".join(line for line in whole if json.loads(line)["epoch"] < start_epoch))
+        rest.replace(metrics)

@@ -34,7 +34,9 @@ def open_run_dir(cfg: DictConfig, runtime: Runtime, label: str) -> Path:
             )
         return cfg.name
 
-    return root / runtime.agree("run_name", decide)
+    run_dir = root / runtime.agree("run_name", decide)
+    run_dir.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk
+    return run_dir
 
 
 def find_launch(root: Path) -> str | None:

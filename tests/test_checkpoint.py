@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
 
@@ -62,6 +63,8 @@ def test_a_run_cut_before_its_last_checkpoint_ends_the_same(tmp_path):
     whole = train(tmp_path, "cut", *words)
     records = read_metrics(tmp_path / "cut")
     (tmp_path / "cut" / "checkpoints" / "epoch_0003.pt").unlink()
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 4, "train_l')
     assert_same(whole, train(tmp_path, "cut", *words), tolerance=0)
     again = read_metrics(tmp_path / "cut")
     assert [record["epoch"] for record in again] == [1, 2, 3]
@@ -76,6 +79,16 @@ def test_resume_from_a_path_into_a_new_run(tmp_path):
     continued = train(tmp_path, "new", "epochs=3", f"resume={path}")
     assert_same(continued, train(tmp_path, "old", "epochs=3"), tolerance=0)
     assert [record["epoch"] for record in read_metrics(tmp_path / "new")] == [3]
+    tags = EventAccumulator(str(tmp_path / "new")).Reload().Tags()
+    assert "config/text_summary" in tags["tensors"]
+
+
+def test_tensorboard_has_every_epoch_once_after_a_resume(tmp_path):
+    train(tmp_path, "cut", "epochs=3")
+    (tmp_path / "cut" / "checkpoints" / "epoch_0003.pt").unlink()
+    train(tmp_path, "cut", "epochs=4")
+    events = EventAccumulator(str(tmp_path / "cut")).Reload().Scalars("loss/test")
+    assert [event.step for event in events] == [1, 2, 3, 4]
 
 
 def test_never_does_not_write_over_a_run(tmp_path):

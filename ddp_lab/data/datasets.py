@@ -114,6 +114,7 @@ class Torchvision:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.root, prefix=".download-") as folder:
+                socket.setdefaulttimeout(60)  # torchvision sets none: a silent network would hang all ranks
                 self._open(True, root=Path(folder), download=True)
                 for path in Path(folder).rglob("*"):
                     if path.is_file():

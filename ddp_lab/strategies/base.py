@@ -37,7 +37,7 @@ class Strategy(ABC):
 
     Attributes:
         module: the whole model, unwrapped, so that its parameters keep their plain names.
-        forward: what computes the logits, `module` or a wrapper around it.
+        forward: what computes the logits, `module` or a wrapper around it; for the defaults of this class.
         device: where this rank's batches are wanted.
         replicas: how many copies of the model share a global batch.
         num_devices: how many devices work, over all ranks.

@@ -55,7 +55,7 @@ class Split(Strategy):
                     f"has {len(model)} blocks to put on them ({', '.join(dict(model.named_children()))}); name fewer devices"
                 )
             self.devices = self.devices[: len(model)]
-        self.module = self.forward = model
+        self.module = model
         self.flops = block_flops(model)
         self.parts = cut(self.flops, len(self.devices))
         blocks = list(model)
