@@ -1,0 +1,119 @@
+"""What ranks agree on before a process group exists, and the group's life."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from launches import SMALL, main_in_world, read_metrics
+from omegaconf import OmegaConf
+from worlds import run_world
+
+from ddp_lab.errors import ConfigError, NodeError
+from ddp_lab.rundir import open_run_dir
+from ddp_lab.runtime import Runtime, find_device
+
+
+def on_two_nodes() -> Runtime:
+    """This rank's runtime if the world's first half were one machine and the second half another."""
+    rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
+    os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": str(rank // half)}
+    return Runtime("cpu", timeout=30)
+
+
+def prepare_once_per_node(folder) -> str:
+    with on_two_nodes() as runtime:
+
+        def prepare() -> str:
+            time.sleep(0.5)
+            path = folder / f"by_rank_{runtime.rank}"
+            path.touch()
+            return str(path)
+
+        path = runtime.agree("data", prepare, per_node=True)
+        assert os.path.exists(path), "did not wait"
+        return path
+
+
+def test_once_per_node_and_the_others_wait(tmp_path):
+    answers = run_world(4, prepare_once_per_node, tmp_path)
+    assert [os.path.basename(path) for path in answers] == ["by_rank_0", "by_rank_0", "by_rank_2", "by_rank_2"]
+    assert sorted(os.listdir(tmp_path)) == ["by_rank_0", "by_rank_2"]
+
+
+def choose_run_dir(runs_dir) -> str:
+    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "name": None, "resume": "auto"})
+    with on_two_nodes() as runtime:
+        return str(open_run_dir(cfg, runtime, "label"))
+
+
+def test_one_run_directory_for_all_nodes(tmp_path):
+    chosen = {name for _ in range(3) for name in set(run_world(4, choose_run_dir, tmp_path))}
+    assert len(chosen) == 3, "a directory for each launch, and one alone"
+    assert chosen == {str(path) for path in tmp_path.iterdir()}
+
+
+def fail_to_agree() -> str:
+    def decide():
+        raise NodeError("no such thing")
+
+    with Runtime("cpu", timeout=30) as runtime:
+        try:
+            runtime.agree("thing", decide)
+        except ConfigError as error:
+            return str(error)
+    return "agreed"
+
+
+def test_an_error_of_the_decider_is_raised_on_every_rank():
+    assert run_world(3, fail_to_agree) == ["no such thing"] * 3
+
+
+def leak() -> None:
+    Runtime("cpu", timeout=30).open_group()
+
+
+def test_a_leaked_process_group_fails_a_test():
+    with pytest.raises(AssertionError, match="the process group leaked"):
+        run_world(2, leak)
+
+
+def use_group(ranks_that_come: int) -> float:
+    with Runtime("cpu", timeout=3) as runtime:
+        runtime.open_group()
+        if runtime.rank < ranks_that_come:
+            return runtime.all_reduce(torch.tensor(float(runtime.rank))).item()
+        time.sleep(6)
+    return -1.0
+
+
+def test_sums_over_ranks():
+    assert run_world(3, use_group, 3) == [3.0, 3.0, 3.0]
+    assert run_world(1, use_group, 1) == [0.0]
+
+
+def test_a_rank_that_does_not_come_is_noticed_at_the_timeout():
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 0: Traceback"):
+        run_world(2, use_group, 1, timeout=60)
+    assert time.monotonic() - start < 30
+
+
+def test_devices_that_are_not_there():
+    with pytest.raises(NodeError, match=r"device=cuda:99: there is no such device on .*\. Here are: cpu"):
+        Runtime("cuda:99")
+    with pytest.raises(NodeError, match=r"strategy\.devices=cuda:99"):
+        find_device("cuda:99", "strategy.devices")
+    assert Runtime("cpu").device == torch.device("cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("dp", 1), ("split", 1), ("ddp", 2), ("scratch", 2)])
+def test_bf16_is_near_float32(strategy, ranks, tmp_path):
+    for precision in ("float32", "bf16"):
+        words = [*SMALL, f"strategy={strategy}", "epochs=2", f"precision={precision}", f"name={precision}"]
+        run_world(ranks, main_in_world, *words, f"runs_dir={tmp_path}")
+    exact, rough = (read_metrics(tmp_path / name)[-1]["train_loss"] for name in ("float32", "bf16"))
+    assert rough != exact, "nothing was computed in bf16"
+    assert rough == pytest.approx(exact, rel=0.05)
