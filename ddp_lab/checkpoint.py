@@ -26,7 +26,7 @@ class Checkpoints:
         runtime: Runtime,
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        scheduler: torch.optim.lr_scheduler.LambdaLR,
     ):
         self.folder, self.runtime = folder, runtime
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
@@ -41,8 +41,15 @@ class Checkpoints:
         if path is None:
             return 1
         state = load_checkpoint(path, self.strategy.module)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        if groups[0].keys() != state["optimizer"]["param_groups"][0].keys() - {"params"}:
+            raise ConfigError(f"resume={path}: was written with another optimizer; choose that one, or another name")
         self.strategy.load_state_dict(self.optimizer, state)
-        self.scheduler.load_state_dict(state["scheduler"])
+        # Learning rate, momentum and the like are the config's of this launch; the file has the state and the step.
+        self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs})
+        step = self.scheduler.last_epoch
+        for group, options, factor in zip(self.optimizer.param_groups, groups, self.scheduler.lr_lambdas, strict=True):
+            group.update(options, lr=options["initial_lr"] * factor(step))
         log.info(f"resumed from {path}, after epoch {state['epoch']}")
         return state["epoch"] + 1
 
@@ -68,8 +75,11 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        for old in self.files()[:-KEEP]:
-            old.unlink()
+        # Files of later epochs belong to a branch that this run has left, as its records do.
+        kept = [path for path in self.files() if path.stem <= target.stem or path == target][-KEEP:]
+        for path in self.files():
+            if path not in kept:
+                path.unlink()
 
 
 def load_checkpoint(path: str, model: nn.Module) -> dict[str, Any]:
@@ -81,7 +91,7 @@ def load_checkpoint(path: str, model: nn.Module) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"epoch", "model", "optimizer", "scheduler"} - state.keys()
-    except (RuntimeError, OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, OSError, EOFError, AttributeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = f"{type(error).__name__} {error}".split("\n")[0]
         raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({reason})") from None
     if missing:

@@ -36,6 +36,11 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             report(error)
             sys.exit(2)
+        except ValueError as error:
+            if not str(error).startswith("Config group override"):  # how Hydra refuses model=null
+                raise
+            report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
+            sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)  # as shells have it: 128 + SIGINT
 

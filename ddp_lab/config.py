@@ -79,6 +79,13 @@ class Config(NamedTuple):
     scheduler: dict
 
 
+# What train.py passes to constructors itself, so that no config may.
+PASSED = {
+    "strategy": ["runtime"],
+    "model": ["in_channels", "image_size", "num_classes"],
+    "optimizer": ["params"],
+    "scheduler": ["progress"],
+}
 # torch's optimizers annotate types but not ranges.
 RANGES = {"optimizer.lr": Positive, "optimizer.momentum": Fraction, "optimizer.weight_decay": NonNegative}
 
@@ -152,7 +159,12 @@ def check_target(prefix: str, node: dict[str, Any]) -> None:
         raise ConfigError(f"{prefix}._target_={node.get('_target_')}: must be the name of a class or function") from None
     function = target.__init__ if inspect.isclass(target) else target
     hints = get_type_hints(function, include_extras=True)
-    allowed = {name: hints.get(name, Any) for name in inspect.signature(target).parameters}
+    passed = PASSED.get(prefix, [])
+    parameters = {name: value for name, value in inspect.signature(target).parameters.items() if name not in passed}
+    for name, parameter in parameters.items():
+        if name not in node and parameter.default is parameter.empty:
+            raise ConfigError(f"{prefix}.{name}: is missing; it must be {words(hints.get(name, Any))}")
+    allowed = {name: hints.get(name, Any) for name in parameters}
     check_node(f"{prefix}.", {key: value for key, value in node.items() if not key.startswith("_")}, allowed)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import resource
 import sys
 from collections.abc import Iterable
@@ -98,7 +99,8 @@ class FileLogger(Logger):
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         with self.metrics.open("a") as file:
-            file.write(json.dumps({"epoch": epoch, **metrics, **self.constants}) + "\n")
+            finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
+            file.write(json.dumps({"epoch": epoch, **finite, **self.constants}) + "\n")
         for part in ("train", "test"):
             self.board.add_scalar(f"loss/{part}", metrics[f"{part}_loss"], epoch)
             self.board.add_scalar(f"accuracy/{part}", metrics[f"{part}_accuracy"], epoch)

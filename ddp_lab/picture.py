@@ -15,10 +15,11 @@ def prediction_grid(
     """uint8 [3, height, width]: up to `most` images, four a row, the prediction beneath; a wrong one in red over the truth.
 
     Args:
-        inputs: float [n, 1 or 3, height, width], in any range.
+        inputs: float [n, channels, height, width], in any range.
     """
     tiles = []
-    for image, target, guess in zip(inputs[:most], targets, predicted, strict=False):
+    inputs = inputs[:most] if inputs.shape[1] == 3 else inputs[:most, :1]  # of other numbers of channels the first, in grey
+    for image, target, guess in zip(inputs, targets, predicted, strict=False):
         low, high = image.min(), image.max()
         picture = to_pil_image(((image - low) / (high - low).clamp(min=1e-6)).expand(3, -1, -1))
         tile = Image.new("RGB", (TILE, TILE + 2 * LINE), "white")

@@ -83,6 +83,27 @@ def test_resume_from_a_path_into_a_new_run(tmp_path):
     assert "config/text_summary" in tags["tensors"]
 
 
+def test_an_older_path_under_the_same_name_leaves_the_later_branch(tmp_path):
+    train(tmp_path, "old", "epochs=2")
+    train(tmp_path, "run", "epochs=5")
+    path = tmp_path / "old" / "checkpoints" / "epoch_0002.pt"
+    assert train(tmp_path, "run", "epochs=4", f"resume={path}")["epoch"] == 4
+    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["epoch_0003.pt", "epoch_0004.pt"]
+    assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_new_learning_rate_counts_after_a_resume(tmp_path):
+    train(tmp_path, "faster", "epochs=1")
+    train(tmp_path, "faster", "epochs=2", "optimizer.lr=0.02")
+    assert [record["lr"] for record in read_metrics(tmp_path / "faster")] == [0.01, 0.02]
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    train(tmp_path, "mine", "epochs=1")
+    with pytest.raises(AssertionError, match="SystemExit: 2"):
+        train(tmp_path, "mine", "epochs=2", "optimizer=adamw")
+
+
 def test_tensorboard_has_every_epoch_once_after_a_resume(tmp_path):
     train(tmp_path, "cut", "epochs=3")
     (tmp_path / "cut" / "checkpoints" / "epoch_0003.pt").unlink()

@@ -80,6 +80,8 @@ def test_help_names_every_strategy():
         ("data=synthetic data.dataset.channels=0", "data.dataset.channels=0: must be"),
         ("+colour=red", "colour=red: there is no such key"),
         ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: none"),
+        ("~model.init_std", "model.init_std: is missing; it must be a number above 0 or null"),
+        ("+model.in_channels=7", "model.in_channels=7: there is no such key"),
         ("~seed", "seed: is missing; it must be an integer from 0"),
         ("strategy._target_=ddp_lab.nothing", "strategy._target_=ddp_lab.nothing: must be the name of a class or function"),
         ("+data.dataset.colour=red", "data.dataset.colour=red: there is no such key"),

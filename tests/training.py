@@ -82,10 +82,11 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
         sums.append(strategy.total(totals))
     evaluation = evaluate(strategy, loaders[1])
     state = strategy.state_dict(optimizer)
-    if not state["model"]:
-        return Outcome({}, {}, sums, evaluation)
-    momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"]["state"].items()}
-    return Outcome({name: value.clone() for name, value in state["model"].items()}, momentum, sums, evaluation)
+    weights = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}  # this rank's own
+    if state["model"]:  # the checkpoint, complete on rank 0
+        assert largest_difference(weights, state["model"]) == 0
+    momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
+    return Outcome(weights, momentum, sums, evaluation)
 
 
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:

@@ -109,7 +109,7 @@ class Torchvision:
         try:
             self._open(True), self._open(False)
             return
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, ValueError, AssertionError):
             pass  # missing or incomplete
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class Torchvision:
                         target = self.root / path.relative_to(folder)
                         target.parent.mkdir(parents=True, exist_ok=True)
                         os.replace(path, target)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError, AssertionError) as error:
             where = f"{self.root.resolve()}/{self.files[self.name]}"
             raise NodeError(
                 f"data.root={self.root}: {self.name} is not on {socket.gethostname()} and could not be downloaded "

@@ -26,6 +26,8 @@ class DP(Strategy):
         super().__init__(runtime)
         self.devices = [find_device(name, "strategy.devices") for name in devices] if devices else runtime.devices
         self.device = self.devices[0]
+        if self.device.type == "cpu":
+            self.devices = [self.device]  # one replica, however often the CPU is named
         self.replicas = self.num_devices = len(self.devices)
 
     def setup(self, model: Chain) -> None:
