@@ -76,10 +76,10 @@ class Checkpoints:
             os.fsync(file.fileno())
         os.replace(temporary, target)
         # Files of later epochs belong to a branch that this run has left, as its records do.
-        kept = [path for path in self.files() if path.stem <= target.stem or path == target][-KEEP:]
-        for path in self.files():
-            if path not in kept:
-                path.unlink()
+        files = self.files()
+        last = files.index(target) + 1
+        for path in files[: max(0, last - KEEP)] + files[last:]:
+            path.unlink()
 
 
 def load_checkpoint(path: str, model: nn.Module) -> dict[str, Any]:
