@@ -5,6 +5,10 @@ torchrun --nproc_per_node=4 train.py strategy=ddp                     four ranks
 torchrun --nproc_per_node=2 train.py strategy=scratch data=fashion_mnist model=resnet18
 python train.py strategy=dp                                           one process, all GPUs
 python train.py strategy=split                                        one process, the model cut over all GPUs
+torchrun --nproc_per_node=4 train.py strategy=pipeline                a stage of the model on each rank
+torchrun --nproc_per_node=4 train.py strategy=ddp_pipeline            two pipelines of two ranks (strategy.pp=2)
+torchrun --nproc_per_node=2 train.py strategy=tp                      each layer's channels and units over the ranks
+torchrun --nproc_per_node=4 train.py strategy=fsdp                    parameters, gradients, momentum sharded
 python train.py name=mine epochs=60                                   goes on with runs/mine where it exists
 python train.py --help                                                every group and key
 """
@@ -52,6 +56,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> None:
 
     torch.manual_seed(cfg.seed)
     model = build(cfg.model, **dataset.model_shape())
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    strategy.partition(model)
 
     train_loader, test_loader = make_loaders(cfg, dataset, strategy, plan)
 
@@ -69,14 +75,14 @@ def train(cfg: DictConfig, runtime: Runtime) -> None:
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
 
-    checkpoints = Checkpoints(run_dir / "checkpoints", runtime, strategy, optimizer, scheduler)
+    checkpoints = Checkpoints(run_dir / "checkpoints", runtime, strategy, optimizer, scheduler, shapes)
     start_epoch = checkpoints.resume(cfg.resume)
     if start_epoch > cfg.epochs:
         log.info(f"nothing to do: {cfg.epochs} of epochs={cfg.epochs} are done; raise epochs to go on, or choose another name")
         return
 
     logger = open_logger(cfg, run_dir, start_epoch, dataset, strategy, plan) if runtime.rank == 0 else Logger()
-    step = Step(strategy, optimizer, scheduler)
+    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm)
     fit(strategy, step, train_loader, test_loader, logger, range(start_epoch, cfg.epochs + 1), checkpoints.save)
     logger.close()
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ddp_lab.errors import ConfigError
 from ddp_lab.logger import log
@@ -18,7 +17,11 @@ KEEP = 2
 
 class Checkpoints:
     """The files `epoch_NNNN.pt` of one run: {"epoch", "model", "optimizer", "scheduler"}, the whole of each, tensors under
-    plain names, so that any strategy at any world size loads what any other saved."""
+    plain names, so that any strategy at any world size loads what any other saved.
+
+    Args:
+        shapes: of the whole model's tensors, by name; what a file must have to be resumed from.
+    """
 
     def __init__(
         self,
@@ -27,9 +30,10 @@ class Checkpoints:
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LambdaLR,
+        shapes: dict[str, tuple[int, ...]],
     ):
         self.folder, self.runtime = folder, runtime
-        self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
+        self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
 
     def resume(self, word: str) -> int:
         """Loads what `word` (auto, never or a path) asks for, and returns the epoch to go on with, 1 without a checkpoint.
@@ -40,7 +44,7 @@ class Checkpoints:
         path = self.runtime.agree("checkpoint", lambda: self.find(word))
         if path is None:
             return 1
-        state = load_checkpoint(path, self.strategy.module)
+        state = load_checkpoint(path, self.shapes)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         if groups[0].keys() != state["optimizer"]["param_groups"][0].keys() - {"params"}:
             raise ConfigError(f"resume={path}: was written with another optimizer; choose that one, or another name")
@@ -82,8 +86,8 @@ class Checkpoints:
             path.unlink()
 
 
-def load_checkpoint(path: str, model: nn.Module) -> dict[str, Any]:
-    """Reads a checkpoint for `model`; tensors and plain values only, so a malicious file cannot run code.
+def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Reads a checkpoint for a model with these tensors; tensors and plain values only, so a malicious file cannot run code.
 
     Raises:
         ConfigError: not a checkpoint of this project, or of another model: names the first tensor that differs.
@@ -96,9 +100,9 @@ def load_checkpoint(path: str, model: nn.Module) -> dict[str, Any]:
         raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({reason})") from None
     if missing:
         raise ConfigError(f"resume={path}: is no checkpoint of ddp_lab; it lacks {', '.join(sorted(missing))}")
-    wanted, saved = model.state_dict(), state["model"]
-    for name in [*wanted, *saved]:
-        here, there = (tuple(tensors[name].shape) if name in tensors else "missing" for tensors in (wanted, saved))
+    saved = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+    for name in [*shapes, *saved]:
+        here, there = shapes.get(name, "missing"), saved.get(name, "missing")
         if here != there:
             raise ConfigError(
                 f"resume={path}: does not fit the model: {name} is {there} in the checkpoint, {here} in the model. "

@@ -66,6 +66,8 @@ class Config(NamedTuple):
     lr_scaling: Literal["none", "linear", "sqrt"]
     lr_base_batch_size: Count
     warmup_epochs: NonNegative
+    accumulate: Count
+    max_grad_norm: Positive | None
     device: Literal["auto"] | DeviceName
     precision: Literal["float32", "bf16"]
     timeout: Positive
@@ -101,6 +103,8 @@ def fits(value: Any, hint: Any) -> bool:
         return value in args
     if origin is list:
         return isinstance(value, list) and all(fits(item, args[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(item, args[1]) for item in value.values())
     if hint in (int, float):
         return isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
     return isinstance(value, hint) if isinstance(hint, type) else True
@@ -117,6 +121,8 @@ def words(hint: Any) -> str:
         return " or ".join(str(arg) for arg in args)
     if origin is list:
         return f"a list, each {words(args[0])}"
+    if origin is dict:
+        return f"of the form {{name: value}}, each value {words(args[1])}"
     plain = {
         int: "an integer",
         float: "a number",
@@ -147,7 +153,7 @@ def check_node(prefix: str, node: dict[str, Any], hints: dict[str, Any]) -> None
             check_node(f"{path}.", value, get_type_hints(hint, include_extras=True))
         else:
             check_value(path, value, hint)
-            if isinstance(value, dict):
+            if hint is dict:
                 check_target(path, value)
 
 

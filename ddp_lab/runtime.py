@@ -3,7 +3,9 @@
 The only file that reads the variables torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
 """
 
+import gc
 import json
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.errors import ConfigError, NodeError
@@ -73,6 +76,7 @@ class Runtime:
         self.precision = precision
         self.timeout = timedelta(seconds=timeout)
         self._store: dist.Store | None = None
+        self._questions = 0
         self.devices = self._choose_devices(device)
         self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
         if self.device.type == "cuda":
@@ -120,6 +124,8 @@ class Runtime:
         """
         if self.world_size == 1:
             return decide()
+        self._questions += 1
+        key = f"{key}/{self._questions}"  # so that the same question can be asked again
         if per_node:
             key = f"{key}/{env_int('GROUP_RANK', 0)}"
         if (self.local_rank if per_node else self.rank) == 0:
@@ -148,16 +154,27 @@ class Runtime:
             device_id=self.device if cuda else None,
         )
 
+    def mesh(self, axes: dict[str, int]) -> DeviceMesh:
+        """Lays the ranks on named axes, the last one running fastest: {"dp": 2, "pp": 2} has the pipelines 0-1 and 2-3.
+
+        The groups are made here and not by `init_device_mesh`, which would give them torch's own timeout of up to 30 minutes.
+        Collective; in an open group.
+        """
+        ranks = torch.arange(math.prod(axes.values())).reshape(*axes.values())
+        groups = []
+        for dim in range(ranks.dim()):
+            rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim))
+            group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=self.timeout)
+            groups.append(group)
+        return DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0], self.device.type, ranks, mesh_dim_names=tuple(axes)
+        )
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of `tensor` over all ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's `tensor`, into every rank's, in place."""
-        if self.world_size > 1:
-            dist.broadcast(tensor, src=0)
 
     def __enter__(self) -> "Runtime":
         return self
@@ -165,5 +182,6 @@ class Runtime:
     def __exit__(self, kind, error, traceback) -> None:
         # Only after success: an error's frames keep objects alive that hold the group.
         if kind is None and dist.is_initialized():
+            gc.collect()  # what holds the group in a cycle of references must go before it, too
             dist.destroy_process_group()
         self._store = None

@@ -1,10 +1,13 @@
 """A short training run under any strategy, for comparing what strategies compute."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from ddp_lab.checkpoint import Checkpoints
 from ddp_lab.data.datasets import Split, Synthetic
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.loop import evaluate
@@ -15,6 +18,7 @@ from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import cosine, make_scheduler
 from ddp_lab.step import Step
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.single import Single
 
 SEED = 7
 MODELS = {"lenet": (lenet, 1, 28), "resnet18": (resnet18, 3, 16)}
@@ -32,7 +36,16 @@ class Case:
     epochs: int = 3
     lr: float = 0.05
     loader: str = "device"
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    save: str = ""  # folder for checkpoints
+    resume: str = "never"
     start: int = 0  # added to the seed on ranks other than 0: their start must not matter
+
+
+    def reference(self) -> "Case":
+        """The run on one device that this one must equal."""
+        return replace(self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0)
 
 
 @dataclass
@@ -57,7 +70,8 @@ def make_splits(case: Case) -> tuple[Split, Split]:
 
 def run_case(runtime: Runtime, case: Case) -> Outcome:
     """Trains as train.py does. With several ranks the runtime's process group must be open."""
-    strategy = case.strategy(runtime, **dict(case.options))
+    options = {key: dict(value) if key == "plan" else value for key, value in case.options}
+    strategy = case.strategy(runtime, **options)
     train, test = make_splits(case)
     share = {
         "batch_size": case.batch_size,
@@ -69,22 +83,32 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
         "std": [0.2],
     }
     loaders = [LOADERS[case.loader](split, shuffle=split is train, **share) for split in (train, test)]
-    strategy.setup(make_model(case.model, seed=SEED + (case.start if runtime.rank else 0)))
+    model = make_model(case.model, seed=SEED + (case.start if runtime.rank else 0))
+    strategy.partition(model)
+    strategy.setup(model)
     optimizer = torch.optim.SGD(strategy.parameters(), lr=case.lr, momentum=0.9)
-    step = Step(strategy, optimizer, make_scheduler(optimizer, cosine, case.epochs * len(loaders[0]), warmup_steps=2))
+    scheduler = make_scheduler(optimizer, cosine, case.epochs * len(loaders[0]), warmup_steps=2)
+    step = Step(strategy, optimizer, scheduler, case.accumulate, case.max_grad_norm)
+    shapes = {name: tuple(tensor.shape) for name, tensor in make_model(case.model, SEED).state_dict().items()}
+    checkpoints = Checkpoints(Path(case.save), runtime, strategy, optimizer, scheduler, shapes)
     sums = []
-    for epoch in range(case.epochs):
+    for epoch in range(checkpoints.resume(case.resume), case.epochs + 1):
         loaders[0].set_epoch(epoch)
         strategy.train()
         totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
         for batch in loaders[0]:
             totals += step(batch)
         sums.append(strategy.total(totals))
+        if case.save:
+            strategy.train(False)
+            checkpoints.save(epoch)
     evaluation = evaluate(strategy, loaders[1])
     state = strategy.state_dict(optimizer)
-    weights = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}  # this rank's own
-    if state["model"]:  # the checkpoint, complete on rank 0
-        assert largest_difference(weights, state["model"]) == 0
+    own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
+    whole = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == model.state_dict().keys()
+    if runtime.rank == 0 and whole:
+        assert largest_difference(own, state["model"]) == 0
+    weights = own if whole else state["model"]  # of a sharded or cut model the checkpoint, which rank 0 alone has
     momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
     return Outcome(weights, momentum, sums, evaluation)
 

@@ -1,13 +1,17 @@
 """What every strategy is: a working default for one device, of which each strategy changes a few lines."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn.utils import get_total_norm
 
 from ddp_lab.data.loaders import IGNORE
 from ddp_lab.errors import ConfigError
@@ -36,8 +40,12 @@ class Strategy(ABC):
     process group unless `one_process`. The optimizer is made from `parameters()` after that.
 
     Attributes:
-        module: the whole model, unwrapped, so that its parameters keep their plain names.
+        module: what this rank holds of the model, unwrapped, so that its parameters keep their plain names.
         forward: what computes the logits, `module` or a wrapper around it; for the defaults of this class.
+        axes: the sizes of the named mesh axes that the ranks are laid on, "dp" first.
+        dp_rank, dp_size: which share of every batch this rank reads.
+        dp_group: the ranks that hold the same part of the model and other data; None: all ranks.
+        reports: whether this rank's sums count; true on one rank of each replica.
         device: where this rank's batches are wanted.
         replicas: how many copies of the model share a global batch.
         num_devices: how many devices work, over all ranks.
@@ -47,24 +55,54 @@ class Strategy(ABC):
     """
 
     one_process: ClassVar[bool] = False
+    save_options: ClassVar[StateDictOptions] = WHOLE
 
-    module: Chain
+    module: nn.Module
     forward: nn.Module
 
     def __init__(self, runtime: Runtime):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
-                f"`python train.py strategy={self.name}`, or take a strategy of several processes: scratch or ddp"
+                f"`python train.py strategy={self.name}`, or take a strategy of several processes, ddp for example"
             )
         self.runtime = runtime
         self.device = runtime.device
-        self.dp_rank, self.dp_size = runtime.rank, runtime.world_size
-        self.replicas = self.num_devices = runtime.world_size
+        self.num_devices = runtime.world_size
+        self.reports = True
+        self.dp_group: dist.ProcessGroup | None = None
+        self.lay_out()
 
     @property
     def name(self) -> str:
-        return type(self).__name__.lower()
+        """The word that chooses it: its file's name."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def lay_out(self, **inner: int) -> None:
+        """Lays the ranks on a mesh: neighbours share a replica along the `inner` axes, data parallelism gets the rest.
+
+        Raises:
+            ConfigError: the inner axes do not divide the number of ranks.
+        """
+        ranks = self.runtime.world_size
+        for axis, size in inner.items():
+            if ranks % size:
+                fitting = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+                raise ConfigError(
+                    f"strategy.{axis}={size}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x {axis}, because "
+                    f"{ranks} does not divide by {size}; use {fitting}, or start a multiple of {size} ranks"
+                )
+        ranks_per_replica = math.prod(inner.values())
+        self.dp_rank = self.runtime.rank // ranks_per_replica
+        self.dp_size = self.replicas = ranks // ranks_per_replica
+        self.axes = {"dp": self.dp_size, **inner}
+
+    def partition(self, model: Chain) -> None:
+        """Decides which part of the model goes where. Before the process group opens.
+
+        Raises:
+            ConfigError: the model cannot be spread as the options ask.
+        """
 
     @abstractmethod
     def setup(self, model: Chain) -> None:
@@ -80,29 +118,55 @@ class Strategy(ABC):
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return f"{self.num_devices} x {kind}"
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Leaves the gradient of the GLOBAL mean in `.grad`. `loss` is this rank's part: its sum over the global count."""
-        loss.backward()
+    def autocast(self) -> AbstractContextManager:
+        """Mixed precision for the forward pass; for strategies that do not have their own."""
+        return self.runtime.autocast()
 
-    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+    def divisor(self, count: int) -> float:
+        """What a summed loss is divided by before backward, so that after it (and `reduce_gradients`) `.grad` is the gradient
+        of the GLOBAL mean: `count`, unless a wrapper takes the mean of what is to be summed over the replicas."""
+        return count
+
+    def no_sync(self) -> AbstractContextManager:
+        """Forward and backward in it leave out what strategies do once a step, after the last piece of a batch."""
+        return nullcontext()
+
+    def reduce_gradients(self) -> None:
+        """What is left to do for the gradient after the last backward of a step."""
+
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
         """One batch's gradient, of the mean loss over all `count` samples of the GLOBAL batch.
 
         Args:
             inputs, targets: this rank's share, [b, channels, height, width] and [b].
+            accumulate: in how many pieces, one after the other, so that the activations of one piece alone take memory.
 
         Returns:
             This rank's [loss_sum, correct, count].
         """
-        with self.runtime.autocast():
+        *early, last = zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)
+        with self.no_sync():
+            results = [self.add_gradient(*piece, count) for piece in early]
+        results.append(self.add_gradient(*last, count))
+        self.reduce_gradients()
+        return sum(results)
+
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+        """Adds the gradient of one piece of a batch to `.grad`; returns the piece's three sums."""
+        with self.autocast():
             logits = self.forward(inputs)
-            loss = loss_sum(logits, targets)
-        self.backward(loss / count)
+        loss = loss_sum(logits, targets)
+        (loss / self.divisor(count)).backward()
         return sums(loss, logits, targets)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The L2 norm of the whole model's gradient, [], the same on every rank. After forward_backward; collective."""
+        return get_total_norm([parameter.grad for parameter in self.parameters()])
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Logits [b, classes] of this rank's share, without a gradient."""
-        with self.runtime.autocast():
+        with self.autocast():
             return self.forward(inputs)
 
     @torch.no_grad()
@@ -113,7 +177,7 @@ class Strategy(ABC):
 
     def total(self, sums: torch.Tensor) -> list[float]:
         """The sums over all ranks, on the host. Waits for the device: call it once an epoch."""
-        return self.runtime.all_reduce(sums).tolist()
+        return self.runtime.all_reduce(sums if self.reports else torch.zeros_like(sums)).tolist()
 
     def train(self, mode: bool = True) -> None:
         """Switches between training and evaluation.
@@ -124,7 +188,7 @@ class Strategy(ABC):
         self.module.train(mode)
         if not mode and self.dp_size > 1:
             for buffer in self.module.buffers():
-                self.runtime.broadcast(buffer)
+                dist.broadcast(buffer, group=self.dp_group, group_src=0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """For the optimizer, after setup."""
@@ -132,15 +196,16 @@ class Strategy(ABC):
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole model and optimizer by plain names, on the CPU. Collective; complete on rank 0, maybe empty elsewhere."""
-        model, optim = get_state_dict(self.module, optimizer, options=WHOLE)
+        model, optim = get_state_dict(self.module, optimizer, options=self.save_options)
         return {"model": model, "optimizer": optim}
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads what any strategy's `state_dict` returned; every rank has the whole of it. Collective."""
+        held = self.module.state_dict().keys()
         set_state_dict(
             self.module,
             optimizer,
-            model_state_dict=state["model"],
+            model_state_dict={name: tensor for name, tensor in state["model"].items() if name in held},
             optim_state_dict=state["optimizer"],
             options=WHOLE,
         )

@@ -1,18 +1,34 @@
 """torch's DistributedDataParallel: what scratch.py does, with the communication hidden behind the backward pass."""
 
-import torch
+from contextlib import AbstractContextManager
+
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.models.chain import Chain
+from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
 
 class DDP(Strategy):
+    """DistributedDataParallel.
+
+    Args:
+        batch_norm: over what BatchNorm takes its statistics while training.
+    """
+
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm):
+        super().__init__(runtime)
+        self.batch_norm = batch_norm
+
     def setup(self, model: Chain) -> None:
-        self.module = model.to(self.device)
+        self.module = set_batch_norm(model.to(self.device), self.batch_norm)
         device_ids = [self.device] if self.device.type == "cuda" else None
         self.forward = DistributedDataParallel(self.module, device_ids=device_ids)
         self.forward.broadcast_buffers = False  # they travel when training is left (Strategy.train), not at every step
 
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss * self.dp_size).backward()  # DDP averages over the ranks; the parts of the global mean are to be summed
+    def divisor(self, count: int) -> float:
+        return count / self.dp_size  # DDP averages over the ranks; the parts of the global mean are to be summed
+
+    def no_sync(self) -> AbstractContextManager:
+        return self.forward.no_sync()

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from ddp_lab.config import Count, DeviceName
-from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.partition import block_flops, cut
+from ddp_lab.models.partition import Partition
 from ddp_lab.runtime import Runtime, find_device
 from ddp_lab.strategies.base import Strategy, loss_sum, sums
 
@@ -31,7 +30,7 @@ class Split(Strategy):
         num_microbatches: pieces of a batch that are under way together.
 
     Raises:
-        ConfigError: more devices than blocks (at setup).
+        ConfigError: more devices than blocks (in partition).
     """
 
     one_process = True
@@ -47,47 +46,39 @@ class Split(Strategy):
         self.num_devices = len(set(self.devices))
         self.num_microbatches = num_microbatches
 
-    def setup(self, model: Chain) -> None:
-        if len(self.devices) > len(model):
-            if self.named:
-                raise ConfigError(
-                    f"strategy.devices={[str(device) for device in self.devices]}: {len(self.devices)} devices, but the model "
-                    f"has {len(model)} blocks to put on them ({', '.join(dict(model.named_children()))}); name fewer devices"
-                )
+    def partition(self, model: Chain) -> None:
+        if not self.named:
             self.devices = self.devices[: len(model)]
+            self.num_devices = len(set(self.devices))
+        self.parts = Partition(model, len(self.devices))
+
+    def setup(self, model: Chain) -> None:
         self.module = model
-        self.flops = block_flops(model)
-        self.parts = cut(self.flops, len(self.devices))
         blocks = list(model)
         self.stages = [
-            nn.Sequential(*(blocks[i] for i in part)).to(device) for part, device in zip(self.parts, self.devices, strict=True)
+            nn.Sequential(*(blocks[i] for i in part)).to(device)
+            for part, device in zip(self.parts.parts, self.devices, strict=True)
         ]
 
     def describe(self) -> str:
-        names = list(dict(self.module.named_children()))
-        shares = [sum(self.flops[i] for i in part) / sum(self.flops) for part in self.parts]
-        where = ", ".join(
-            f"{' '.join(names[i] for i in part)} on {device} ({share:.0%} of the FLOPs)"
-            for part, device, share in zip(self.parts, self.devices, shares, strict=True)
-        )
-        return f"split: {where}; {self.num_microbatches} micro-batches"
+        return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         return self._through_stages(inputs).to(self.device)
 
     def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
-        with self.runtime.autocast():
+        with self.autocast():
             for stage, device in zip(self.stages, self.devices, strict=True):
                 activation = stage(activation.to(device, non_blocking=True))
         return activation
 
-    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         losses, results = [], []
         targets = targets.to(self.devices[-1], non_blocking=True)
         for piece, wanted in zip(inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True):
             logits = self._through_stages(piece)
             losses.append(loss_sum(logits, wanted))
             results.append(sums(losses[-1], logits, wanted))
-        self.backward(sum(losses) / count)
+        (sum(losses) / self.divisor(count)).backward()
         return sum(results).to(self.device, non_blocking=True)

@@ -1,0 +1,50 @@
+"""BatchNorm under data parallelism, made explicit.
+
+local: every rank normalises by the mean and variance of its own share of the batch, so the result depends on the number of
+ranks. sync: by those of the whole batch, as one device would; that costs two small collectives a layer, in each direction.
+"""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.collectives import sum_over_ranks
+
+BatchNorm = Literal["local", "sync"]
+
+
+class SyncBatchNorm(nn.BatchNorm2d):
+    """torch.nn.SyncBatchNorm for devices that it has no kernels for: CPUs."""
+
+    group: dist.ProcessGroup | None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(inputs)
+        dtype, inputs = inputs.dtype, inputs.float()  # sums of bf16 would lose the statistics
+        size = torch.tensor([inputs.numel() // inputs.size(1)], dtype=inputs.dtype, device=inputs.device)
+        total = sum_over_ranks(torch.cat([inputs.sum((0, 2, 3)), size]), self.group)
+        mean, count = total[:-1] / total[-1], total[-1].detach()
+        centred = inputs - mean.view(-1, 1, 1)
+        variance = sum_over_ranks(centred.square().sum((0, 2, 3)), self.group) / count
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return (centred * scale.view(-1, 1, 1) + self.bias.view(-1, 1, 1)).to(dtype)
+
+
+def set_batch_norm(model: Chain, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Chain:
+    """Makes the BatchNorm layers of `model` (on its device) what `mode` says, over the ranks of `group`; names stay."""
+    if mode == "local":
+        return model
+    if next(model.parameters()).device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.__class__, layer.group = SyncBatchNorm, group  # the same parameters, another forward
+    return model

@@ -1,0 +1,50 @@
+"""Data and model split together: several pipelines side by side, each on its own share of every batch.
+
+    dp 0: rank 0 -> rank 1        a mesh (dp, pp) of 2 x 2. Along pp travel activations and their gradients,
+    dp 1: rank 2 -> rank 3        along dp the parameters' gradients: 0 with 2 and 1 with 3 hold the same stage.
+
+A pipeline with DistributedDataParallel around every stage: it sums the gradients over dp while the last micro-batch is still
+going backward.
+"""
+
+from typing import Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_lab.config import Count
+from ddp_lab.runtime import Runtime
+from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.pipeline import Pipeline, Stage
+
+# Without interleavedzerobubble: it computes the weights' gradients apart, where DDP's hooks miss them, and the replicas drift
+# apart without a word (seen in torch 2.11 and 2.15).
+Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
+
+
+class DDPPipeline(Pipeline):
+    """Pipelines of `pp` ranks, as many as there are ranks for; the other options are those of Pipeline and DDP."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pp: Count,
+        schedule: Schedule,
+        num_microbatches: Count,
+        num_stages: Count | None,
+        cut: list[str] | None,
+        batch_norm: BatchNorm,
+    ):
+        super().__init__(runtime, schedule, num_microbatches, num_stages, cut)
+        self.lay_out(pp=pp)
+        self.batch_norm = batch_norm
+
+    def wrap(self, stage: Stage) -> nn.Module:
+        set_batch_norm(stage, self.batch_norm, self.dp_group)
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(stage, device_ids=device_ids, process_group=self.dp_group)
+        wrapped.broadcast_buffers = False
+        return wrapped
+
+    def divisor(self, count: int) -> float:
+        return count / self.dp_size  # DDP averages over dp
