@@ -33,7 +33,9 @@ class Step:
         """Returns this rank's [loss_sum, correct, count], taken before the optimizer's step; does not wait for the device."""
         sums = self.strategy.forward_backward(*batch, self.accumulate)
         if self.max_grad_norm is not None:
-            clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, self.strategy.gradient_norm())
+            norm = self.strategy.gradient_norm()
+            # foreach=False: under tp some gradients are DTensors and some are not, which one call for all cannot take.
+            clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm, foreach=False)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()

@@ -1,11 +1,9 @@
 """The proof: every strategy at every world size ends where `single` ends."""
 
-import functools
-
 import pytest
 import torch
 from training import SEED, Case, largest_difference, make_model, run_cases
-from worlds import run_world
+from worlds import once, run_world
 
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
@@ -123,12 +121,24 @@ MODEL_PARALLEL = {
 }
 RESNET = {"model": "resnet18", "samples": 60, "epochs": 1}
 LOCAL = [scratch(**RESNET), ddp(**RESNET)]
-SYNC = [scratch(batch_norm="sync", **RESNET), ddp("sync", **RESNET), fsdp(batch_norm="sync", **RESNET)]
-# Where every rank sees the whole batch, or nobody cuts it, BatchNorm is single's.
-WHOLE_BATCHES = {
-    2: [pipeline("gpipe", m=1, **RESNET), tp(2, **RESNET), ddp_pipeline(1, "gpipe", m=1, batch_norm="sync", **RESNET)],
-    4: [ddp_pipeline(2, "gpipe", m=1, batch_norm="sync", **RESNET), tp(2, batch_norm="sync", **RESNET)],
-}
+
+
+def whole_batches(size: int, **case) -> list[Case]:
+    """The cases in which BatchNorm's statistics are the whole batch's: synchronised, or of a batch that nobody cuts."""
+    cases = [scratch(batch_norm="sync", **case), ddp("sync", **case), fsdp(batch_norm="sync", **case)]
+    if size == 2:
+        cases += [pipeline("gpipe", m=1, **case), tp(2, **case), ddp_pipeline(1, "gpipe", m=1, batch_norm="sync", **case)]
+    if size == 4:
+        cases += [ddp_pipeline(2, "gpipe", m=1, batch_norm="sync", **case), tp(2, batch_norm="sync", **case)]
+    return cases
+
+
+def one_step(size: int) -> list[Case]:
+    return whole_batches(size, model="resnet18", samples=24, epochs=1)
+
+
+def three_steps(size: int) -> list[Case]:
+    return whole_batches(size, **RESNET)
 
 
 class Forgetful(Scratch):
@@ -162,18 +172,18 @@ def cases_for(size: int) -> list[Case]:
     return [*REPLICAS, *SHARDED, *MODEL_PARALLEL[size]]
 
 
-@functools.cache
+@once
 def world(size: int) -> list[dict]:
     """The outcomes of all cases, for each rank."""
-    cases = cases_for(size) + LOCAL + SYNC + WHOLE_BATCHES.get(size, []) + (WRONG if size > 1 else [])
+    cases = cases_for(size) + (LOCAL + one_step(size) + three_steps(size) + WRONG if size > 1 else [])
     return run_world(size, run_cases, cases, timeout=300)
 
 
-@functools.cache
+@once
 def alone() -> dict:
     cases = [*ONE, split(None, 1, **RESNET)]
     many = [case for size in MODEL_PARALLEL for case in cases_for(size)]
-    references = dict.fromkeys(case.reference() for case in [*cases, *many, *LOCAL])
+    references = dict.fromkeys(case.reference() for case in [*cases, *many, *LOCAL, *one_step(2)])
     return run_world(1, run_cases, [*references, *cases])[0]
 
 
@@ -246,16 +256,21 @@ def test_batch_norm_differs_only_by_its_local_statistics(size):
     reference = alone()[LOCAL[0].reference()]
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-5
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
-    assert largest_difference(ddp.weights, reference.weights) > 1e-3, "equal after all: then promise it"
+    assert largest_difference(ddp.weights, reference.weights) > 1e-2, "equal after all: then promise it"
 
 
-@pytest.mark.parametrize(
-    ("case", "size"), on_every_size(lambda size: [*(SYNC if size > 1 else []), *WHOLE_BATCHES.get(size, [])])
-)
-def test_batch_norm_over_the_whole_batch_is_singles(case, size):
+@pytest.mark.parametrize(("case", "size"), on_every_size(lambda size: one_step(size) if size > 1 else []))
+def test_batch_norm_over_the_whole_batch_takes_singles_step(case, size):
+    assert_equal(world(size)[0][case], alone()[case.reference()])
+
+
+@pytest.mark.parametrize(("case", "size"), on_every_size(lambda size: three_steps(size) if size > 1 else []))
+def test_batch_norm_over_the_whole_batch_stays_near_single(case, size):
+    """Rounding grows fast through twenty BatchNorm layers: after three steps tp, which cuts no batch at all, is 2e-4 from
+    `single`, as the synchronised ones are (seen: at most 3e-4); with local statistics it is 0.16."""
     outcome, reference = world(size)[0][case], alone()[case.reference()]
-    print(largest_difference(outcome.weights, reference.weights), outcome.sums, reference.sums, outcome.evaluation, reference.evaluation)
-    assert_equal(outcome, reference, tolerance=1e-5)
+    assert largest_difference(outcome.weights, reference.weights) <= 1e-3
+    assert outcome.sums[0][0] == pytest.approx(reference.sums[0][0], rel=1e-4)
 
 
 def test_results_repeat():

@@ -1,5 +1,6 @@
 """Worlds of real ranks for the tests: processes of this machine that meet in a store, as torchrun's do."""
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,25 @@ CONTEXT.set_forkserver_preload(["preload"])
 # The server finds it by PYTHONPATH alone: before Python 3.13 it does not take over sys.path.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def once(function: Callable) -> Callable:
+    """functools.cache that remembers exceptions too, so that a world which fails is not run again for every test."""
+
+    @functools.cache
+    def outcome(*args):
+        try:
+            return function(*args), None
+        except AssertionError as error:
+            return None, error
+
+    def call(*args):
+        result, error = outcome(*args)
+        if error is not None:
+            raise error
+        return result
+
+    return call
 
 
 def _rank(function: Callable, args: tuple, environment: dict[str, str], pipe) -> None:
