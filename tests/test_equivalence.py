@@ -119,25 +119,31 @@ MODEL_PARALLEL = {
         tp(None, HALF, **CLIPPED),
     ],
 }
-RESNET = {"model": "resnet18", "samples": 60, "epochs": 1}
+RESNET = {"model": "resnet18", "samples": 60, "epochs": 1, "dtype": torch.float64}
 LOCAL = [scratch(**RESNET), ddp(**RESNET)]
 
 
 def whole_batches(size: int, **case) -> list[Case]:
     """The cases in which BatchNorm's statistics are the whole batch's: synchronised, or of a batch that nobody cuts."""
     cases = [scratch(batch_norm="sync", **case), ddp("sync", **case), fsdp(batch_norm="sync", **case)]
-    if size == 2:
-        cases += [pipeline("gpipe", m=1, **case), tp(2, **case), ddp_pipeline(1, "gpipe", m=1, batch_norm="sync", **case)]
-    if size == 4:
-        cases += [ddp_pipeline(2, "gpipe", m=1, batch_norm="sync", **case), tp(2, batch_norm="sync", **case)]
+    if size % 2 == 0:
+        cases.append(tp(2, batch_norm="sync", **case))
     return cases
 
 
 def one_step(size: int) -> list[Case]:
-    return whole_batches(size, model="resnet18", samples=24, epochs=1)
+    case = {"model": "resnet18", "samples": 24, "epochs": 1}
+    cases = whole_batches(size, **case)
+    if size == 2:
+        cases += [pipeline("gpipe", m=1, **case), ddp_pipeline(1, "gpipe", m=1, batch_norm="sync", **case)]
+    if size == 4:
+        cases.append(ddp_pipeline(2, "gpipe", m=1, batch_norm="sync", **case))
+    return cases
 
 
 def three_steps(size: int) -> list[Case]:
+    """In float64: rounding grows so fast through twenty BatchNorm layers that a single float32 run of three steps is 1e-2 away
+    where a ReLU tips over."""
     return whole_batches(size, **RESNET)
 
 
@@ -254,7 +260,7 @@ def test_batch_norm_differs_only_by_its_local_statistics(size):
     normalise alike, equal each other. What is promised against `single` is a loss within 5 % after the first steps."""
     scratch, ddp = (world(size)[0][case] for case in LOCAL)
     reference = alone()[LOCAL[0].reference()]
-    assert largest_difference(scratch.weights, ddp.weights) <= 1e-5
+    assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
     assert largest_difference(ddp.weights, reference.weights) > 1e-2, "equal after all: then promise it"
 
@@ -265,12 +271,10 @@ def test_batch_norm_over_the_whole_batch_takes_singles_step(case, size):
 
 
 @pytest.mark.parametrize(("case", "size"), on_every_size(lambda size: three_steps(size) if size > 1 else []))
-def test_batch_norm_over_the_whole_batch_stays_near_single(case, size):
-    """Rounding grows fast through twenty BatchNorm layers: after three steps tp, which cuts no batch at all, is 2e-4 from
-    `single`, as the synchronised ones are (seen: at most 3e-4); with local statistics it is 0.16."""
+def test_batch_norm_over_the_whole_batch_stays_with_single(case, size):
     outcome, reference = world(size)[0][case], alone()[case.reference()]
-    assert largest_difference(outcome.weights, reference.weights) <= 1e-3
-    assert outcome.sums[0][0] == pytest.approx(reference.sums[0][0], rel=1e-4)
+    assert largest_difference(outcome.weights, reference.weights) <= 1e-9
+    assert outcome.evaluation == pytest.approx(reference.evaluation, rel=1e-9)
 
 
 def test_results_repeat():

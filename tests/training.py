@@ -1,5 +1,7 @@
 """A short training run under any strategy, for comparing what strategies compute."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ class Case:
     loader: str = "device"
     accumulate: int = 1
     max_grad_norm: float | None = None
+    dtype: torch.dtype = torch.float32
     save: str = ""  # folder for checkpoints
     resume: str = "never"
     start: int = 0  # added to the seed on ranks other than 0: their start must not matter
@@ -56,10 +59,21 @@ class Outcome:
     evaluation: tuple[float, float, float]  # loss, accuracy, samples
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
 def make_model(name: str, seed: int) -> Chain:
+    """The same weights in any default dtype."""
     make, channels, image_size = MODELS[name]
     torch.manual_seed(seed)
-    return make(channels, image_size, 10, None)  # torch's initialisation: the books' is so small that every gradient is
+    with default_dtype(torch.float32):
+        model = make(channels, image_size, 10, None)  # torch's initialisation: the books' is so small that every gradient is
+    return model.to(torch.get_default_dtype())
 
 
 def make_splits(case: Case) -> tuple[Split, Split]:
@@ -124,7 +138,11 @@ def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
     with Runtime(device, timeout=30) as runtime:
         if runtime.world_size > 1 or any(not case.strategy.one_process for case in cases):
             runtime.open_group()
-        return {case: run_case(runtime, case) for case in cases}
+        outcomes = {}
+        for case in cases:
+            with default_dtype(case.dtype):
+                outcomes[case] = run_case(runtime, case)
+        return outcomes
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -23,7 +23,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy summed over the samples whose target is not IGNORE; 0 where there is none (a mean would be NaN)."""
-    return F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORE)
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # its 8 bits would lose a sum
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
 
 
 def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(inputs)
-        dtype, inputs = inputs.dtype, inputs.float()  # sums of bf16 would lose the statistics
+        dtype, inputs = inputs.dtype, inputs.to(self.running_mean.dtype)  # sums of bf16 would lose the statistics
         size = torch.tensor([inputs.numel() // inputs.size(1)], dtype=inputs.dtype, device=inputs.device)
         total = sum_over_ranks(torch.cat([inputs.sum((0, 2, 3)), size]), self.group)
         mean, count = total[:-1] / total[-1], total[-1].detach()
