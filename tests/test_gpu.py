@@ -3,29 +3,66 @@
 python -m pytest -m gpu
 """
 
-import functools
-
 import pytest
 from launches import SMALL, launch, only_run, read_metrics
-from test_equivalence import assert_equal, name
+from test_equivalence import (
+    CLIPPED,
+    HALF,
+    assert_equal,
+    ddp,
+    ddp_pipeline,
+    fsdp,
+    name,
+    pipeline,
+    scratch,
+    tp,
+)
 from test_launch import check_run
 from training import Case, largest_difference, run_cases
-from worlds import run_world
+from worlds import once, run_world
 
-from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.dp import DP
-from ddp_lab.strategies.scratch import Scratch
-from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
-MANY = [
-    Case(Scratch, (("algorithm", "per_tensor"),), start=1),
-    Case(Scratch, (("algorithm", "flat"),), start=1),
-    Case(Scratch, (("algorithm", "flat"),), samples=97, loader="workers"),
-    Case(DDP, start=1),
-    Case(DDP, samples=97, loader="workers"),
+REPLICAS = [
+    scratch("per_tensor", start=1),
+    scratch("flat", start=1),
+    scratch(samples=97, loader="workers"),
+    scratch(accumulate=3, **CLIPPED),
+    ddp(start=1),
+    ddp(samples=97, loader="workers"),
+    ddp(accumulate=3, **CLIPPED),
+    fsdp(),
+    fsdp(reshard=False, samples=97),
+    fsdp(accumulate=2, **CLIPPED),
 ]
+MODEL_PARALLEL = {
+    2: [
+        *(pipeline(schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble")),
+        pipeline("1f1b", m=5, samples=97, **CLIPPED),
+        ddp_pipeline(2, "1f1b"),
+        tp(2, samples=97),
+        tp(2, accumulate=2, **CLIPPED),
+    ],
+    4: [
+        pipeline("gpipe"),
+        pipeline("1f1b", m=5, **CLIPPED),
+        *(ddp_pipeline(2, schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
+        ddp_pipeline(2, "1f1b", m=5, samples=97, accumulate=2, **CLIPPED),
+        tp(2, **CLIPPED),
+        tp(4, HALF, samples=97),
+    ],
+    8: [ddp_pipeline(2, "1f1b"), ddp_pipeline(2, "gpipe", m=3, samples=97), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
+}
+BY_SIZE = [
+    pytest.param(case, size, marks=pytest.mark.gpu(size), id=f"{name(case)}-on-{size}")
+    for size, cases in MODEL_PARALLEL.items()
+    for case in [*(REPLICAS if size < 8 else []), *cases]
+]
+# On GPUs `sync` is torch's own SyncBatchNorm.
+ONE_STEP = {"model": "resnet18", "samples": 24, "epochs": 1}
+SYNC = [scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **ONE_STEP), fsdp(batch_norm="sync", **ONE_STEP)]
 
 
 def devices(size: int) -> tuple[str, tuple[str, ...]]:
@@ -42,47 +79,54 @@ def one_process(size: int) -> list[Case]:
     ]
 
 
-@functools.cache
-def reference(samples: int):
-    case = Case(Single, samples=samples)
+@once
+def reference(case: Case):
     return run_world(1, run_cases, [case], "cuda")[0][case]
 
 
-@functools.cache
+@once
 def world(size: int) -> list[dict]:
-    return run_world(size, run_cases, MANY, "cuda")
+    cases = [*REPLICAS, *SYNC] if size < 8 else []
+    return run_world(size, run_cases, cases + MODEL_PARALLEL[size], "cuda", timeout=240)
 
 
-@functools.cache
+@once
 def alone(size: int) -> dict:
     return run_world(1, run_cases, one_process(size), "cuda")[0]
 
 
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("case", MANY, ids=name)
+@pytest.mark.parametrize(("case", "size"), BY_SIZE)
 def test_several_processes_equal_one_gpu(case, size):
-    outcome = world(size)[0][case]
-    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, reference(case.samples).weights):.1e}")
-    assert_equal(outcome, reference(case.samples))
+    outcome, expected = world(size)[0][case], reference(case.reference())
+    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
+    assert_equal(outcome, expected)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("case", SYNC, ids=name)
+def test_synchronised_batch_norm_takes_one_gpus_step(case, size):
+    outcome, expected = world(size)[0][case], reference(case.reference())
+    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
+    assert_equal(outcome, expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("index", range(5))
 def test_one_process_over_gpus_equals_one_gpu(index, size):
     case = one_process(size)[index]
-    outcome = alone(size)[case]
-    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, reference(case.samples).weights):.1e}")
-    assert_equal(outcome, reference(case.samples))
+    outcome, expected = alone(size)[case], reference(case.reference())
+    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
+    assert_equal(outcome, expected)
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("strategy", ["ddp", "scratch"])
+@pytest.mark.parametrize("strategy", ["ddp", "scratch", "pipeline", "ddp_pipeline", "tp strategy.tp=2", "fsdp"])
 def test_torchrun_with_a_gpu_for_each_rank(strategy, size, tmp_path):
     line = f"torchrun --standalone --nproc_per_node={size} train.py strategy={strategy} device=cuda"
     code, output = launch(line, "epochs=2", "data.loader=workers", f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
-    assert f"{strategy} on {size} x NVIDIA" in output
-    check_run(only_run(tmp_path), epochs=2, strategy=strategy, world_size=size)
+    assert f"on {size} x NVIDIA" in output.splitlines()[-1]
+    check_run(only_run(tmp_path), epochs=2, strategy=strategy.split()[0], world_size=size)
 
 
 @pytest.mark.gpu(2)
@@ -95,8 +139,9 @@ def test_python_on_gpus(strategy, tmp_path):
 
 
 @pytest.mark.gpu(2)
-def test_bf16(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp precision=bf16"
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline", "tp", "fsdp"])
+def test_bf16(strategy, tmp_path):
+    line = f"torchrun --standalone --nproc_per_node=2 train.py strategy={strategy} precision=bf16"
     code, output = launch(line, f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9

@@ -45,7 +45,6 @@ class Case:
     resume: str = "never"
     start: int = 0  # added to the seed on ranks other than 0: their start must not matter
 
-
     def reference(self) -> "Case":
         """The run on one device that this one must equal."""
         return replace(self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0)

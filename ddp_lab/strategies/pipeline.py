@@ -129,7 +129,9 @@ class Pipeline(Strategy):
 
     def describe(self) -> str:
         p, m = self.axes["pp"], self.num_microbatches
-        v = self.num_stages // p  # stages a rank; they shorten filling and draining: Narayanan et al. 2021, arXiv:2104.04473, 2.2
+        v = (
+            self.num_stages // p
+        )  # stages a rank; they shorten filling and draining: Narayanan et al. 2021, arXiv:2104.04473, 2.2
         where = self.parts.describe([f"rank {stage % p}" for stage in range(self.num_stages)])
         lines = [
             f"{self.name}: {where}, balance {1 / (self.num_stages * max(self.parts.shares)):.0%} (mean stage / dearest)",
@@ -138,7 +140,9 @@ class Pipeline(Strategy):
             + (f", v={v} stages a rank" if v > 1 else ""),
         ]
         if self.has_batch_norm:
-            lines.append("BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is")
+            lines.append(
+                "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is"
+            )
         return "\n".join(lines)
 
     def _dtypes(self, stage: int) -> tuple[torch.dtype, torch.dtype]:
@@ -177,7 +181,9 @@ class Pipeline(Strategy):
                 ) from None
         return self.schedules[key]
 
-    def _feed(self, inputs: torch.Tensor, num_microbatches: int, training: bool) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _feed(
+        self, inputs: torch.Tensor, num_microbatches: int, training: bool
+    ) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
         """The schedule for this batch, which rows fill its micro-batches (some repeated where they do not divide), and what
         it is to be called with on this rank."""
         size = -(-len(inputs) // num_microbatches)
