@@ -71,7 +71,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> None:
         runtime.open_group()
     strategy.setup(model)
     log.info(strategy.describe())
-    optimizer = build(cfg.optimizer)(strategy.parameters(), lr=plan.lr)
+    optimizer = build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr)
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
 

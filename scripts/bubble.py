@@ -1,12 +1,11 @@
 """Measures a pipeline's idle time against the formula (p-1)/(m+p-1).
 
-torchrun --standalone --nproc_per_node=2 scripts/bubble.py
-torchrun --standalone --nproc_per_node=4 scripts/bubble.py --schedule 1f1b --size 512
+torchrun --standalone --nproc_per_node=2 scripts/bubble.py --cut layer2_0
+torchrun --standalone --nproc_per_node=4 scripts/bubble.py --schedule 1f1b --cut layer1_1 layer2_0 layer3_0
 
-ResNet-18, float32, micro-batches of a FIXED size, so that m changes the batch and nothing else. Printed for each m: the median
-time of a step; how long the busiest rank would compute without waiting for anybody (its own stage alone, m times forward and
-backward, on the same GPU); and the share of the step in which that rank is idle, beside the formula's. What the ranks'
-stages differ by is in "mean": the same share for the average rank.
+ResNet-18, float32, micro-batches of a FIXED size, so that m changes the batch and nothing else. For each m: the median time of
+a step, the time that the busiest and the average rank compute in it (their own stages alone, m times forward and backward, on
+the same GPU), and how idle they are by that: 1 - work / step. The formula is for stages that take equally long.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -39,15 +37,16 @@ def seconds(function, device: torch.device, repeat: int) -> float:
     return statistics.median(times[3:])
 
 
-def measure(runtime: Runtime, schedule: str, m: int, size: int, repeat: int) -> tuple[float, float]:
+def measure(runtime: Runtime, arguments: argparse.Namespace, m: int) -> tuple[float, float]:
     """Seconds of a step, and of this rank's own work in it."""
+    size, repeat = arguments.size, arguments.repeat
     torch.manual_seed(0)
     model = resnet18(1, 28, 10, None)
-    strategy = Pipeline(runtime, schedule, m, None, None)
+    strategy = Pipeline(runtime, arguments.schedule, m, None, arguments.cut)
     strategy.partition(model)
     strategy.setup(model)
-    if m == 2 and runtime.rank == 0:
-        print(strategy.describe())
+    if runtime.rank == 0:
+        print(strategy.describe().splitlines()[0])
     images = torch.randn(m * size, 1, 28, 28, device=runtime.device)
     targets = torch.randint(10, (m * size,), device=runtime.device)
     strategy.train()
@@ -69,7 +68,8 @@ def measure(runtime: Runtime, schedule: str, m: int, size: int, repeat: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="gpipe", choices=["gpipe", "1f1b"])
-    parser.add_argument("--size", type=int, default=256, help="samples in a micro-batch")
+    parser.add_argument("--size", type=int, default=512, help="samples in a micro-batch")
+    parser.add_argument("--cut", nargs="*", help="the blocks that stages begin with; else by FLOPs")
     parser.add_argument("--repeat", type=int, default=10)
     arguments = parser.parse_args()
     with Runtime(timeout=120) as runtime:
@@ -78,14 +78,16 @@ def main() -> None:
         for m in (2, 4, 8, 16):
             if arguments.schedule == "1f1b" and m < p:
                 continue
-            step, own = measure(runtime, arguments.schedule, m, arguments.size, arguments.repeat)
+            step, own = measure(runtime, arguments, m)
             work = torch.zeros(p, device=runtime.device)
             work[runtime.rank] = own
-            dist.all_reduce(work)
+            work = runtime.all_reduce(work).tolist()
             if runtime.rank == 0:
+                mean = statistics.mean(work)
                 print(
-                    f"p={p} {arguments.schedule} m={m:2}: step {1000 * step:7.1f} ms, busiest rank works {1000 * work.max():7.1f} ms, "
-                    f"idle {1 - work.max() / step:4.0%} (mean {1 - work.mean() / step:4.0%}), formula {(p - 1) / (m + p - 1):4.0%}",
+                    f"p={p} {arguments.schedule} m={m:2}: step {1000 * step:6.1f} ms; work {1000 * max(work):6.1f} ms on the "
+                    f"busiest rank, {1000 * mean:6.1f} the mean; idle {1 - max(work) / step:4.0%} and {1 - mean / step:4.0%}; "
+                    f"formula {(p - 1) / (m + p - 1):4.0%}",
                     flush=True,
                 )
 

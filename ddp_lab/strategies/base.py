@@ -38,7 +38,7 @@ class Strategy(ABC):
     """One way of spreading a training step over devices.
 
     Constructed before the data (it decides which share of a batch this rank reads), set up after the model, in an open
-    process group unless `one_process`. The optimizer is made from `parameters()` after that.
+    process group unless `one_process`. The optimizer is made from `param_groups()` after that.
 
     Attributes:
         module: what this rank holds of the model, unwrapped, so that its parameters keep their plain names.
@@ -98,7 +98,7 @@ class Strategy(ABC):
         self.dp_size = self.replicas = ranks // ranks_per_replica
         self.axes = {"dp": self.dp_size, **inner}
 
-    def partition(self, model: Chain) -> None:
+    def partition(self, model: Chain) -> None:  # noqa: B027, most strategies have nothing to decide
         """Decides which part of the model goes where. Before the process group opens.
 
         Raises:
@@ -132,7 +132,7 @@ class Strategy(ABC):
         """Forward and backward in it leave out what strategies do once a step, after the last piece of a batch."""
         return nullcontext()
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> None:  # noqa: B027, most strategies have nothing left to do
         """What is left to do for the gradient after the last backward of a step."""
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
@@ -192,8 +192,12 @@ class Strategy(ABC):
                 dist.broadcast(buffer, group=self.dp_group, group_src=0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """For the optimizer, after setup."""
+        """What this rank holds of the model's. After setup."""
         return self.module.parameters()
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """`parameters` as the optimizer gets them. After setup."""
+        return [{"params": list(self.parameters())}]
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole model and optimizer by plain names, on the CPU. Collective; complete on rank 0, maybe empty elsewhere."""

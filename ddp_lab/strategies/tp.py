@@ -10,7 +10,7 @@ Two collectives a layer, of the size of its activations: far more traffic than d
 are close, and pays where one layer is too large for a device. The models know nothing of it: layers are replaced by name.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +88,8 @@ class TP(Strategy):
             )
             whole = ",".join(f"{name}:replicate" for name in dict.fromkeys(path.split(".")[0] for path in odd))
             raise ConfigError(
-                f"strategy.tp={size}: {words} do not divide by {size}. Use a tp that divides them, or leave those blocks whole: "
-                f"'strategy.plan={{{whole}}}'"
+                f"strategy.tp={size}: {words} do not divide by {size}. Use a tp that divides them, or leave those blocks "
+                f"whole: 'strategy.plan={{{whole}}}'"
             )
 
     def setup(self, model: Chain) -> None:
@@ -105,8 +105,8 @@ class TP(Strategy):
     def describe(self) -> str:
         whole = [name for name, word in self.plan.items() if word == "replicate"]
         return (
-            f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output channels "
-            f"and units, {', '.join(whole) or 'no block'} left whole"
+            f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
+            f"channels and units, {', '.join(whole) or 'no block'} left whole"
         )
 
     def reduce_gradients(self) -> None:
@@ -114,9 +114,14 @@ class TP(Strategy):
             gradients = [parameter.grad for parameter in self.parameters()]
             all_reduce_flat([g.to_local() if isinstance(g, DTensor) else g for g in gradients], self.dp_group)
 
+    def param_groups(self) -> list[dict[str, Any]]:
+        # DTensors and tensors (BatchNorm's, say) are mixed, which the optimizers' one call for all parameters cannot take.
+        return [group | {"foreach": False} for group in super().param_groups()]
+
     def gradient_norm(self) -> torch.Tensor:
-        """Each sharded part is on one rank alone, each replicated one on all."""
+        """Of the sharded gradients each rank has a part, of the replicated ones the whole."""
         gradients = [parameter.grad for parameter in self.parameters()]
-        norms = [get_total_norm([g for g in gradients if isinstance(g, DTensor)]).full_tensor()]
-        norms += [g.norm() for g in gradients if not isinstance(g, DTensor)]
+        sharded = get_total_norm([gradient for gradient in gradients if isinstance(gradient, DTensor)])
+        replicated = get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.device) for norm in (sharded, replicated)]
         return torch.stack(norms).norm()
