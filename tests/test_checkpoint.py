@@ -3,12 +3,18 @@
 import json
 import os
 import pickle
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_equivalence import assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
+from training import Case, Outcome, run_cases
 from worlds import run_world
+
+from ddp_lab.strategies.single import Single
 
 
 def train(tmp_path, name: str, *overrides: str, ranks: int = 1) -> dict:
@@ -38,7 +44,13 @@ def test_resumed_run_is_bit_identical(tmp_path):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(("single", 1), ("ddp", 2)), (("ddp", 3), ("split", 1)), (("split", 1), ("scratch", 4)), (("scratch", 2), ("dp", 1))],
+    [
+        (("single", 1), ("ddp", 2)),
+        (("ddp", 3), ("split", 1)),
+        (("split", 1), ("scratch", 4)),
+        (("scratch", 2), ("dp", 1)),
+        (("ddp_pipeline", 4), ("fsdp", 2)),
+    ],
 )
 def test_any_strategy_resumes_any_other(first, second, tmp_path):
     straight = train(tmp_path, "straight", "epochs=3")
@@ -46,6 +58,76 @@ def test_any_strategy_resumes_any_other(first, second, tmp_path):
     moved = train(tmp_path, "moved", "epochs=3", f"strategy={second[0]}", ranks=second[1])
     assert_same(straight, moved, tolerance=1e-6)
     assert [record["world_size"] for record in read_metrics(tmp_path / "moved")] == [first[1], second[1], second[1]]
+
+
+MOVES = {  # each writes checkpoints, and each goes on from every other's: the case and its ranks
+    "single@1": (Case(Single, epochs=2), 1),
+    "scratch@2": (scratch(epochs=2), 2),
+    "ddp@4": (ddp(epochs=2), 4),
+    "fsdp@2": (fsdp(epochs=2), 2),
+    "pipeline@2": (pipeline("1f1b", epochs=2), 2),
+    "ddp_pipeline@4": (ddp_pipeline(2, "1f1b", epochs=2), 4),
+    "tp@2": (tp(2, epochs=2), 2),
+}
+
+
+class Moved(NamedTuple):
+    """The outcomes, on each rank, of two epochs without a break and of those that took over after the first."""
+
+    straight: dict[str, list[Outcome]]
+    files: dict[str, dict]  # what the first wrote after epoch 1
+    resumed: dict[tuple[str, str], list[Outcome]]  # by source and target
+
+
+def run_by_size(cases: dict) -> dict:
+    """The outcomes on each rank of cases given with their ranks, in one world for each number of ranks."""
+    outcomes = {}
+    for size in sorted({ranks for _, ranks in cases.values()}):
+        here = {key: case for key, (case, ranks) in cases.items() if ranks == size}
+        ranks = run_world(size, run_cases, list(here.values()), timeout=240)
+        outcomes |= {key: [rank[case] for rank in ranks] for key, case in here.items()}
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory) -> Moved:
+    folders = {name: tmp_path_factory.mktemp(name) for name in MOVES}
+    straight = run_by_size({name: (replace(case, save=str(folders[name])), ranks) for name, (case, ranks) in MOVES.items()})
+    paths = {name: folder / "epoch_0001.pt" for name, folder in folders.items()}
+    resumed = run_by_size(
+        {
+            (source, target): (replace(case, resume=str(paths[source])), ranks)
+            for source in MOVES
+            for target, (case, ranks) in MOVES.items()
+        }
+    )
+    return Moved(straight, {name: torch.load(path, weights_only=True) for name, path in paths.items()}, resumed)
+
+
+@pytest.mark.parametrize("source", MOVES)
+def test_every_strategy_writes_singles_checkpoint(source, moved):
+    written, expected = moved.files[source], moved.files["single@1"]
+    assert written["model"].keys() == expected["model"].keys()
+    assert written["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    groups, expected_groups = (  # tp's foreach is another: how a step is computed, which a resume leaves to the launch
+        [{key: value for key, value in group.items() if key != "foreach"} for group in state["optimizer"]["param_groups"]]
+        for state in (written, expected)
+    )
+    assert groups == expected_groups
+    assert_same(written, expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("target", MOVES)
+@pytest.mark.parametrize("source", MOVES)
+def test_every_strategy_goes_on_from_every_other(source, target, moved):
+    """At the weights, momentum and sums of `single` in one go, and all ranks agree."""
+    reference = moved.straight["single@1"][0]
+    first, *others = moved.resumed[source, target]
+    assert len(first.sums) == 1, "it began anew"
+    assert_equal(first, replace(reference, sums=reference.sums[1:]))
+    for outcome in others:
+        assert outcome.sums == first.sums
+        assert outcome.evaluation == first.evaluation
 
 
 def test_a_finished_run_is_left_alone(tmp_path):

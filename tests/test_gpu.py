@@ -63,6 +63,7 @@ BY_SIZE = [
 # On GPUs `sync` is torch's own SyncBatchNorm.
 ONE_STEP = {"model": "resnet18", "samples": 24, "epochs": 1}
 SYNC = [scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **ONE_STEP), fsdp(batch_norm="sync", **ONE_STEP)]
+SYNC += [tp(2, batch_norm="sync", **ONE_STEP, **CLIPPED)]
 
 
 def devices(size: int) -> tuple[str, tuple[str, ...]]:

@@ -4,29 +4,54 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import METRICS, SMALL, finish, launch, launch_on_terminal, only_run, read_metrics, refusal_in_world, start
+from launches import (
+    METRICS,
+    SMALL,
+    finish,
+    launch,
+    launch_on_terminal,
+    main_in_world,
+    only_run,
+    read_metrics,
+    refusal_in_world,
+    start,
+)
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
-LINES = [
-    ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, "ddp on 4 x cpu"),
-    ("torchrun --standalone --nproc_per_node=2 train.py strategy=scratch", "scratch", 2, "scratch on 2 x cpu"),
-    ("python train.py", "single", 1, "single on 1 x cpu"),
-    ("python train.py strategy=dp", "dp", 1, "dp on the CPU: no GPU"),
-    ("python train.py strategy=split", "split", 1, "conv2 fc1 fc2 on cpu"),
+LINES = [  # the ranks, and the replicas that share a batch
+    ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, 4, "ddp on 4 x cpu"),
+    ("torchrun --standalone --nproc_per_node=2 train.py strategy=scratch", "scratch", 2, 2, "scratch on 2 x cpu"),
+    ("python train.py", "single", 1, 1, "single on 1 x cpu"),
+    ("python train.py strategy=dp", "dp", 1, 1, "dp on the CPU: no GPU"),
+    ("python train.py strategy=split", "split", 1, 1, "conv2 fc1 fc2 on cpu"),
+    ("torchrun --nproc_per_node=2 train.py strategy=pipeline", "pipeline", 2, 1, "conv2 fc1 fc2 on rank 1"),
+    (
+        "torchrun --standalone --nproc_per_node=4 train.py strategy=ddp_pipeline",
+        "ddp_pipeline",
+        4,
+        2,
+        "1f1b, 8 micro-batches, expected bubble (p-1)/(m+p-1) = 11% of the time, p=2",
+    ),
+    (
+        "torchrun --standalone --nproc_per_node=2 train.py strategy=tp",
+        "tp",
+        2,
+        1,
+        "tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded",
+    ),
+    ("torchrun --standalone --nproc_per_node=2 train.py strategy=fsdp", "fsdp", 2, 2, "fsdp on 2 x cpu"),
 ]
 
 
-@pytest.mark.parametrize(("line", "strategy", "world_size", "said"), LINES, ids=[line for line, *_ in LINES])
-def test_launch_line(line, strategy, world_size, said, tmp_path):
+@pytest.mark.parametrize(("line", "strategy", "world_size", "replicas", "said"), LINES, ids=[line for line, *_ in LINES])
+def test_launch_line(line, strategy, world_size, replicas, said, tmp_path):
     code, output = launch(line, "epochs=2", f"runs_dir={tmp_path}/runs")
     assert code == 0, output
     assert output.count(said) == 1, "said once, not once per rank"
     plural = "s" * (world_size > 1)
-    assert (
-        f"{world_size} rank{plural}, global batch 64 = {world_size} x {64 // world_size}, 23 steps an epoch, lr 0.1" in output
-    )
+    assert f"{world_size} rank{plural}, global batch 64 = {replicas} x {64 // replicas}, 23 steps an epoch, lr 0.1" in output
     assert output.splitlines()[-1].startswith("test accuracy ")
     assert "arning" not in output.replace("OMP_NUM_THREADS", ""), output
     check_run(only_run(tmp_path / "runs"), epochs=2, strategy=strategy, world_size=world_size)
@@ -66,6 +91,22 @@ def check_tensorboard(run_dir: Path, metrics: list[dict]) -> None:
     assert events.Tags()["images"] == ["predictions"]
     assert "config/text_summary" in events.Tags()["tensors"]
     assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_a_pipeline_says_what_it_will_cost(tmp_path):
+    """ResNet-18: the blocks of each rank, the balance, the bubble, and that BatchNorm sees micro-batches; each once."""
+    words = ["data=synthetic", "data.dataset.train_size=32", "data.dataset.test_size=16", "data.dataset.image_size=16"]
+    run = ["model=resnet18", "strategy=pipeline", "batch_size=16", "epochs=1", f"runs_dir={tmp_path}"]
+    run_world(2, main_in_world, *words, *run)
+    written = (only_run(tmp_path) / "train.log").read_text()
+    for said in (
+        "pipeline: stem layer1_0 layer1_1 layer2_0 layer2_1 on rank 0 (52% of the FLOPs), "
+        "layer3_0 layer3_1 layer4_0 layer4_1 head on rank 1 (48% of the FLOPs), balance 97% (mean stage / dearest)",
+        "1f1b, 8 micro-batches, expected bubble (p-1)/(m+p-1) = 11% of the time, p=2",
+        "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is",
+    ):
+        assert written.count(said) == 1, written
+    assert written.count("expected bubble") == written.count("balance") == written.count("BatchNorm") == 1
 
 
 def test_the_default_run_learns(tmp_path):
@@ -124,7 +165,8 @@ REFUSED = {  # on two ranks
     "batchsize=32": "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,",
     "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; allowed: optimizer.lr, optimizer.momentum",
     "strategy=ddp model=null": "a group cannot be null or a list",
-    "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, dp, scratch, single, split",
+    "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, pipeline, scratch, "
+    "single, split, tp\n",
     "group=magic": "group=magic: there is no such key",
     "batch_size": "missing EQUAL",
     "batch_size=": "batch_size=: must be an integer of at least 1",
@@ -137,6 +179,26 @@ REFUSED = {  # on two ranks
     "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `python train.py",
     "strategy=dp": "strategy=dp: runs in one process",
     "strategy=split": "strategy=split: runs in one process",
+    "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 does not "
+    "divide by 3; use 1 or 2, or start a multiple of 3 ranks",
+    "strategy=tp strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of dp x tp, because 2 does not divide by 3",
+    "strategy=tp strategy.plan={conv9:replicate}": "strategy.plan.conv9=replicate: the model has no such block; it has conv1, "
+    "conv2, fc1, fc2",
+    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 do not divide by 2. Use a "
+    "tp that divides them, or leave those blocks whole: 'strategy.plan={fc2:replicate}'",
+    "strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=1f1b on 2 ranks needs 2 stages,",
+    "strategy=pipeline strategy.schedule=gpipe strategy.num_stages=4": "strategy.num_stages=4: strategy.schedule=gpipe on 2",
+    "strategy=pipeline strategy.schedule=loopedbfs strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=loopedbfs "
+    "on 2 ranks needs a multiple of 2 stages",
+    "strategy=pipeline strategy.cut=[fc9]": "strategy.cut=['fc9']: must be blocks of the model in their order, the first "
+    "excluded: some of conv2, fc1, fc2",
+    "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=['fc1', 'fc2']: has 2 names, but 2 stages need 1",
+    "strategy=pipeline strategy.num_microbatches=1": "strategy.num_microbatches=1: strategy.schedule=1f1b needs at least one "
+    "for each of the 2 ranks in a pipeline; use 2 or more, or gpipe",
+    "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": "strategy.schedule=interleaved1f1b on 2 ranks: the "
+    "model cannot be cut into 4 stages: it has 2 blocks (conv, head) and a stage needs at least one; use at most 2 stages",
+    "strategy=ddp_pipeline strategy.pp=1 strategy.schedule=interleaved1f1b": "strategy.schedule=interleaved1f1b: torch's "
+    "evaluation needs the stages of one rank apart, so at least 2 ranks in a pipeline; use gpipe or 1f1b for one",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14, these are 8x8",

@@ -4,7 +4,7 @@ from torchvision.models import resnet18 as torchvision_resnet18
 
 from ddp_lab.errors import ConfigError
 from ddp_lab.models.lenet import lenet
-from ddp_lab.models.partition import block_flops, cut
+from ddp_lab.models.partition import Partition, cut, trace
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
 
@@ -70,7 +70,8 @@ def test_resnet18_is_torchvisions_with_a_small_stem():
 def test_flops_of_lenet_by_hand():
     conv1 = 2 * 26 * 26 * 20 * 9
     conv2 = 2 * 9 * 9 * 50 * 20 * 25
-    assert block_flops(lenet(1, 28, 10, None)) == [conv1, conv2, 2 * 800 * 128, 2 * 128 * 10]
+    flops, _ = trace(lenet(1, 28, 10, None))
+    assert flops == [conv1, conv2, 2 * 800 * 128, 2 * 128 * 10]
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,88 @@ def test_cut(costs, stages, expected):
     wanted = iter(costs)
     assert max(loads) == max(sum(next(wanted) for _ in range(size)) for size in expected)
     assert all(len(part) for part in parts)
+
+
+MODELS = {"lenet": lambda: lenet(1, 28, 10, None), "resnet18": lambda: resnet18(3, 16, 10, None)}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_partition_deals_every_block_once(model, stages):
+    chain = MODELS[model]()
+    partition = Partition(chain, stages)
+    assert partition.names == [name for name, _ in chain.named_children()]
+    assert len(partition.parts) == len(partition.shares) == stages
+    assert [index for part in partition.parts for index in part] == list(range(len(chain)))
+    assert all(sum(count(chain[index]) for index in part) > 0 for part in partition.parts), "nothing to train in a stage"
+    assert sum(partition.shares) == pytest.approx(1)
+    assert all(share > 0 for share in partition.shares)
+
+
+def test_resnet18_is_cut_by_its_flops():
+    partition = Partition(MODELS["resnet18"](), 2)
+    assert partition.parts == [range(0, 5), range(5, 10)]
+    assert partition.shares == pytest.approx([0.5167, 0.4833], abs=1e-4)
+    assert partition.describe(["a", "b"]) == (
+        "stem layer1_0 layer1_1 layer2_0 layer2_1 on a (52% of the FLOPs), "
+        "layer3_0 layer3_1 layer4_0 layer4_1 head on b (48% of the FLOPs)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("starts", "parts"),
+    [
+        (["fc2"], [range(0, 3), range(3, 4)]),
+        (("conv2", "fc1"), [range(0, 1), range(1, 2), range(2, 4)]),
+        (["conv2", "fc1", "fc2"], [range(i, i + 1) for i in range(4)]),
+    ],
+)
+def test_a_cut_by_names_comes_before_the_flops(starts, parts):
+    chain = lenet(1, 28, 10, None)
+    partition = Partition(chain, len(parts), starts)
+    assert partition.parts == parts
+    flops, _ = trace(chain)
+    assert partition.shares == pytest.approx([sum(flops[i] for i in part) / sum(flops) for part in parts])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_shapes_of_a_partition_are_those_of_a_forward_pass(model):
+    chain = MODELS[model]()
+    before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
+    partition = Partition(chain, 2)
+    assert chain.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in chain.state_dict().items()), "the trace left traces"
+    activation = torch.randn(3, *chain.input_shape)
+    seen = [activation.shape[1:]]
+    for block in chain:
+        activation = block(activation)
+        seen.append(activation.shape[1:])
+    assert partition.shapes == seen
+    assert seen[-1] == (10,)
+
+
+@pytest.mark.parametrize(
+    ("stages", "starts", "message"),
+    [
+        (5, None, "the model cannot be cut into 5 stages: it has 4 blocks (conv1, conv2, fc1, fc2) and a stage needs"),
+        (
+            2,
+            ["fc1", "fc2"],
+            "strategy.cut=['fc1', 'fc2']: has 2 names, but 2 stages need 1: the first block of every stage but",
+        ),
+        (3, ["fc1"], "strategy.cut=['fc1']: has 1 names, but 3 stages need 2"),
+        (1, ["fc1"], "strategy.cut=['fc1']: has 1 names, but 1 stages need 0"),
+        (
+            2,
+            ["fc9"],
+            "strategy.cut=['fc9']: must be blocks of the model in their order, the first excluded: some of conv2, fc1,",
+        ),
+        (2, ["conv1"], "strategy.cut=['conv1']: must be blocks of the model in their order, the first excluded"),
+        (3, ["fc2", "fc1"], "strategy.cut=['fc2', 'fc1']: must be blocks of the model in their order"),
+        (3, ["fc1", "fc1"], "strategy.cut=['fc1', 'fc1']: must be blocks of the model in their order"),
+    ],
+)
+def test_cuts_that_a_model_does_not_have(stages, starts, message):
+    with pytest.raises(ConfigError) as error:
+        Partition(lenet(1, 28, 10, None), stages, starts)
+    assert str(error.value).startswith(message)

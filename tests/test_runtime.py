@@ -1,5 +1,6 @@
 """What ranks agree on before a process group exists, and the group's life."""
 
+import math
 import os
 import time
 
@@ -95,9 +96,10 @@ def test_sums_over_ranks():
 
 def test_a_rank_that_does_not_come_is_noticed_at_the_timeout():
     start = time.monotonic()
-    with pytest.raises(AssertionError, match="rank 0: Traceback"):
+    with pytest.raises(AssertionError, match="rank 0: Traceback") as error:
         run_world(2, use_group, 1, timeout=60)
     assert time.monotonic() - start < 30
+    assert "3000ms" in str(error.value), "noticed when the missing rank had ended, not by the timeout"
 
 
 def test_devices_that_are_not_there():
@@ -109,7 +111,59 @@ def test_devices_that_are_not_there():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("dp", 1), ("split", 1), ("ddp", 2), ("scratch", 2)])
+MESH = {"dp": 2, "pp": 2}
+
+
+def meet_in_mesh(runtime: Runtime, missing: tuple[int, ...]) -> dict[str, tuple[list[int], float]]:
+    """The ranks of this rank's group along each axis, by the group's list and by a sum of 10 ** rank over the group."""
+    runtime.open_group()
+    mesh = runtime.mesh(MESH)
+    met = {}
+    for axis in ("dp", "pp"):
+        if runtime.rank in missing and axis == "pp":
+            time.sleep(6)
+            continue
+        total = torch.tensor(10.0**runtime.rank)
+        dist.all_reduce(total, group=mesh.get_group(axis))
+        met[axis] = dist.get_process_group_ranks(mesh.get_group(axis)), total.item()
+    return met
+
+
+def use_mesh(timeout: float, *missing: int) -> dict[str, tuple[list[int], float]]:
+    with Runtime("cpu", timeout=timeout) as runtime:
+        return meet_in_mesh(runtime, missing)
+
+
+def test_the_last_axis_of_a_mesh_runs_fastest():
+    met = run_world(4, use_mesh, 30)
+    assert [of["pp"] for of in met] == [([0, 1], 11), ([0, 1], 11), ([2, 3], 1100), ([2, 3], 1100)]
+    assert [of["dp"] for of in met] == [([0, 2], 101), ([1, 3], 1010), ([0, 2], 101), ([1, 3], 1010)]
+
+
+def test_a_rank_that_does_not_come_to_a_group_of_the_mesh_is_noticed_at_the_timeout():
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 2: Traceback") as error:
+        run_world(4, use_mesh, 3, 3, timeout=60)
+    assert time.monotonic() - start < 30
+    assert "3000ms" in str(error.value), "noticed when the missing rank had ended, not by the timeout"
+    assert "rank 0: " not in str(error.value), "the other pipeline is whole"
+    assert "rank 1: " not in str(error.value), "the other pipeline is whole"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("single", 1),
+        ("dp", 1),
+        ("split", 1),
+        ("ddp", 2),
+        ("scratch", 2),
+        ("pipeline", 2),
+        ("ddp_pipeline", 4),
+        ("tp", 2),
+        ("fsdp", 2),
+    ],
+)
 def test_bf16_is_near_float32(strategy, ranks, tmp_path):
     for precision in ("float32", "bf16"):
         words = [*SMALL, f"strategy={strategy}", "epochs=2", f"precision={precision}", f"name={precision}"]
@@ -117,3 +171,15 @@ def test_bf16_is_near_float32(strategy, ranks, tmp_path):
     exact, rough = (read_metrics(tmp_path / name)[-1]["train_loss"] for name in ("float32", "bf16"))
     assert rough != exact, "nothing was computed in bf16"
     assert rough == pytest.approx(exact, rel=0.05)
+
+
+def test_fsdp_takes_batch_norm_in_bf16(tmp_path):
+    """Parameters in bf16 but BatchNorm's: its kernels refuse them beside statistics in float32."""
+    words = ["data=synthetic", "data.dataset.train_size=32", "data.dataset.test_size=16", "data.dataset.image_size=16"]
+    words += ["model=resnet18", "strategy=fsdp", "batch_size=16", "optimizer.lr=0.01", "epochs=1", f"runs_dir={tmp_path}"]
+    for precision in ("float32", "bf16"):
+        run_world(2, main_in_world, *words, f"precision={precision}", f"name={precision}")
+    exact, rough = (read_metrics(tmp_path / name)[-1] for name in ("float32", "bf16"))
+    assert math.isfinite(rough["test_loss"])
+    assert rough["train_loss"] != exact["train_loss"], "nothing was computed in bf16"
+    assert rough["train_loss"] == pytest.approx(exact["train_loss"], rel=0.05)

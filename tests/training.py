@@ -99,7 +99,7 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     model = make_model(case.model, seed=SEED + (case.start if runtime.rank else 0))
     strategy.partition(model)
     strategy.setup(model)
-    optimizer = torch.optim.SGD(strategy.parameters(), lr=case.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(strategy.param_groups(), lr=case.lr, momentum=0.9)
     scheduler = make_scheduler(optimizer, cosine, case.epochs * len(loaders[0]), warmup_steps=2)
     step = Step(strategy, optimizer, scheduler, case.accumulate, case.max_grad_norm)
     shapes = {name: tuple(tensor.shape) for name, tensor in make_model(case.model, SEED).state_dict().items()}
