@@ -26,7 +26,7 @@ LINES = [  # the ranks, and the replicas that share a batch
     ("python train.py", "single", 1, 1, "single on 1 x cpu"),
     ("python train.py strategy=dp", "dp", 1, 1, "dp on the CPU: no GPU"),
     ("python train.py strategy=split", "split", 1, 1, "conv2 fc1 fc2 on cpu"),
-    ("torchrun --nproc_per_node=2 train.py strategy=pipeline", "pipeline", 2, 1, "conv2 fc1 fc2 on rank 1"),
+    ("torchrun --nproc_per_node=2 train.py strategy=pipeline", "pipeline", 2, 1, "conv2 fc1 fc2 on pp rank 1"),
     (
         "torchrun --standalone --nproc_per_node=4 train.py strategy=ddp_pipeline",
         "ddp_pipeline",
@@ -100,8 +100,8 @@ def test_a_pipeline_says_what_it_will_cost(tmp_path):
     run_world(2, main_in_world, *words, *run)
     written = (only_run(tmp_path) / "train.log").read_text()
     for said in (
-        "pipeline: stem layer1_0 layer1_1 layer2_0 layer2_1 on rank 0 (52% of the FLOPs), "
-        "layer3_0 layer3_1 layer4_0 layer4_1 head on rank 1 (48% of the FLOPs), balance 97% (mean stage / dearest)",
+        "pipeline: stem layer1_0 layer1_1 layer2_0 layer2_1 on pp rank 0 (52% of the FLOPs), "
+        "layer3_0 layer3_1 layer4_0 layer4_1 head on pp rank 1 (48% of the FLOPs), balance 97% (mean stage / dearest)",
         "1f1b, 8 micro-batches, expected bubble (p-1)/(m+p-1) = 11% of the time, p=2",
         "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is",
     ):

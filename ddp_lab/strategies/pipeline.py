@@ -129,10 +129,8 @@ class Pipeline(Strategy):
 
     def describe(self) -> str:
         p, m = self.axes["pp"], self.num_microbatches
-        v = (
-            self.num_stages // p
-        )  # stages a rank; they shorten filling and draining: Narayanan et al. 2021, arXiv:2104.04473, 2.2
-        where = self.parts.describe([f"rank {stage % p}" for stage in range(self.num_stages)])
+        v = self.num_stages // p  # stages a rank: they divide the bubble, Narayanan et al. 2021, arXiv:2104.04473, 2.2
+        where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
         lines = [
             f"{self.name}: {where}, balance {1 / (self.num_stages * max(self.parts.shares)):.0%} (mean stage / dearest)",
             f"{self.schedule_name}, {m} micro-batches, expected bubble {'below ' if 'zerobubble' in self.schedule_name else ''}"

@@ -53,7 +53,8 @@ class TP(Strategy):
 
     Args:
         tp: ranks that share a layer; null: all. What is left of the ranks is dp.
-        plan: block name to "shard" or "replicate" (every rank computes the whole block); what is not named is sharded.
+        plan: block name to "shard" or "replicate" (every rank computes the whole block); null: all are sharded, as is what is
+            not named.
         batch_norm: over what BatchNorm takes its statistics while training: own dp share, or all of them.
 
     Raises:
@@ -61,11 +62,11 @@ class TP(Strategy):
     """
 
     def __init__(
-        self, runtime: Runtime, tp: Count | None, plan: dict[str, Literal["shard", "replicate"]], batch_norm: BatchNorm
+        self, runtime: Runtime, tp: Count | None, plan: dict[str, Literal["shard", "replicate"]] | None, batch_norm: BatchNorm
     ):
         super().__init__(runtime)
         self.lay_out(tp=tp or runtime.world_size)
-        self.plan, self.batch_norm = plan, batch_norm
+        self.plan, self.batch_norm = plan or {}, batch_norm
         self.reports = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: Chain) -> None:
