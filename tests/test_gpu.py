@@ -18,6 +18,9 @@ from test_equivalence import (
     scratch,
     tp,
 )
+from test_equivalence import (
+    MODEL_PARALLEL as MODEL_PARALLEL_ON_CPU,
+)
 from test_launch import check_run
 from training import Case, largest_difference, run_cases
 from worlds import once, run_world
@@ -54,7 +57,7 @@ MODEL_PARALLEL = {
         tp(2, **CLIPPED),
         tp(4, HALF, samples=97),
     ],
-    8: [ddp_pipeline(2, "1f1b"), ddp_pipeline(2, "gpipe", m=3, samples=97), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
+    8: MODEL_PARALLEL_ON_CPU[8],
 }
 BY_SIZE = [
     pytest.param(case, size, marks=pytest.mark.gpu(size), id=f"{name(case)}-on-{size}")
