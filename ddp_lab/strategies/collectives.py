@@ -27,12 +27,7 @@ class _CopyToRanks(torch.autograd.Function):
         ctx.group = group
         return tensor.view_as(tensor)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+    backward = staticmethod(_SumOverRanks.backward)
 
 
 class _JoinChannels(torch.autograd.Function):
