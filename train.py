@@ -57,7 +57,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> None:
     torch.manual_seed(cfg.seed)
     model = build(cfg.model, **dataset.model_shape())
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    strategy.partition(model)
+    strategy.partition(model, plan.samples_at_once)
 
     train_loader, test_loader = make_loaders(cfg, dataset, strategy, plan)
 

@@ -116,7 +116,8 @@ def words(hint: Any) -> str:
     if origin is Annotated:
         return args[1].words
     if origin in (Union, UnionType):
-        return " or ".join(words(arg) for arg in args)
+        composite = any(get_origin(arg) in (list, dict) for arg in args)  # whose words would take "or null" for their own
+        return " or ".join(words(arg) for arg in (reversed(args) if composite else args))
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
     if origin is list:

@@ -10,12 +10,13 @@ from ddp_lab.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plan:
-    """Batch sizes in samples, `lr` after scaling."""
+    """Batch sizes in samples, `samples_at_once` of a rank's largest piece, `lr` after scaling."""
 
     world_size: int
     replicas: int
     global_batch_size: int
     steps_per_epoch: int
+    samples_at_once: int
     lr: float
 
     @classmethod
@@ -38,7 +39,8 @@ class Plan:
             )
         factor = batch_size / cfg.lr_base_batch_size
         lr = cfg.optimizer.lr * {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[cfg.lr_scaling]
-        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), lr)
+        at_once = math.ceil(batch_size / replicas / cfg.accumulate)
+        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr)
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"

@@ -34,8 +34,8 @@ class Step:
         sums = self.strategy.forward_backward(*batch, self.accumulate)
         if self.max_grad_norm is not None:
             norm = self.strategy.gradient_norm()
-            # foreach=False: under tp some gradients are DTensors and some are not, which one call for all cannot take.
-            clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm, foreach=False)
+            foreach = self.optimizer.param_groups[0].get("foreach")  # tp cannot have it
+            clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm, foreach=foreach)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()

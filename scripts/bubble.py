@@ -43,7 +43,7 @@ def measure(runtime: Runtime, arguments: argparse.Namespace, m: int) -> tuple[fl
     torch.manual_seed(0)
     model = resnet18(1, 28, 10, None)
     strategy = Pipeline(runtime, arguments.schedule, m, None, arguments.cut)
-    strategy.partition(model)
+    strategy.partition(model, m * size)
     strategy.setup(model)
     if runtime.rank == 0:
         print(strategy.describe().splitlines()[0])

@@ -180,6 +180,19 @@ def test_a_new_learning_rate_counts_after_a_resume(tmp_path):
     assert [record["lr"] for record in read_metrics(tmp_path / "faster")] == [0.01, 0.02]
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("pipeline", 2), ("tp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 0.9), (0.9, 0)])
+def test_momentum_may_come_and_go(strategy, ranks, first, second, tmp_path):
+    """SGD without momentum keeps no state."""
+    words = ["model=lenet", "strategy.tp=2", "strategy.plan={fc2:replicate}"] if strategy == "tp" else ["model=lenet"]
+    train(tmp_path, "moved", "epochs=1", f"strategy={strategy}", f"optimizer.momentum={first}", *words, ranks=ranks)
+    train(tmp_path, "one", "epochs=1", f"optimizer.momentum={first}", "model=lenet")
+    moved = train(tmp_path, "moved", "epochs=2", f"strategy={strategy}", f"optimizer.momentum={second}", *words, ranks=ranks)
+    one = train(tmp_path, "one", "epochs=2", f"optimizer.momentum={second}", "model=lenet")
+    for name, tensor in one["model"].items():
+        assert torch.allclose(tensor, moved["model"][name], rtol=0, atol=1e-6), name
+
+
 def test_another_optimizer_is_refused(tmp_path):
     train(tmp_path, "mine", "epochs=1")
     with pytest.raises(AssertionError, match="SystemExit: 2"):

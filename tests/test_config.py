@@ -78,14 +78,14 @@ def test_help_names_every_strategy():
         ("+optimizer.nesterov=true optimizer.momentum=0", "optimizer: Nesterov momentum requires a momentum"),
         ("strategy=scratch strategy.algorithm=magic", "strategy.algorithm=magic: must be per_tensor or flat"),
         ("strategy=split strategy.num_microbatches=0", "strategy.num_microbatches=0: must be"),
-        ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be a list, each cpu, cuda or cuda:N or null"),
+        ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be null or a list, each cpu, cuda or cuda:N"),
         ("strategy=ddp strategy.batch_norm=global", "strategy.batch_norm=global: must be local or sync"),
         (
             "strategy=pipeline strategy.schedule=zigzag",
             "strategy.schedule=zigzag: must be gpipe or 1f1b or interleaved1f1b or loopedbfs or interleavedzerobubble",
         ),
         ("strategy=pipeline strategy.num_stages=0", "strategy.num_stages=0: must be an integer of at least 1 or null"),
-        ("strategy=pipeline strategy.cut=fc1", "strategy.cut=fc1: must be a list, each a word or null"),
+        ("strategy=pipeline strategy.cut=fc1", "strategy.cut=fc1: must be null or a list, each a word"),
         ("strategy=ddp_pipeline strategy.pp=0", "strategy.pp=0: must be an integer of at least 1"),
         (
             "strategy=ddp_pipeline strategy.schedule=interleavedzerobubble",
@@ -94,7 +94,7 @@ def test_help_names_every_strategy():
         ("strategy=tp strategy.tp=0", "strategy.tp=0: must be an integer of at least 1 or null"),
         (
             "strategy=tp strategy.plan={conv1:half}",
-            "strategy.plan={'conv1': 'half'}: must be of the form {name: value}, each value shard or replicate",
+            "strategy.plan={'conv1': 'half'}: must be null or of the form {name: value}, each value shard or replicate",
         ),
         ("strategy=fsdp strategy.reshard_after_forward=3", "strategy.reshard_after_forward=3: must be true or false"),
         ("data=synthetic data.dataset.channels=0", "data.dataset.channels=0: must be"),

@@ -32,7 +32,7 @@ LINES = [  # the ranks, and the replicas that share a batch
         "ddp_pipeline",
         4,
         2,
-        "1f1b, 8 micro-batches, expected bubble (p-1)/(m+p-1) = 11% of the time, p=2",
+        "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+p-1) = 11% of the time, p=2",
     ),
     (
         "torchrun --standalone --nproc_per_node=2 train.py strategy=tp",
@@ -101,8 +101,8 @@ def test_a_pipeline_says_what_it_will_cost(tmp_path):
     written = (only_run(tmp_path) / "train.log").read_text()
     for said in (
         "pipeline: stem layer1_0 layer1_1 layer2_0 layer2_1 on pp rank 0 (52% of the FLOPs), "
-        "layer3_0 layer3_1 layer4_0 layer4_1 head on pp rank 1 (48% of the FLOPs), balance 97% (mean stage / dearest)",
-        "1f1b, 8 micro-batches, expected bubble (p-1)/(m+p-1) = 11% of the time, p=2",
+        "layer3_0 layer3_1 layer4_0 layer4_1 head on pp rank 1 (48% of the FLOPs), balance 97% (mean rank / busiest)",
+        "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+p-1) = 11% of the time, p=2",
         "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is",
     ):
         assert written.count(said) == 1, written
@@ -195,8 +195,12 @@ REFUSED = {  # on two ranks
     "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=['fc1', 'fc2']: has 2 names, but 2 stages need 1",
     "strategy=pipeline strategy.num_microbatches=1": "strategy.num_microbatches=1: strategy.schedule=1f1b needs at least one "
     "for each of the 2 ranks in a pipeline; use 2 or more, or gpipe",
-    "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": "strategy.schedule=interleaved1f1b on 2 ranks: the "
-    "model cannot be cut into 4 stages: it has 2 blocks (conv, head) and a stage needs at least one; use at most 2 stages",
+    "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": "the model cannot be cut into 4 "
+    "stages: it has 2 blocks (conv, head) and a stage needs at least one. Use at most 2 ranks, strategy.devices or",
+    "strategy=pipeline strategy.schedule=interleaved1f1b strategy.num_microbatches=5": "strategy.num_microbatches=5: "
+    "strategy.schedule=interleaved1f1b wants as many in each round over its 2 ranks; use 4 or 6",
+    "strategy=pipeline strategy.num_microbatches=12 batch_size=22 accumulate=2": "strategy.num_microbatches=12: a pipeline "
+    "gets 11 samples at once, its share of batch_size divided by accumulate; use at most 11",
     "strategy=ddp_pipeline strategy.pp=1 strategy.schedule=interleaved1f1b": "strategy.schedule=interleaved1f1b: torch's "
     "evaluation needs the stages of one rank apart, so at least 2 ranks in a pipeline; use gpipe or 1f1b for one",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",

@@ -97,7 +97,7 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     }
     loaders = [LOADERS[case.loader](split, shuffle=split is train, **share) for split in (train, test)]
     model = make_model(case.model, seed=SEED + (case.start if runtime.rank else 0))
-    strategy.partition(model)
+    strategy.partition(model, case.batch_size // strategy.dp_size // case.accumulate)
     strategy.setup(model)
     optimizer = torch.optim.SGD(strategy.param_groups(), lr=case.lr, momentum=0.9)
     scheduler = make_scheduler(optimizer, cosine, case.epochs * len(loaders[0]), warmup_steps=2)

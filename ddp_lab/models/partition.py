@@ -33,7 +33,7 @@ class Partition:
         if stages > len(self.names):
             raise ConfigError(
                 f"the model cannot be cut into {stages} stages: it has {len(self.names)} blocks ({', '.join(self.names)}) and "
-                f"a stage needs at least one; use at most {len(self.names)} stages"
+                f"a stage needs at least one. Use at most {len(self.names)} ranks, strategy.devices or strategy.num_stages"
             )
         self.flops, self.shapes = trace(chain)
         self.parts = cut(self.flops, stages) if starts is None else self._cut_at(starts, stages)

@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_state_dict
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.data.loaders import IGNORE
 from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
+from ddp_lab.strategies.batch_norm import BatchNorm
+
+Piece = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -46,6 +49,7 @@ class Strategy(ABC):
         axes: the sizes of the named mesh axes that the ranks are laid on, "dp" first.
         dp_rank, dp_size: which share of every batch this rank reads.
         dp_group: the ranks that hold the same part of the model and other data; None: all ranks.
+        batch_norm: what its BatchNorm layers take their statistics over.
         reports: whether this rank's sums count; true on one rank of each replica.
         device: where this rank's batches are wanted.
         replicas: how many copies of the model share a global batch.
@@ -71,6 +75,7 @@ class Strategy(ABC):
         self.device = runtime.device
         self.num_devices = runtime.world_size
         self.reports = True
+        self.batch_norm: BatchNorm = "local"
         self.dp_group: dist.ProcessGroup | None = None
         self.lay_out()
 
@@ -98,11 +103,14 @@ class Strategy(ABC):
         self.dp_size = self.replicas = ranks // ranks_per_replica
         self.axes = {"dp": self.dp_size, **inner}
 
-    def partition(self, model: Chain) -> None:  # noqa: B027, most strategies have nothing to decide
+    def partition(self, model: Chain, samples: int) -> None:  # noqa: B027, most strategies have nothing to decide
         """Decides which part of the model goes where. Before the process group opens.
 
+        Args:
+            samples: that a rank gets at once, of a whole batch: its share, or with accumulation a piece of it.
+
         Raises:
-            ConfigError: the model cannot be spread as the options ask.
+            ConfigError: the model or the batch cannot be spread as the options ask.
         """
 
     @abstractmethod
@@ -145,12 +153,23 @@ class Strategy(ABC):
         Returns:
             This rank's [loss_sum, correct, count].
         """
-        *early, last = zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)
+        pieces = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
+        if self.batch_norm == "sync":
+            pieces = self._without_repetitions(pieces, count)
+        *early, last = pieces
         with self.no_sync():
             results = [self.add_gradient(*piece, count) for piece in early]
         results.append(self.add_gradient(*last, count))
         self.reduce_gradients()
         return sum(results)
+
+    def _without_repetitions(self, pieces: list[Piece], count: int) -> list[Piece]:
+        """Less the samples that fill up a ragged batch: they have no loss, but would count in the batch's statistics."""
+        left, kept = len(range(self.dp_rank, count, self.dp_size)), []
+        for inputs, targets in pieces:
+            kept.append((inputs[:left], targets[:left]))
+            left = max(0, left - len(targets))
+        return kept
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         """Adds the gradient of one piece of a batch to `.grad`; returns the piece's three sums."""
@@ -207,10 +226,15 @@ class Strategy(ABC):
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads what any strategy's `state_dict` returned; every rank has the whole of it. Collective."""
         held = self.module.state_dict().keys()
+        model = {name: tensor for name, tensor in state["model"].items() if name in held}
+        if not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0:
+            # Without momentum SGD keeps no state, which torch's set_state_dict cannot take on either side.
+            set_model_state_dict(self.module, model, options=WHOLE)
+            return
         set_state_dict(
             self.module,
             optimizer,
-            model_state_dict={name: tensor for name, tensor in state["model"].items() if name in held},
+            model_state_dict=model,
             optim_state_dict=state["optimizer"],
             options=WHOLE,
         )

@@ -1,7 +1,8 @@
 """BatchNorm under data parallelism, made explicit.
 
 local: every rank normalises by the mean and variance of its own share of the batch, so the result depends on the number of
-ranks. sync: by those of the whole batch, as one device would; that costs two small collectives a layer, in each direction.
+ranks. sync: by those of the whole batch, as one device would; that costs two small collectives a layer, in each direction. A
+share may then be empty: the samples repeated to fill up a ragged batch are left out (Strategy.forward_backward).
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Collectives that autograd can go through: each is a function of all ranks' tensors, and backward is its transpose."""
+"""Collectives that autograd can go through. Each says what the ranks do with its result, on which its backward depends."""
 
 import torch
 import torch.distributed as dist
@@ -56,5 +56,6 @@ def copy_to_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torc
 
 
 def join_channels(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The ranks' channels [b, c / ranks, ...] one after the other, [b, c, ...] on every rank; backward takes the own part."""
+    """The ranks' channels [b, c / ranks, ...] one after the other, [b, c, ...] on every rank, which all go on to the same loss:
+    so each has the whole gradient, and backward takes the own part."""
     return _JoinChannels.apply(tensor, group)

@@ -7,9 +7,12 @@ A pipeline with DistributedDataParallel around every stage: it sums the gradient
 going backward.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config import Count
@@ -22,8 +25,23 @@ from ddp_lab.strategies.pipeline import Pipeline, Stage
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
 
 
+class DDPStage(PipelineStage):
+    """Has DDP sum the gradients behind the last micro-batch, unless more of the batch is to come.
+
+    Attributes:
+        waits: more is to come; of all stages of this process.
+    """
+
+    waits = False
+
+    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and not DDPStage.waits)
+
+
 class DDPPipeline(Pipeline):
     """Pipelines of `pp` ranks, as many as there are ranks for; the other options are those of Pipeline and DDP."""
+
+    stage_class = DDPStage
 
     def __init__(
         self,
@@ -45,6 +63,14 @@ class DDPPipeline(Pipeline):
         wrapped = DistributedDataParallel(stage, device_ids=device_ids, process_group=self.dp_group)
         wrapped.broadcast_buffers = False
         return wrapped
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        DDPStage.waits = True
+        try:
+            yield
+        finally:
+            DDPStage.waits = False
 
     def divisor(self, count: int) -> float:
         return count / self.dp_size  # DDP averages over dp

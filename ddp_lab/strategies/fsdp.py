@@ -40,7 +40,8 @@ class FSDP(Strategy):
             # BatchNorm's kernels want their parameters in float32 beside the statistics; inputs may be bf16.
             for layer in model.modules():
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+                    keep = MixedPrecisionPolicy(cast_forward_inputs=False)
+                    fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=keep)
         for part in [*model, model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
 
@@ -54,8 +55,10 @@ class FSDP(Strategy):
     def no_sync(self) -> Iterator[None]:
         """Whole gradients stay on every rank until the last piece: accumulation costs the memory that sharding saved."""
         self.module.set_requires_gradient_sync(False)
-        yield
-        self.module.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
 
     def gradient_norm(self) -> torch.Tensor:
         return super().gradient_norm().full_tensor()

@@ -72,6 +72,7 @@ class Pipeline(Strategy):
 
     # Every rank returns its own part; the checkpoint is put together on rank 0 (state_dict).
     save_options = StateDictOptions(cpu_offload=True)
+    stage_class = PipelineStage
 
     def __init__(
         self, runtime: Runtime, schedule: Schedule, num_microbatches: Count, num_stages: Count | None, cut: list[str] | None
@@ -82,10 +83,10 @@ class Pipeline(Strategy):
         self.schedule_class = get_schedule_class(schedule)
         self.one_stage = issubclass(self.schedule_class, PipelineScheduleSingle)
         self.loss = MicroBatchLoss()
-        self.schedules: dict[tuple[int, int, bool], Any] = {}
+        self.schedules: dict[tuple[int, bool], Any] = {}
 
-    def partition(self, model: Chain) -> None:
-        ranks = self.axes["pp"]
+    def partition(self, model: Chain, samples: int) -> None:
+        ranks, rounds = self.axes["pp"], max(1, self.num_microbatches // self.axes["pp"])
         if ranks == 1 and not self.one_stage:
             raise ConfigError(
                 f"strategy.schedule={self.schedule_name}: torch's evaluation needs the stages of one rank apart, so at least 2 "
@@ -96,6 +97,16 @@ class Pipeline(Strategy):
                 f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule=1f1b needs at least one for each of the "
                 f"{ranks} ranks in a pipeline; use {ranks} or more, or gpipe"
             )
+        if "interleaved" in self.schedule_name and self.num_microbatches % rounds:
+            raise ConfigError(
+                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule={self.schedule_name} wants as many in "
+                f"each round over its {ranks} ranks; use {rounds * ranks} or {(rounds + 1) * ranks}"
+            )
+        if self.num_microbatches > samples:
+            raise ConfigError(
+                f"strategy.num_microbatches={self.num_microbatches}: a pipeline gets {samples} samples at once, its share of "
+                f"batch_size divided by accumulate; use at most {samples}"
+            )
         if self.num_stages is None:
             self.num_stages = ranks if self.one_stage else 2 * ranks
         if self.num_stages % ranks or (self.one_stage and self.num_stages != ranks):
@@ -103,10 +114,7 @@ class Pipeline(Strategy):
             raise ConfigError(
                 f"strategy.num_stages={self.num_stages}: strategy.schedule={self.schedule_name} on {ranks} ranks needs {needs}"
             )
-        try:
-            self.parts = Partition(model, self.num_stages, self.cut)
-        except ConfigError as error:
-            raise ConfigError(f"strategy.schedule={self.schedule_name} on {ranks} ranks: {error}") from None
+        self.parts = Partition(model, self.num_stages, self.cut)
 
     def setup(self, model: Chain) -> None:
         mesh = self.runtime.mesh(self.axes)
@@ -121,23 +129,24 @@ class Pipeline(Strategy):
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.stages = {index: self.wrap(stage) for index, stage in stages.items()}
         self.has_batch_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
-        self._schedule(self.num_microbatches, 1, True)  # the schedule's own objections come before the first batch
 
     def wrap(self, stage: Stage) -> nn.Module:
         """What data parallelism makes of a stage."""
         return stage
 
     def describe(self) -> str:
-        p, m = self.axes["pp"], self.num_microbatches
+        p, m, shares = self.axes["pp"], self.num_microbatches, self.parts.shares
         v = self.num_stages // p  # stages a rank: they divide the bubble, Narayanan et al. 2021, arXiv:2104.04473, 2.2
         where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
+        busiest = max(sum(shares[rank::p]) for rank in range(p))
+        below = "below " if "zerobubble" in self.schedule_name else ""
         lines = [
-            f"{self.name}: {where}, balance {1 / (self.num_stages * max(self.parts.shares)):.0%} (mean stage / dearest)",
-            f"{self.schedule_name}, {m} micro-batches, expected bubble {'below ' if 'zerobubble' in self.schedule_name else ''}"
+            f"{self.name}: {where}, balance {1 / (p * busiest):.0%} (mean rank / busiest)",
+            f"{self.schedule_name}, {m} micro-batches, expected bubble of equally busy ranks {below}"
             f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {(p - 1) / (v * m + p - 1):.0%} of the time, p={p}"
             + (f", v={v} stages a rank" if v > 1 else ""),
         ]
-        if self.has_batch_norm:
+        if self.has_batch_norm and m > 1:
             lines.append(
                 "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is"
             )
@@ -148,10 +157,10 @@ class Pipeline(Strategy):
         boundary = torch.bfloat16 if self.runtime.precision == "bf16" else torch.float32
         return torch.float32 if stage == 0 else boundary, torch.float32 if stage == self.num_stages - 1 else boundary
 
-    def _schedule(self, num_microbatches: int, size: int, training: bool) -> Any:
+    def _schedule(self, size: int, training: bool) -> Any:
         """torch's schedule for micro-batches of `size` samples. Shapes are static, so each size has one of its own: a ragged
         last batch and the test set's need others than the rest."""
-        key = num_microbatches, size, training
+        key = size, training
         if key not in self.schedules:
             stages = []
             for index, module in self.stages.items():
@@ -161,36 +170,27 @@ class Pipeline(Strategy):
                     torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=grad)
                     for shape, dtype, grad in zip(shapes, self._dtypes(index), (index > 0, True), strict=True)
                 )
-                stage = PipelineStage(
+                stage = self.stage_class(
                     module, index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.pp_group
                 )
                 stages.append(stage)
-            try:
-                self.schedules[key] = self.schedule_class(
-                    stages[0] if self.one_stage else stages,
-                    num_microbatches,
-                    loss_fn=self.loss if training else None,
-                    scale_grads=False,
-                )
-            except ValueError as error:
-                raise ConfigError(
-                    f"strategy.schedule={self.schedule_name} with strategy.num_microbatches={num_microbatches} and "
-                    f"{self.num_stages} stages: {error}"
-                ) from None
+            self.schedules[key] = self.schedule_class(
+                stages[0] if self.one_stage else stages,
+                self.num_microbatches,
+                loss_fn=self.loss if training else None,
+                scale_grads=False,
+            )
         return self.schedules[key]
 
-    def _feed(
-        self, inputs: torch.Tensor, num_microbatches: int, training: bool
-    ) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _feed(self, inputs: torch.Tensor, training: bool) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
         """The schedule for this batch, which rows fill its micro-batches (some repeated where they do not divide), and what
         it is to be called with on this rank."""
-        size = -(-len(inputs) // num_microbatches)
-        rows = torch.arange(size * num_microbatches, device=inputs.device) % len(inputs)
-        return self._schedule(num_microbatches, size, training), rows, (inputs[rows],) if 0 in self.stages else ()
+        size = -(-len(inputs) // self.num_microbatches)
+        rows = torch.arange(size * self.num_microbatches, device=inputs.device) % len(inputs)
+        return self._schedule(size, training), rows, (inputs[rows],) if 0 in self.stages else ()
 
-    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
-        """As everywhere; the pieces of `accumulate` are more micro-batches, and gradients are added up over those anyway."""
-        schedule, rows, fed = self._feed(inputs, self.num_microbatches * accumulate, training=True)
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+        schedule, rows, fed = self._feed(inputs, training=True)
         targets = targets[rows]
         targets[len(inputs) :] = IGNORE
         self.loss.divisor, self.loss.results = self.divisor(count), []
@@ -200,7 +200,7 @@ class Pipeline(Strategy):
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """The logits arrive at the last stage, which gives them to all ranks of the pipeline."""
-        schedule, rows, fed = self._feed(inputs, self.num_microbatches, training=False)
+        schedule, rows, fed = self._feed(inputs, training=False)
         logits = schedule.step(*fed)
         if not self.reports:
             logits = torch.empty(len(rows), *self.parts.shapes[-1], device=self.device)

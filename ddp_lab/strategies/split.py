@@ -46,7 +46,7 @@ class Split(Strategy):
         self.num_devices = len(set(self.devices))
         self.num_microbatches = num_microbatches
 
-    def partition(self, model: Chain) -> None:
+    def partition(self, model: Chain, samples: int) -> None:
         if not self.named:
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))

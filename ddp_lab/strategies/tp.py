@@ -40,6 +40,8 @@ class ShardedConv2d(nn.Module):
         super().__init__()
         self.group = mesh.get_group()
         self.options = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+        assert conv.groups == 1, "a share of the output channels needs all input channels"
+        assert conv.padding_mode == "zeros"
         for name, tensor in conv.named_parameters():
             self.register_parameter(name, nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(0)])))
 
@@ -69,7 +71,7 @@ class TP(Strategy):
         self.plan, self.batch_norm = plan or {}, batch_norm
         self.reports = runtime.rank % self.axes["tp"] == 0
 
-    def partition(self, model: Chain) -> None:
+    def partition(self, model: Chain, samples: int) -> None:
         size, blocks = self.axes["tp"], dict(model.named_children())
         for name, word in self.plan.items():
             if name not in blocks:
@@ -109,6 +111,10 @@ class TP(Strategy):
             f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
             f"channels and units, {', '.join(whole) or 'no block'} left whole"
         )
+
+    @torch.no_grad()
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().predict(inputs).clone()  # waits for the last all_gather, which torch's Linear only begins
 
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
