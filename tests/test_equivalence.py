@@ -145,10 +145,10 @@ def one_step(size: int) -> list[Case]:
 def three_steps(size: int) -> list[Case]:
     """In float64: rounding grows so fast through twenty BatchNorm layers that a single float32 run of three steps is 1e-2 away
     where a ReLU tips over."""
-    cases = whole_batches(size, **RESNET)
-    for samples in (61, 49):  # the last batch is filled up with repeated samples; with 49, some ranks have no other
-        cases += whole_batches(size, **RESNET | {"samples": samples})
-    return cases
+    # The last batch of 61 samples is filled up with repeated ones; in that of 49 some ranks have no other.
+    ragged, almost_empty = RESNET | {"samples": 61}, RESNET | {"samples": 49}
+    cases = [ddp("sync", **ragged), scratch(batch_norm="sync", **almost_empty), fsdp(batch_norm="sync", **almost_empty)]
+    return whole_batches(size, **RESNET) + cases
 
 
 class Forgetful(Scratch):
