@@ -1,5 +1,6 @@
 """A short training run under any strategy, for comparing what strategies compute."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ class Case:
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.float32
     save: str = ""  # folder for checkpoints
+    keep_momentum: bool = True  # gigabytes add up where many ResNets are compared
     resume: str = "never"
     start: int = 0  # added to the seed on ranks other than 0: their start must not matter
 
@@ -52,8 +54,11 @@ class Case:
 
 @dataclass
 class Outcome:
+    """Of one rank; the tensors are rank 0's alone."""
+
     weights: dict[str, torch.Tensor]
     momentum: dict[str, torch.Tensor]
+    digest: str  # of what this rank holds of the model
     sums: list[list[float]]  # of each training epoch
     evaluation: tuple[float, float, float]  # loss, accuracy, samples
 
@@ -123,7 +128,9 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
         assert largest_difference(own, state["model"]) == 0
     weights = own if whole else state["model"]  # of a sharded or cut model the checkpoint, which rank 0 alone has
     momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
-    return Outcome(weights, momentum, sums, evaluation)
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
+    weights, momentum = (weights, momentum) if runtime.rank == 0 else ({}, {})
+    return Outcome(weights, momentum if case.keep_momentum else {}, digest, sums, evaluation)
 
 
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
