@@ -13,6 +13,7 @@ python train.py name=mine epochs=60                                   goes on wi
 python train.py --help                                                every group and key
 """
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -27,14 +28,20 @@ from ddp_lab.cli import user_errors
 from ddp_lab.config import build, check
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS, Loader
+from ddp_lab.decisions import Decisions
+from ddp_lab.guard import Guard, Preempted
+from ddp_lab.inject import Fault
 from ddp_lab.logger import FileLogger, Logger, log, setup_logging
-from ddp_lab.loop import fit
+from ddp_lab.loop import fit, is_over
 from ddp_lab.plan import Plan
-from ddp_lab.rundir import open_run_dir
+from ddp_lab.rundir import RunDir
 from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import make_scheduler
 from ddp_lab.step import Step
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.watch import Watch
+
+PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later
 
 
 @record
@@ -44,10 +51,12 @@ from ddp_lab.strategies.base import Strategy
 def main(cfg: DictConfig) -> None:
     check(cfg)
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
-        train(cfg, runtime)  # a function of its own: what holds the process group is gone before the group is
+        status = train(cfg, runtime)  # a function of its own: what holds the process group is gone before the group is
+    if status == "preempted" and not runtime.under_torchrun:
+        sys.exit(PREEMPTED)  # torchrun would start the ranks again
 
 
-def train(cfg: DictConfig, runtime: Runtime) -> None:
+def train(cfg: DictConfig, runtime: Runtime) -> str:
     strategy = build(cfg.strategy, runtime)
     source = build(cfg.data.dataset)
     runtime.agree("dataset", source.prepare, per_node=True)
@@ -58,33 +67,48 @@ def train(cfg: DictConfig, runtime: Runtime) -> None:
     model = build(cfg.model, **dataset.model_shape())
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     strategy.partition(model, plan.samples_at_once)
-
-    train_loader, test_loader = make_loaders(cfg, dataset, strategy, plan)
+    loaders = make_loaders(cfg, dataset, strategy, plan)
 
     choices = HydraConfig.get().runtime.choices
-    run_dir = open_run_dir(cfg, runtime, f"{choices.model}-{choices.data}-{choices.strategy}")
-    setup_logging(run_dir, runtime.rank)
-    log.info(f"{run_dir}: {choices.model} on {choices.data}, {cfg.precision}")
+    run_dir = RunDir(cfg, runtime, f"{choices.model}-{choices.data}-{choices.strategy}")
+    setup_logging(run_dir.path, runtime.rank)
+    log.info(f"{run_dir.path}: {choices.model} on {choices.data}, {cfg.precision}")
     log.info(plan)
 
-    if not strategy.one_process:
-        runtime.open_group()
-    strategy.setup(model)
-    log.info(strategy.describe())
-    optimizer = build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr)
-    warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
-    scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
+    decisions = Decisions(runtime)
+    decisions.listen()
+    with Watch(run_dir, runtime, cfg.timeout) as watch:
+        if not strategy.one_process:
+            runtime.open_group()
+        strategy.setup(model)
+        log.info(strategy.describe())
+        optimizer = build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr)
+        warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
+        scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
 
-    checkpoints = Checkpoints(run_dir / "checkpoints", runtime, strategy, optimizer, scheduler, shapes)
-    start_epoch = checkpoints.resume(cfg.resume)
-    if start_epoch > cfg.epochs:
-        log.info(f"nothing to do: {cfg.epochs} of epochs={cfg.epochs} are done; raise epochs to go on, or choose another name")
-        return
+        folder = run_dir.path / "checkpoints"
+        checkpoints = Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes, cfg.seed, cfg.checkpoint.keep)
+        progress = checkpoints.resume("auto" if run_dir.restarted and checkpoints.files() else cfg.resume)
+        if is_over(progress, cfg.epochs, cfg.patience):
+            log.info(
+                f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to go on, or choose another name"
+            )
+            return watch.end("finished", progress)
 
-    logger = open_logger(cfg, run_dir, start_epoch, dataset, strategy, plan) if runtime.rank == 0 else Logger()
-    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm)
-    fit(strategy, step, train_loader, test_loader, logger, range(start_epoch, cfg.epochs + 1), checkpoints.save)
-    logger.close()
+        logger = open_logger(cfg, run_dir.path, progress.epoch, dataset, strategy, plan) if runtime.rank == 0 else Logger()
+        step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip")
+        if cfg.inject:
+            step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
+        every = cfg.checkpoint
+        guard = Guard(checkpoints, decisions, watch, every.every_epochs, every.every_steps, every.on_error, cfg.on_nan)
+        try:
+            fit(strategy, step, *loaders, logger, guard, progress, cfg.epochs, cfg.patience)
+            status = "finished"
+        except Preempted:
+            status = "preempted"
+        logger.close()
+        checkpoints.wait()
+        return watch.end(status, guard.progress)
 
 
 def make_loaders(cfg: DictConfig, dataset: Dataset, strategy: Strategy, plan: Plan) -> tuple[Loader, Loader]:

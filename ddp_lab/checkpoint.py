@@ -1,7 +1,16 @@
-"""Checkpoints: one file after every epoch, written beside its place and renamed, the last two kept."""
+"""Checkpoints that survive: written beside their place, hashed, renamed; the last ones kept; a bad one passed over.
 
+main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
+writer thread                           | write, fsync, hash, rename, remove old ones |
+"""
+
+import copy
+import hashlib
 import os
 import pickle
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +21,46 @@ from ddp_lab.logger import log
 from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.base import Strategy
 
-KEEP = 2
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        epoch: the one being trained, from 1.
+        samples: of it that are trained on, all ranks together: a multiple of the batch size, or all.
+        step: optimizer steps taken since the beginning of the run.
+        sums: [loss_sum, correct, count] of this epoch's steps so far, over all ranks.
+        seconds: that these steps took.
+        lr: of the last of them.
+        best_loss, best_epoch: of the evaluations so far.
+    """
+
+    epoch: int = 1
+    samples: int = 0
+    step: int = 0
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    seconds: float = 0.0
+    lr: float = 0.0
+    best_loss: float | None = None
+    best_epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, {self.samples:,} samples into it, step {self.step}"
 
 
 class Checkpoints:
-    """The files `epoch_NNNN.pt` of one run: {"epoch", "model", "optimizer", "scheduler"}, the whole of each, tensors under
-    plain names, so that any strategy at any world size loads what any other saved.
+    """The files `step_NNNNNNNN.pt` of one run, each with its SHA-256 beside it, in the format of `sha256sum`.
+
+    A file is {"progress", "seed", "model", "optimizer", "scheduler"}, the whole of each, tensors under plain names, so that any
+    strategy at any world size loads what any other saved.
 
     Args:
         shapes: of the whole model's tensors, by name; what a file must have to be resumed from.
+        keep: how many files stay.
+
+    Attributes:
+        problem: why the last file could not be written; None: it could, or is being written. Rank 0 knows.
     """
 
     def __init__(
@@ -31,19 +71,25 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LambdaLR,
         shapes: dict[str, tuple[int, ...]],
+        seed: int = 0,
+        keep: int = 2,
     ):
-        self.folder, self.runtime = folder, runtime
+        self.folder, self.runtime, self.seed, self.keep = folder, runtime, seed, keep
         self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
+        self.problem: str | None = None
+        self.full_disk = False
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future | None = None
 
-    def resume(self, word: str) -> int:
-        """Loads what `word` (auto, never or a path) asks for, and returns the epoch to go on with, 1 without a checkpoint.
+    def resume(self, word: str) -> Progress:
+        """Loads what `word` (auto, never or a path) asks for, and returns where to go on; the beginning without a checkpoint.
 
         Raises:
-            ConfigError: the file cannot be used.
+            ConfigError: the file cannot be used, or none of the run's is whole.
         """
         path = self.runtime.agree("checkpoint", lambda: self.find(word))
         if path is None:
-            return 1
+            return Progress()
         state = load_checkpoint(path, self.shapes)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         if groups[0].keys() != state["optimizer"]["param_groups"][0].keys() - {"params"}:
@@ -54,47 +100,140 @@ class Checkpoints:
         step = self.scheduler.last_epoch
         for group, options, factor in zip(self.optimizer.param_groups, groups, self.scheduler.lr_lambdas, strict=True):
             group.update(options, lr=options["initial_lr"] * factor(step))
-        log.info(f"resumed from {path}, after epoch {state['epoch']}")
-        return state["epoch"] + 1
+        progress = Progress(**state["progress"])
+        log.info(f"resumed from {path}: {progress}")
+        if state["seed"] != self.seed:
+            log.warning(f"seed={self.seed}: the checkpoint's was {state['seed']}, so the order of the samples changes here")
+        return progress
 
     def find(self, word: str) -> str | None:
-        if word == "auto":
-            return str(self.files()[-1]) if self.files() else None
-        return None if word == "never" else word
+        """The file to go on from. The newest that is whole, for auto: those passed over are named.
+
+        Raises:
+            ConfigError: there are files and none is whole.
+        """
+        if word != "auto":
+            return None if word == "never" else word
+        bad = []
+        for path in reversed(self.files()):
+            problem = damage(path)
+            if problem is None:
+                for other, why in bad:
+                    log.warning(f"{other} is damaged ({why}); going on from {path}, the newest that is whole")
+                return str(path)
+            bad.append((path, problem))
+        if bad:
+            listed = "; ".join(f"{path}: {why}" for path, why in bad)
+            raise ConfigError(
+                f"resume=auto: none of the run's checkpoints is whole ({listed}). Choose another name to begin anew"
+            )
+        return None
 
     def files(self) -> list[Path]:
         """Oldest first."""
-        return sorted(self.folder.glob("epoch_*.pt"), key=lambda path: (len(path.name), path.name))
+        return sorted(self.folder.glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
 
-    def save(self, epoch: int) -> None:
-        """Writes a checkpoint, whole or not at all, and removes those before the last two. Collective; rank 0 writes."""
-        state = {"epoch": epoch, "scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
-        if self.runtime.rank != 0:
+    def save(self, progress: Progress) -> None:
+        """Copies the state to the host; rank 0 writes it in the background. Collective.
+
+        A file that cannot be written leaves the earlier ones as they are, and its reason in `problem`.
+        """
+        self.wait()  # one at a time: a disk slower than training slows it down, and memory stays bounded
+        state = {"scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
+        if self.runtime.rank == 0:
+            # On CPUs the state's tensors are the model's own, which the next step changes.
+            state = copy.deepcopy(state) if self.strategy.device.type == "cpu" else state
+            state |= {"progress": asdict(progress), "seed": self.seed}
+            self._pending = self._writer.submit(self._write, self.folder / f"step_{progress.step:08d}.pt", state)
+
+    def fill_disk(self) -> None:
+        """Injects a full disk: what is written from now on goes to one."""
+        self.full_disk = True
+
+    def wait(self) -> None:
+        """Until the last file is on the disk, or failed to get there."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        try:
+            self.folder.mkdir(exist_ok=True)
+            write_whole(path, state, Path("/dev/full") if self.full_disk else path.with_suffix(".tmp"))
+            self.problem = None
+        except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError of torch's, too
+            free = shutil.disk_usage(self.folder).free / 2**20
+            whole = [str(file) for file in self.files() if file != path]
+            self.problem = (
+                f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are free there); the last good "
+                f"checkpoint is {whole[-1] if whole else 'none'}. Make room, or lower checkpoint.keep ({self.keep})"
+            )
+            log.error(self.problem)
             return
-        self.folder.mkdir(exist_ok=True)
-        target = self.folder / f"epoch_{epoch:04d}.pt"
-        temporary = target.with_suffix(".tmp")
+        # Files of later steps belong to a branch that this run has left, as its records do.
+        files = self.files()
+        last = files.index(path) + 1
+        for old in files[: max(0, last - self.keep)] + files[last:]:
+            old.unlink()
+            digest_of(old).unlink(missing_ok=True)
+
+
+def digest_of(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_whole(path: Path, state: dict[str, Any], temporary: Path) -> None:
+    """The file appears under its name only when it is on the disk, and counts only when its hash is, too.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written; then nothing of it is left.
+    """
+    digest = path.with_suffix(".sha256.tmp")
+    try:
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
-        # Files of later epochs belong to a branch that this run has left, as its records do.
-        files = self.files()
-        last = files.index(target) + 1
-        for path in files[: max(0, last - KEEP)] + files[last:]:
-            path.unlink()
+        with digest.open("w") as file:
+            file.write(f"{sha256(temporary)}  {path.name}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        os.replace(digest, digest_of(path))
+    finally:
+        if temporary.is_file():
+            temporary.unlink()
+        digest.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def damage(path: Path) -> str | None:
+    """Why the file is not what was written; None where it is."""
+    try:
+        expected = digest_of(path).read_text().split()[0]
+    except (OSError, IndexError):
+        return f"{digest_of(path).name} is missing or empty"
+    return None if sha256(path) == expected else "its SHA-256 is another than when it was written"
 
 
 def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Reads a checkpoint for a model with these tensors; tensors and plain values only, so a malicious file cannot run code.
 
     Raises:
-        ConfigError: not a checkpoint of this project, or of another model: names the first tensor that differs.
+        ConfigError: damaged, not a checkpoint of this project, or of another model: names the first tensor that differs.
     """
+    if digest_of(Path(path)).exists() and (problem := damage(Path(path))):
+        raise ConfigError(f"resume={path}: is damaged: {problem}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"epoch", "model", "optimizer", "scheduler"} - state.keys()
+        missing = {"progress", "seed", "model", "optimizer", "scheduler"} - state.keys()
     except (RuntimeError, OSError, EOFError, AttributeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = f"{type(error).__name__} {error}".split("\n")[0]
         raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({reason})") from None

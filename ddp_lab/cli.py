@@ -30,6 +30,8 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(main)
     def run(*args: Any) -> None:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: Hydra would print them on every rank
+        # Hydra takes a comma for a sweep.
+        sys.argv = [re.sub(r"^inject=([\w@=,]+)$", r'inject="\1"', word) for word in sys.argv]
         try:
             refuse_sweep()
             main(*args)
@@ -57,9 +59,13 @@ def report(error: Exception) -> None:
     if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0:
         time.sleep(10)  # torchrun ends us when the reporting rank has exited; exiting first would end that one unheard
         return
-    message = f"error: {error if isinstance(error, ConfigError) else explain(error)}"
+    show(f"error: {error if isinstance(error, ConfigError) else explain(error)}")
+
+
+def show(message: str, timestamp: int | None = None) -> None:
+    """Prints on stderr, or under torchrun leaves it for the summary, whose root cause is the rank with the earliest timestamp."""
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": message, "timestamp": str(timestamp or int(time.time()))}
         record = {"message": {"message": message, "errorCode": 2, "extraInfo": extra}}
         Path(error_file).write_text(json.dumps(record))
     else:

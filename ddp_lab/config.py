@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.errors import ConfigError
+from ddp_lab.inject import KINDS, parse
 
 
 class Rule(NamedTuple):
@@ -41,6 +42,9 @@ RunName = Annotated[
         lambda value: bool(re.fullmatch(r"[\w=,+-][\w.=,+-]*", value)),
     ),
 ]
+Injection = Annotated[
+    str, Rule(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(KINDS)}", lambda value: parse(value) is not None)
+]
 Resume = Annotated[
     str,
     Rule(
@@ -56,6 +60,13 @@ class DataConfig(NamedTuple):
     num_workers: NaturalNumber
     mean: list[float]
     std: list[Positive]
+
+
+class CheckpointConfig(NamedTuple):
+    every_epochs: Count
+    every_steps: Count | None
+    keep: Annotated[int, Rule("an integer of at least 2", lambda value: value >= 2)]
+    on_error: Literal["stop", "continue"]
 
 
 class Config(NamedTuple):
@@ -74,6 +85,10 @@ class Config(NamedTuple):
     name: RunName | None
     runs_dir: str
     resume: Resume
+    on_nan: Literal["stop", "skip"]
+    patience: Count | None
+    inject: Injection | None
+    checkpoint: CheckpointConfig
     data: DataConfig
     model: dict
     strategy: dict

@@ -1,4 +1,4 @@
-"""The user's mistakes. A message says what was wrong, the value, what is allowed, and what to do; nobody sees a traceback."""
+"""What a user is told without a traceback: what was wrong, the value, what is allowed, and what to do."""
 
 
 class ConfigError(Exception):
@@ -7,3 +7,7 @@ class ConfigError(Exception):
 
 class NodeError(ConfigError):
     """A mistake that only this machine may have (its devices, its files): the first rank of each machine reports it."""
+
+
+class TrainingError(Exception):
+    """Training cannot go on, and the message says why: nobody's mistake in the code, so no traceback."""

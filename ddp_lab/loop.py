@@ -2,12 +2,15 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
-from ddp_lab.data.loaders import Loader
-from ddp_lab.logger import Logger
+from ddp_lab.checkpoint import Progress
+from ddp_lab.data.loaders import Batch, Loader
+from ddp_lab.guard import Guard
+from ddp_lab.logger import Logger, log
 from ddp_lab.step import Step
 from ddp_lab.strategies.base import Strategy
 
@@ -18,46 +21,83 @@ def fit(
     train_loader: Loader,
     test_loader: Loader,
     logger: Logger,
-    epochs: range,
-    save: Callable[[int], None],
-) -> None:
-    """Trains for `epochs`, numbered from 1; evaluates, logs and saves after each.
+    guard: Guard,
+    progress: Progress,
+    epochs: int,
+    patience: int | None = None,
+) -> Progress:
+    """Trains on from `progress` until `epochs` are done, or `patience` of them had no lower test loss than one before.
 
-    The seconds of an epoch are those of its training steps alone.
+    Evaluates and logs after each epoch. The seconds of an epoch are those of its training steps alone.
     """
     durations = []
     shown = next(iter(test_loader))
-    for epoch in epochs:
-        train_loader.set_epoch(epoch)
-        strategy.train()
-        totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
-        start = time.perf_counter()
-        for batch in logger.progress(train_loader, f"epoch {epoch}/{epochs.stop - 1}"):
-            totals += step(batch)
-        train_loss, train_accuracy, samples = means(strategy.total(totals))  # waits for the device
-        durations.append(time.perf_counter() - start)
-        test_loss, test_accuracy, _ = evaluate(strategy, test_loader)
+    while not is_over(progress, epochs, patience):
+        progress = train_epoch(strategy, step, train_loader, logger, guard, progress, epochs)
+        guard.check(progress)
+        durations.append(progress.seconds)
+        train_loss, train_accuracy, samples = means(progress.sums)
+        test_loss, test_accuracy, _ = evaluate(strategy, guard.batches("evaluating", test_loader, progress))
         logger.epoch(
-            epoch,
+            progress.epoch,
             train_loss=train_loss,
             train_accuracy=train_accuracy,
             test_loss=test_loss,
             test_accuracy=test_accuracy,
-            lr=step.lr,
-            seconds=durations[-1],
-            samples_per_second=samples / durations[-1],
+            lr=progress.lr,
+            seconds=progress.seconds,
+            samples_per_second=samples / progress.seconds,
         )
-        logger.predictions(epoch, shown.inputs, shown.targets, strategy.predict(shown.inputs))
-        save(epoch)
+        logger.predictions(progress.epoch, shown.inputs, shown.targets, strategy.predict(shown.inputs))
+        progress = next_epoch(progress, test_loss)
+        guard.end_epoch(progress, last=is_over(progress, epochs, patience))
     if durations:
         logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
+    if progress.epoch <= epochs:
+        log.info(f"stopped early: no lower test loss than epoch {progress.best_epoch}'s for {patience} epochs")
+    return progress
 
 
-def evaluate(strategy: Strategy, loader: Loader) -> tuple[float, float, float]:
-    """Mean loss, accuracy and number of samples over the whole of `loader`, each sample counted once."""
+def train_epoch(
+    strategy: Strategy, step: Step, loader: Loader, logger: Logger, guard: Guard, before: Progress, epochs: int
+) -> Progress:
+    """The steps of an epoch that are left, and where the run stands behind them."""
+    loader.set_epoch(before.epoch, before.samples)
+    strategy.train()
+    totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
+    progress, start = replace(before), time.perf_counter()
+
+    def here() -> Progress:
+        sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(totals), strict=True)]  # waits for the device
+        return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
+
+    for batch in logger.progress(guard.batches("training", loader, progress), f"epoch {before.epoch}/{epochs}"):
+        sums = step(batch)
+        totals += torch.where(sums.isfinite().all(), sums, 0)
+        progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
+        guard.after_step(sums, progress, here)
+    return here()
+
+
+def next_epoch(progress: Progress, test_loss: float) -> Progress:
+    """The beginning of the epoch behind an evaluated one."""
+    following = Progress(progress.epoch + 1, 0, progress.step, best_loss=progress.best_loss, best_epoch=progress.best_epoch)
+    if progress.best_loss is None or test_loss < progress.best_loss:
+        following.best_loss, following.best_epoch = test_loss, progress.epoch
+    return following
+
+
+def is_over(progress: Progress, epochs: int, patience: int | None) -> bool:
+    """Whether all epochs are done, or none of the last `patience` had a test loss below the best before them."""
+    done = progress.epoch - 1
+    return done >= epochs or (patience is not None and done - progress.best_epoch >= patience)
+
+
+def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> tuple[float, float, float]:
+    """Mean loss, accuracy and number of samples over all batches, each sample counted once."""
     strategy.train(False)
     totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
-    for batch in loader:
+    for batch in batches:
         totals += strategy.evaluate(batch.inputs, batch.targets)
     return means(strategy.total(totals))
 

@@ -1,47 +1,93 @@
 """One directory for a run: the same for every rank of every node, and for every restart."""
 
+import fcntl
+import json
+import os
+import socket
+import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 
 from ddp_lab.errors import ConfigError
-from ddp_lab.runtime import Runtime, is_restart, launch_id
+from ddp_lab.runtime import Runtime, launch_id
 
 LAUNCH_FILE = ".launch"  # holds the launch's id, by which a restart finds its directory again
+LOCK_FILE = ".lock"
+LOCK_WAIT = 15.0  # seconds: as long as the ranks that torchrun has just ended may take to be gone
 
 
-def open_run_dir(cfg: DictConfig, runtime: Runtime, label: str) -> Path:
-    """Returns `runs_dir`/`name`, created. Without a name rank 0 makes one of `label` and the time, unused so far.
+class RunDir:
+    """Chosen, made and locked by rank 0, and known to all ranks.
+
+    Attributes:
+        path: `runs_dir`/`name`.
+        restarted: torchrun has started these ranks anew: the launch goes on with what it has written itself.
+        attempt: names this start of the ranks, as no other's.
 
     Raises:
-        ConfigError: the directory cannot be made, or resume=never would write over a run.
+        ConfigError: the directory cannot be made, resume=never would write over a run, or another launch writes in it.
     """
-    root = Path(cfg.runs_dir)
 
-    def decide() -> str:
+    def __init__(self, cfg: DictConfig, runtime: Runtime, label: str):
+        root = Path(cfg.runs_dir)
+        decided = json.loads(runtime.agree("run_dir", lambda: json.dumps(self._decide(root, cfg.name, cfg.resume, label))))
+        self.path, self.restarted, self.attempt = root / decided["name"], decided["restarted"], decided["attempt"]
+        self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk
+
+    def _decide(self, root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
+        launch = launch_id()
         try:
             root.mkdir(parents=True, exist_ok=True)
-            if cfg.name is None:
-                return (find_launch(root) if is_restart() else None) or make_unused(root, label)
-            (root / cfg.name).mkdir(exist_ok=True)
+            restarted = find_launch(root, launch)
+            name = name or restarted or make_unused(root, label)
+            path = root / name
+            path.mkdir(exist_ok=True)
+            if resume == "never" and name != restarted and (path / "config.yaml").exists():
+                raise ConfigError(
+                    f"resume=never: {path} already holds a run. Choose another name, remove that directory, "
+                    "or go on with it by resume=auto"
+                )
+            self._lock = lock(path)
+            (path / "failure.json").unlink(missing_ok=True)  # an earlier attempt's
+            (path / LAUNCH_FILE).write_text(launch)
         except OSError as error:
             raise ConfigError(f"runs_dir={root}: cannot make the run directory there ({error.strerror})") from None
-        if cfg.resume == "never" and not is_restart() and (root / cfg.name / "config.yaml").exists():
-            raise ConfigError(
-                f"resume=never: {root / cfg.name} already holds a run. Choose another name, remove that directory, "
-                "or go on with it by resume=auto"
-            )
-        return cfg.name
-
-    run_dir = root / runtime.agree("run_name", decide)
-    run_dir.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk
-    return run_dir
+        return {"name": name, "restarted": name == restarted, "attempt": f"{socket.gethostname()}-{os.getpid()}-{time.time()}"}
 
 
-def find_launch(root: Path) -> str | None:
+def lock(path: Path) -> Any:
+    """Makes this process the directory's only writer as long as it lives; the kernel lets go of it at its end, however it comes.
+
+    Raises:
+        ConfigError: another process is, and stays it for LOCK_WAIT seconds.
+    """
+    file = (path / LOCK_FILE).open("a+")
+    deadline = time.monotonic() + LOCK_WAIT
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not shared with the loader's worker processes
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise ConfigError(
+                    f"name={path.name}: another launch is writing in {path} ({file.read().strip()}). Wait for its end, stop it, "
+                    "or choose another name"
+                ) from None
+            time.sleep(0.2)
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
+    file.flush()
+    return file
+
+
+def find_launch(root: Path, launch: str) -> str | None:
+    """The name of the directory that this launch has opened before."""
     files = sorted(root.glob(f"*/{LAUNCH_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((file.parent.name for file in files if file.read_text() == launch_id()), None)
+    return next((file.parent.name for file in files if file.read_text() == launch), None)
 
 
 def make_unused(root: Path, label: str) -> str:
@@ -53,5 +99,26 @@ def make_unused(root: Path, label: str) -> str:
         except FileExistsError:
             attempt += 1
             continue
-        (root / name / LAUNCH_FILE).write_text(launch_id())
         return name
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Whole or not at all: others read it at any time."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(record))
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file."""
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        return None
+
+
+def write_status(path: Path, status: Literal["running", "preempted", "finished", "failed"], epoch: int, step: int) -> None:
+    """`status.json`, for scripts: an exit code of torchrun does not tell these apart."""
+    write_json(
+        path / "status.json", {"status": status, "epoch": epoch, "step": step, "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+    )

@@ -3,13 +3,17 @@
 The only file that reads the variables torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
 """
 
+import ctypes
 import gc
 import json
 import math
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from ddp_lab.errors import ConfigError, NodeError
 
 DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
+# How much longer a collective waits than the watch does, which knows whom it waits for.
+COLLECTIVE_GRACE = timedelta(seconds=30)
 
 
 def env_int(name: str, default: int) -> int:
@@ -26,13 +32,22 @@ def env_int(name: str, default: int) -> int:
 
 
 def launch_id() -> str:
-    """Names this launch, the same before and after an elastic restart: torchrun's run id, or else the agent process."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run_id if run_id != "none" else f"{socket.gethostname()}-{os.getppid()}"
+    """Names this launch, the same before and after an elastic restart: torchrun's agent, which outlives its ranks. Its
+    run id is no name (without --standalone it is "none", and users repeat theirs), nor its count of restarts, of which
+    every node has another."""
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # process numbers come again
+    except OSError:
+        started = ""
+    return f"{socket.gethostname()}-{pid}-{started}"
 
 
-def is_restart() -> bool:
-    return env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+def die_with_torchrun() -> None:
+    """Ends this rank when its agent is killed, however: else kill -9 of torchrun leaves the ranks behind, on their GPUs."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def list_devices() -> str:
@@ -74,9 +89,11 @@ class Runtime:
         self.rank, self.world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
         self.local_rank, self.local_world_size = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
         self.precision = precision
-        self.timeout = timedelta(seconds=timeout)
+        self.timeout = timedelta(seconds=timeout) + COLLECTIVE_GRACE
         self._store: dist.Store | None = None
         self._questions = 0
+        die_with_torchrun()
+        self._refuse_restarts_over_a_shared_store()
         self.devices = self._choose_devices(device)
         self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
         if self.device.type == "cuda":
@@ -97,6 +114,18 @@ class Runtime:
                 + ("" if name == "cuda" else ", or choose GPUs by CUDA_VISIBLE_DEVICES and device=cuda")
             )
         return devices
+
+    @property
+    def under_torchrun(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ
+
+    def _refuse_restarts_over_a_shared_store(self) -> None:
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self.local_world_size < self.world_size and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0 and shared:
+            raise ConfigError(
+                "--max-restarts on several nodes: a restart would meet the dead ranks' addresses in torchrun's store, and often "
+                "hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, as scripts/slurm/train.sbatch does"
+            )
 
     def autocast(self) -> torch.autocast:
         """Mixed precision for the forward pass; a no-op with precision=float32."""

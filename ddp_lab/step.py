@@ -1,6 +1,7 @@
 """One training step as a callable."""
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_lab.data.loaders import Batch
@@ -13,6 +14,7 @@ class Step:
     Args:
         accumulate: in how many pieces each rank computes its share of the batch.
         max_grad_norm: the L2 norm over all parameters of the model that longer gradients are scaled down to; None: never.
+        skip_not_finite: a batch whose gradient is not finite counts as one with a gradient of zeros.
 
     Attributes:
         lr: the learning rate of the last step taken.
@@ -25,19 +27,33 @@ class Step:
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         accumulate: int = 1,
         max_grad_norm: float | None = None,
+        skip_not_finite: bool = False,
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
-        self.accumulate, self.max_grad_norm = accumulate, max_grad_norm
+        self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Returns this rank's [loss_sum, correct, count], taken before the optimizer's step; does not wait for the device."""
+        buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if self.skip_not_finite else []
         sums = self.strategy.forward_backward(*batch, self.accumulate)
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm is not None or self.skip_not_finite:
             norm = self.strategy.gradient_norm()
-            foreach = self.optimizer.param_groups[0].get("foreach")  # tp cannot have it
-            clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm, foreach=foreach)
+            if self.skip_not_finite:
+                self._drop_unless(norm.isfinite(), buffers)
+            if self.max_grad_norm is not None:
+                foreach = self.optimizer.param_groups[0].get("foreach")  # tp cannot have it
+                clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm.nan_to_num(), foreach=foreach)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return sums
+
+    def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
+        """Leaves no trace of the batch in gradients and BatchNorm's statistics, on every rank alike: the norm is the whole
+        model's. Decided on the device, without waiting for it."""
+        for parameter in self.strategy.parameters():
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradient.copy_(torch.where(finite, gradient, 0))
+        for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):
+            buffer.copy_(torch.where(finite, buffer, before))

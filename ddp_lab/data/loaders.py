@@ -9,6 +9,7 @@ few samples at the end; their targets become IGNORE here, so that every sample c
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,19 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
     count: int
+
+
+class Shard(DistributedSampler):
+    """From the middle of an epoch, too.
+
+    Attributes:
+        start: how many of this rank's own samples to leave out.
+    """
+
+    start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.start, None)
 
 
 class Loader(ABC):
@@ -66,7 +80,8 @@ class Loader(ABC):
                 )
         self.split, self.batch_size, self.device = split, batch_size, device
         self.local_batch_size = batch_size // dp_size
-        self.sampler = DistributedSampler(split.targets, dp_size, dp_rank, shuffle=shuffle, seed=seed)
+        self.dp_size = dp_size
+        self.sampler = Shard(split.targets, dp_size, dp_rank, shuffle=shuffle, seed=seed)
         self.real = len(range(dp_rank, len(split.targets), dp_size))  # what this rank reads, less the repetitions
         mean, std = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
         self.scale, self.shift = 1 / (255 * std), mean / std
@@ -75,16 +90,27 @@ class Loader(ABC):
         """Steps an epoch."""
         return math.ceil(len(self.split.targets) / self.batch_size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch's permutation; without it every epoch has the same order."""
+    def set_epoch(self, epoch: int, samples: int = 0) -> None:
+        """Chooses the epoch's permutation (without it every epoch has the same order), less its first `samples`.
+
+        Raises:
+            ConfigError: so many samples are not a whole number for each share.
+        """
+        if samples % self.dp_size and samples < len(self.split.targets):
+            raise ConfigError(
+                f"resume: the checkpoint is {samples} samples into epoch {epoch}, which does not divide by {self.dp_size} "
+                "replicas; use the batch_size it was made with"
+            )
         self.sampler.set_epoch(epoch)
+        self.sampler.start = math.ceil(samples / self.dp_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        start = self.sampler.start
         for step, (images, targets) in enumerate(self._raw_batches()):
-            repeated = step * self.local_batch_size + len(targets) - self.real
+            repeated = start + step * self.local_batch_size + len(targets) - self.real
             if repeated > 0:
                 targets[-repeated:] = IGNORE
-            count = min(self.batch_size, len(self.split.targets) - step * self.batch_size)
+            count = min(self.batch_size, len(self.split.targets) - start * self.dp_size - step * self.batch_size)
             yield Batch(images * self.scale - self.shift, targets, count)
 
     @abstractmethod
@@ -100,7 +126,10 @@ class DeviceLoader(Loader):
         self.images, self.targets = split.images.to(device), split.targets.to(device)
 
     def _raw_batches(self):
-        for index in torch.tensor(list(self.sampler), device=self.device).split(self.local_batch_size):
+        indices = list(self.sampler)
+        if not indices:
+            return
+        for index in torch.tensor(indices, device=self.device).split(self.local_batch_size):
             yield self.images[index], self.targets[index]
 
 

@@ -1,0 +1,114 @@
+"""What stands between training and losing it: when to save, when to stop, and how to leave."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ddp_lab.checkpoint import Checkpoints, Progress
+from ddp_lab.decisions import Decisions, Verdict
+from ddp_lab.errors import TrainingError
+from ddp_lab.logger import log
+from ddp_lab.watch import Watch
+
+
+class Preempted(Exception):
+    """The machine is wanted back; a checkpoint of this very step is being written."""
+
+
+class Guard:
+    """What the loop calls at its boundaries.
+
+    Args:
+        every_epochs, every_steps: when to save; the last epoch is saved in any case.
+        on_error: of a checkpoint that cannot be written.
+        on_nan: of a loss that is not finite.
+
+    Attributes:
+        progress: where the run was saved last.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        decisions: Decisions,
+        watch: Watch,
+        every_epochs: int,
+        every_steps: int | None,
+        on_error: str,
+        on_nan: str,
+    ):
+        self.checkpoints, self.decisions, self.watch = checkpoints, decisions, watch
+        self.every_epochs, self.every_steps, self.on_error, self.on_nan = every_epochs, every_steps, on_error, on_nan
+        self.progress = Progress()
+
+    def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
+        """The loader's, each shown to the watch."""
+        self.watch.at("loading", progress.epoch, progress.step + 1)
+        for batch in loader:
+            self.watch.at(doing, progress.epoch, progress.step + 1)
+            yield batch
+            self.watch.at("loading", progress.epoch, progress.step + 1)
+
+    def after_step(self, sums: torch.Tensor, progress: Progress, here: Callable[[], Progress]) -> None:
+        """Behind every step. `here` completes `progress` by the sums so far, and is collective.
+
+        Raises:
+            Preempted, TrainingError: on all ranks alike.
+        """
+        self.decisions.watch(progress.step, sums)
+        verdict = self.decisions.after(progress.step, self.checkpoints.problem is not None)
+        if verdict and self._must_leave(verdict, progress):
+            self._save_and_leave(here())
+        if self.every_steps and progress.step % self.every_steps == 0:
+            self.save(here())
+
+    def check(self, progress: Progress) -> None:
+        """Settles all that is open about the steps so far, `progress` being complete. Waits for the device.
+
+        Raises:
+            Preempted, TrainingError: on all ranks alike.
+        """
+        if self._must_leave_now(progress):
+            self._save_and_leave(progress)
+
+    def end_epoch(self, progress: Progress, last: bool) -> None:
+        """Behind an evaluation; `progress` stands at the next epoch's beginning."""
+        if last or (progress.epoch - 1) % self.every_epochs == 0:
+            self.save(progress)
+        else:
+            self.check(progress)
+
+    def save(self, progress: Progress) -> None:
+        self.watch.at("saving")
+        self.progress = progress
+        leave = self._must_leave_now(progress)  # before: what is not finite must not get into a file
+        self.checkpoints.save(progress)
+        if leave:
+            raise Preempted
+
+    def _save_and_leave(self, progress: Progress) -> None:
+        self.watch.at("saving")
+        self.progress = progress
+        self.checkpoints.save(progress)
+        raise Preempted
+
+    def _must_leave_now(self, progress: Progress) -> bool:
+        return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None), progress)
+
+    def _must_leave(self, verdict: Verdict, progress: Progress) -> bool:
+        if verdict.not_finite:
+            step, rank = verdict.not_finite
+            what = f"the loss of step {step} (epoch {progress.epoch}) is not finite, on rank {rank} first"
+            if self.on_nan == "stop":
+                raise TrainingError(
+                    f"{what}. No checkpoint has it: the last one is older. Lower optimizer.lr, set max_grad_norm, or leave out such "
+                    "batches by on_nan=skip"
+                )
+            log.warning(f"{what}; its gradient was left out (on_nan=skip)")
+        if verdict.unwritten and self.on_error == "stop":
+            raise TrainingError(
+                f"a checkpoint could not be written: {self.checkpoints.problem or 'rank 0 has the reason in train.log'}. "
+                "checkpoint.on_error=continue goes on without"
+            )
+        return verdict.preempted

@@ -1,0 +1,94 @@
+"""Faults on purpose, to see a run survive them: inject=crash@rank=1,step=50.
+
+| kind | what rank R does before step S |
+|---|---|
+| crash | is killed (SIGKILL), as by a machine that runs out of memory |
+| segfault | reads memory that is not its own |
+| raise | raises a RuntimeError |
+| exit | leaves with exit code 0 |
+| hang | stands still for an hour |
+| slow | sleeps for three seconds |
+| nan | gets a batch of images that are not numbers |
+| sigterm | gets SIGTERM, as from a scheduler that wants the machine back |
+| disk_full | from then on writes checkpoints to a full disk |
+
+Once in a run: the file `.injected` remembers it over restarts.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+KINDS = ("crash", "segfault", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")
+
+
+def parse(word: str) -> tuple[str, int, int] | None:
+    """Kind, rank and step; None where it is no injection."""
+    match = re.fullmatch(r"(\w+)@rank=(\d+),step=([1-9]\d*)", word)
+    return (match[1], int(match[2]), int(match[3])) if match and match[1] in KINDS else None
+
+
+class Fault:
+    """Around a step: a callable like it.
+
+    Args:
+        fill_disk: makes this rank's next checkpoint fail.
+        taken: optimizer steps that the run has behind it.
+    """
+
+    def __init__(self, step: Callable, word: str, rank: int, run_dir: Path, fill_disk: Callable[[], None], taken: int):
+        self.step, self.run_dir, self.fill_disk, self.taken = step, run_dir, fill_disk, taken
+        kind, faulty, at = parse(word)
+        self.kind, self.at = kind, at if faulty == rank else None
+        self.word = word
+
+    @property
+    def lr(self) -> float:
+        return self.step.lr
+
+    def __call__(self, batch) -> torch.Tensor:
+        self.taken += 1
+        done = self.run_dir / ".injected"
+        if self.taken == self.at and not (done.exists() and self.word in done.read_text()):
+            with done.open("a") as file:
+                file.write(self.word + "\n")
+            return getattr(self, f"_{self.kind}")(batch)
+        return self.step(batch)
+
+    def _crash(self, batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _segfault(self, batch):
+        ctypes.string_at(0)
+
+    def _raise(self, batch):
+        raise RuntimeError(f"injected by inject={self.word}")
+
+    def _exit(self, batch):
+        sys.stdout.flush()
+        os._exit(0)
+
+    def _hang(self, batch):
+        time.sleep(3600)
+
+    def _slow(self, batch):
+        time.sleep(3)
+        return self.step(batch)
+
+    def _nan(self, batch):
+        return self.step(batch._replace(inputs=batch.inputs * float("nan")))
+
+    def _sigterm(self, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return self.step(batch)
+
+    def _disk_full(self, batch):
+        self.fill_disk()
+        return self.step(batch)

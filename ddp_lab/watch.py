@@ -1,0 +1,183 @@
+"""Every rank's eye on the others: who is where, who is gone, who stands still, and who failed first.
+
+Every rank writes where it is (`runs/<name>/ranks/<rank>.json`), and a thread of each looks at the others' twice a second. Threads
+run while the main thread waits in a collective for a rank that will never come. The first failure, and it alone, is told:
+on the screen, in `failure.json`, in `status.json`. What follows from it on the other ranks goes into their log files.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.checkpoint import Progress
+from ddp_lab.cli import show
+from ddp_lab.errors import ConfigError, TrainingError
+from ddp_lab.logger import log
+from ddp_lab.rundir import RunDir, read_json, write_status
+from ddp_lab.runtime import Runtime
+
+BEAT = 0.5  # seconds between two looks
+GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of who did it
+SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
+
+
+def machine() -> str:
+    """Where process numbers mean what they mean here: this boot of this machine, in this container."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Watch:
+    """What this rank shows the others and sees of them.
+
+    Args:
+        timeout: seconds without any progress after which the launch is ended, and the rank that lags behind is named.
+    """
+
+    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float):
+        self.run_dir, self.timeout = run_dir.path, timeout
+        self.rank, self.world_size = runtime.rank, runtime.world_size
+        self.folder = run_dir.path / "ranks"
+        self.epoch, self.step, self.doing, self.since = 0, 0, "starting", time.time()
+        self.place = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
+        self.place["attempt"] = run_dir.attempt
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self.folder.mkdir(exist_ok=True)
+        self._file = os.open(self.folder / f"{self.rank}.json", os.O_CREAT | os.O_WRONLY)
+        self._show()
+        self._thread.start()
+        if self.rank == 0:
+            write_status(self.run_dir, "running", 0, 0)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        if error is None or isinstance(error, ConfigError):
+            self.stop()
+        else:
+            self.failed(error)
+            sys.stdout.flush()
+            os._exit(1)  # an open group could keep the interpreter from ending
+
+    def end(self, status: str, progress: Progress) -> str:
+        """Rank 0 writes the launch's outcome; returns it."""
+        if self.rank == 0:
+            write_status(self.run_dir, status, progress.epoch, progress.step)
+            log.info(f"{status}: {progress}")
+        return status
+
+    def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
+        """Progress: the main thread begins something."""
+        self.epoch, self.step = self.epoch if epoch is None else epoch, self.step if step is None else step
+        self.doing, self.since = doing, time.time()
+        self._show()
+
+    def stop(self) -> None:
+        """This rank is leaving as it should."""
+        self.at("done")
+        self._stop.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        # In one small write over the last one: what a killed rank did last is on record, for some microseconds a step.
+        os.pwrite(self._file, json.dumps(self._me()).ljust(512).encode(), 0)
+
+    def _me(self) -> dict[str, Any]:
+        return self.place | {"epoch": self.epoch, "step": self.step, "doing": self.doing, "since": self.since}
+
+    def others(self) -> list[dict[str, Any]]:
+        """What the other ranks last showed."""
+        shown = (read_json(self.folder / f"{rank}.json") for rank in range(self.world_size) if rank != self.rank)
+        return [record for record in shown if record and record["attempt"] == self.place["attempt"]]
+
+    def _look(self) -> None:
+        while not self._stop.wait(BEAT):
+            if (self.run_dir / "failure.json").exists():
+                self._leave()
+            for other in self.others():
+                if other["machine"] == self.place["machine"] and other["doing"] != "done" and not is_alive(other["pid"]):
+                    self._end(other, "is gone without a word: killed, crashed or left (torchrun's lines have its signal)")
+            self._judge_standstill()
+
+    def _judge_standstill(self) -> None:
+        still = time.time() - self.since
+        if still < self.timeout:
+            return
+        me = self._me()
+        last = min([me, *self.others()], key=lambda record: (record["step"], record["since"]))
+        if last["rank"] == self.rank:
+            frame = sys._current_frames()[threading.main_thread().ident]
+            stack = "".join(traceback.format_stack(frame)[-3:])
+            self._end(me, f"stands still for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
+        elif still > self.timeout + 4 * BEAT:  # the one to blame knows more: its stack
+            self._end(last, f"holds up the others, who wait for {still:.0f} s (timeout={self.timeout:g})")
+
+    def failed(self, error: BaseException) -> None:
+        """The main thread's end by an exception. Tells it if it is the first failure; else it goes into this rank's log."""
+        text = "".join(traceback.format_exception(error))
+        deadline = time.time() + GRACE
+        while any(word in str(error) for word in SECONDARY) and time.time() < deadline:
+            if (self.run_dir / "failure.json").exists():
+                break
+            time.sleep(BEAT / 5)
+        what = f"failed:\n{''.join(text.splitlines(True)[-6:])}"
+        if isinstance(error, TrainingError):  # says itself what happened where
+            first = self._tell(self._me(), f"error: {error}")
+        else:
+            first = self._tell(self._me(), self._describe(self._me(), what))
+        if not first:
+            text = f"What followed on rank {self.rank} from another rank's failure:\n{text}"
+        with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open("a") as file:
+            file.write(text)
+        self._stop.set()
+
+    def _besides(self, who: dict[str, Any]) -> list[dict[str, Any]]:
+        return sorted((r for r in [self._me(), *self.others()] if r["rank"] != who["rank"]), key=lambda r: r["rank"])
+
+    def _describe(self, who: dict[str, Any], what: str) -> str:
+        place = f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step {who['step']}"
+        others = "; ".join(f"rank {record['rank']} {record['doing']}, step {record['step']}" for record in self._besides(who))
+        return f"error: {place}, {who['doing']}: {what.rstrip()}" + (f"\nThe others then: {others}" if others else "")
+
+    def _tell(self, who: dict[str, Any], message: str) -> bool:
+        """Whether this was the first failure told; the others' words are not shown."""
+        path = self.run_dir / "failure.json"
+        record = {**who, "message": message, "others": self._besides(who), "told_by": self.rank, "time": time.time()}
+        try:
+            temporary = path.with_name(f".failure.{self.rank}.{os.getpid()}")
+            temporary.write_text(json.dumps(record, indent=1))
+            os.link(temporary, path)  # unlike a rename, refuses where the file exists: the first is told
+        except OSError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        write_status(self.run_dir, "failed", who["epoch"], who["step"])
+        show(f"{message}\nMore: {self.run_dir}/train*.log, {path}", int(who["since"]) - 1)
+        return True
+
+    def _end(self, who: dict[str, Any], what: str) -> None:
+        self._tell(who, self._describe(who, what))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends this rank, whose main thread may wait for ever; if it is on its way out by itself, lets it go."""
+        if not self._stop.wait(GRACE):
+            os._exit(1)
