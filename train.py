@@ -91,7 +91,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         progress = checkpoints.resume("auto" if run_dir.restarted and checkpoints.files() else cfg.resume)
         if is_over(progress, cfg.epochs, cfg.patience):
             log.info(
-                f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to go on, or choose another name"
+                f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to go on, "
+                "or choose another name"
             )
             return watch.end("finished", progress)
 

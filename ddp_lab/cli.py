@@ -63,7 +63,7 @@ def report(error: Exception) -> None:
 
 
 def show(message: str, timestamp: int | None = None) -> None:
-    """Prints on stderr, or under torchrun leaves it for the summary, whose root cause is the rank with the earliest timestamp."""
+    """Prints on stderr; under torchrun leaves it for the summary, whose root cause is the rank with the earliest timestamp."""
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": message, "timestamp": str(timestamp or int(time.time()))}
         record = {"message": {"message": message, "errorCode": 2, "extraInfo": extra}}

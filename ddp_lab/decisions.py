@@ -78,10 +78,11 @@ class Decisions:
         here = torch.where(sums.isfinite().all(), -math.inf, float(-(step * self.runtime.world_size + self.runtime.rank)))
         self._first = torch.maximum(self._first, here)
 
+    def due(self, step: int) -> bool:
+        return step >= self._next
+
     def after(self, step: int, unwritten: bool) -> Verdict | None:
-        """At the boundary behind `step`; None where it is not time yet."""
-        if step < self._next:
-            return None
+        """At the boundary behind `step`, when it is `due`."""
         earlier, self._answer = self._answer, self._exchange(step, unwritten)
         if self.runtime.device.type != "cuda":
             earlier = self._answer  # it is there already

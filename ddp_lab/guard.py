@@ -57,9 +57,11 @@ class Guard:
             Preempted, TrainingError: on all ranks alike.
         """
         self.decisions.watch(progress.step, sums)
-        verdict = self.decisions.after(progress.step, self.checkpoints.problem is not None)
-        if verdict and self._must_leave(verdict, progress):
-            self._save_and_leave(here())
+        if self.decisions.due(progress.step):
+            self.watch.at("deciding")
+            verdict = self.decisions.after(progress.step, self.checkpoints.problem is not None)
+            if verdict and self._must_leave(verdict, progress):
+                self._save_and_leave(here())
         if self.every_steps and progress.step % self.every_steps == 0:
             self.save(here())
 
@@ -80,9 +82,9 @@ class Guard:
             self.check(progress)
 
     def save(self, progress: Progress) -> None:
-        self.watch.at("saving")
         self.progress = progress
         leave = self._must_leave_now(progress)  # before: what is not finite must not get into a file
+        self.watch.at("saving")
         self.checkpoints.save(progress)
         if leave:
             raise Preempted
@@ -94,6 +96,7 @@ class Guard:
         raise Preempted
 
     def _must_leave_now(self, progress: Progress) -> bool:
+        self.watch.at("deciding")
         return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None), progress)
 
     def _must_leave(self, verdict: Verdict, progress: Progress) -> bool:
@@ -102,8 +105,8 @@ class Guard:
             what = f"the loss of step {step} (epoch {progress.epoch}) is not finite, on rank {rank} first"
             if self.on_nan == "stop":
                 raise TrainingError(
-                    f"{what}. No checkpoint has it: the last one is older. Lower optimizer.lr, set max_grad_norm, or leave out such "
-                    "batches by on_nan=skip"
+                    f"{what}. No checkpoint has it: the last one is older. Lower optimizer.lr, set max_grad_norm, or leave out "
+                    "such batches by on_nan=skip"
                 )
             log.warning(f"{what}; its gradient was left out (on_nan=skip)")
         if verdict.unwritten and self.on_error == "stop":

@@ -59,7 +59,7 @@ class RunDir:
 
 
 def lock(path: Path) -> Any:
-    """Makes this process the directory's only writer as long as it lives; the kernel lets go of it at its end, however it comes.
+    """Makes this process the directory's only writer for its life; the kernel lets go of it, however it ends.
 
     Raises:
         ConfigError: another process is, and stays it for LOCK_WAIT seconds.
@@ -74,8 +74,8 @@ def lock(path: Path) -> Any:
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
-                    f"name={path.name}: another launch is writing in {path} ({file.read().strip()}). Wait for its end, stop it, "
-                    "or choose another name"
+                    f"name={path.name}: another launch is writing in {path} ({file.read().strip()}). Wait for its end, stop "
+                    "it, or choose another name"
                 ) from None
             time.sleep(0.2)
     file.truncate(0)

@@ -123,8 +123,9 @@ class Runtime:
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self.local_world_size < self.world_size and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0 and shared:
             raise ConfigError(
-                "--max-restarts on several nodes: a restart would meet the dead ranks' addresses in torchrun's store, and often "
-                "hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, as scripts/slurm/train.sbatch does"
+                "--max-restarts on several nodes: a restart would meet the dead ranks' addresses in torchrun's store, and "
+                "often hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, as "
+                "scripts/slurm/train.sbatch does"
             )
 
     def autocast(self) -> torch.autocast:

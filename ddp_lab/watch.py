@@ -1,7 +1,7 @@
 """Every rank's eye on the others: who is where, who is gone, who stands still, and who failed first.
 
-Every rank writes where it is (`runs/<name>/ranks/<rank>.json`), and a thread of each looks at the others' twice a second. Threads
-run while the main thread waits in a collective for a rank that will never come. The first failure, and it alone, is told:
+Every rank writes where it is (`runs/<name>/ranks/<rank>.json`), and a thread of each looks at the others' twice a second.
+Threads run while the main thread waits in a collective for a rank that will never come. The first failure, and it alone, is told:
 on the screen, in `failure.json`, in `status.json`. What follows from it on the other ranks goes into their log files.
 """
 
@@ -24,6 +24,7 @@ from ddp_lab.runtime import Runtime
 
 BEAT = 0.5  # seconds between two looks
 GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of who did it
+PHASES = ("starting", "loading", "training", "deciding", "saving", "evaluating", "done")
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 
 
@@ -43,6 +44,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def suspicion(record: dict[str, Any]) -> tuple:
+    """The least of the ranks that stand still is the one that the others wait for: it has come the least far."""
+    return record["step"], PHASES.index(record["doing"]), record["waits"], record["since"]
+
+
 class Watch:
     """What this rank shows the others and sees of them.
 
@@ -55,6 +61,7 @@ class Watch:
         self.rank, self.world_size = runtime.rank, runtime.world_size
         self.folder = run_dir.path / "ranks"
         self.epoch, self.step, self.doing, self.since = 0, 0, "starting", time.time()
+        self.waits = False
         self.place = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
         self.place["attempt"] = run_dir.attempt
         self._stop = threading.Event()
@@ -101,7 +108,8 @@ class Watch:
         os.pwrite(self._file, json.dumps(self._me()).ljust(512).encode(), 0)
 
     def _me(self) -> dict[str, Any]:
-        return self.place | {"epoch": self.epoch, "step": self.step, "doing": self.doing, "since": self.since}
+        now = {"epoch": self.epoch, "step": self.step, "doing": self.doing, "since": self.since, "waits": self.waits}
+        return self.place | now
 
     def others(self) -> list[dict[str, Any]]:
         """What the other ranks last showed."""
@@ -119,16 +127,20 @@ class Watch:
 
     def _judge_standstill(self) -> None:
         still = time.time() - self.since
+        self.waits = False
         if still < self.timeout:
             return
-        me = self._me()
-        last = min([me, *self.others()], key=lambda record: (record["step"], record["since"]))
+        frame = sys._current_frames()[threading.main_thread().ident]
+        self.waits = "/torch/" in frame.f_code.co_filename  # most likely in a collective
+        self._show()
+        if still < self.timeout + 2 * BEAT:
+            return  # until the others have shown the same
+        last = min([self._me(), *self.others()], key=suspicion)
         if last["rank"] == self.rank:
-            frame = sys._current_frames()[threading.main_thread().ident]
             stack = "".join(traceback.format_stack(frame)[-3:])
-            self._end(me, f"stands still for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
-        elif still > self.timeout + 4 * BEAT:  # the one to blame knows more: its stack
-            self._end(last, f"holds up the others, who wait for {still:.0f} s (timeout={self.timeout:g})")
+            self._end(last, f"stands still for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
+        elif still > self.timeout + 6 * BEAT:  # it would know more: its stack
+            self._end(last, f"holds up the others, who have waited for {still:.0f} s (timeout={self.timeout:g})")
 
     def failed(self, error: BaseException) -> None:
         """The main thread's end by an exception. Tells it if it is the first failure; else it goes into this rank's log."""
