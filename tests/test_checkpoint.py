@@ -21,12 +21,13 @@ def train(tmp_path, name: str, *overrides: str, ranks: int = 1) -> dict:
     """With a constant learning rate, so that a run is the beginning of one with more epochs."""
     words = [*SMALL, "scheduler=constant", f"runs_dir={tmp_path}", f"name={name}", *overrides]
     run_world(ranks, main_in_world, *words)
-    newest = sorted((tmp_path / name / "checkpoints").iterdir())[-1]
+    newest = sorted((tmp_path / name / "checkpoints").glob("step_*.pt"))[-1]
     return torch.load(newest, weights_only=True)
 
 
 def assert_same(one: dict, other: dict, tolerance: float) -> None:
-    assert one["epoch"] == other["epoch"]
+    places = [{key: state["progress"][key] for key in ("epoch", "samples", "step")} for state in (one, other)]
+    assert places[0] == places[1]
     assert one["scheduler"] == other["scheduler"]
     for name, tensor in one["model"].items():
         assert torch.allclose(tensor, other["model"][name], rtol=0, atol=tolerance), name
@@ -60,6 +61,7 @@ def test_any_strategy_resumes_any_other(first, second, tmp_path):
     assert [record["world_size"] for record in read_metrics(tmp_path / "moved")] == [first[1], second[1], second[1]]
 
 
+CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}  # by every launch
 MOVES = {  # each writes checkpoints, and each goes on from every other's: the case and its ranks
     "single@1": (Case(Single, epochs=2), 1),
     "scratch@2": (scratch(epochs=2), 2),
@@ -93,7 +95,7 @@ def run_by_size(cases: dict) -> dict:
 def moved(tmp_path_factory) -> Moved:
     folders = {name: tmp_path_factory.mktemp(name) for name in MOVES}
     straight = run_by_size({name: (replace(case, save=str(folders[name])), ranks) for name, (case, ranks) in MOVES.items()})
-    paths = {name: folder / "epoch_0001.pt" for name, folder in folders.items()}
+    paths = {name: folder / "step_00000005.pt" for name, folder in folders.items()}
     resumed = run_by_size(
         {
             (source, target): (replace(case, resume=str(paths[source])), ranks)
@@ -132,9 +134,11 @@ def test_every_strategy_goes_on_from_every_other(source, target, moved):
 
 def test_a_finished_run_is_left_alone(tmp_path):
     train(tmp_path, "done", "epochs=2")
-    before = {path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name != "train.log"}
+    before = {
+        path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name not in CHANGING
+    }
     train(tmp_path, "done", "epochs=2")
-    after = {path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name != "train.log"}
+    after = {path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name not in CHANGING}
     assert after == before
     assert "nothing to do" in (tmp_path / "done" / "train.log").read_text()
 
@@ -144,7 +148,7 @@ def test_a_run_cut_before_its_last_checkpoint_ends_the_same(tmp_path):
     words = "epochs=3", "scheduler=cosine", "warmup_epochs=0.5"
     whole = train(tmp_path, "cut", *words)
     records = read_metrics(tmp_path / "cut")
-    (tmp_path / "cut" / "checkpoints" / "epoch_0003.pt").unlink()
+    (tmp_path / "cut" / "checkpoints" / "step_00000015.pt").unlink()
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 4, "train_l')
     assert_same(whole, train(tmp_path, "cut", *words), tolerance=0)
@@ -157,7 +161,7 @@ def test_a_run_cut_before_its_last_checkpoint_ends_the_same(tmp_path):
 
 def test_resume_from_a_path_into_a_new_run(tmp_path):
     train(tmp_path, "old", "epochs=2")
-    path = tmp_path / "old" / "checkpoints" / "epoch_0002.pt"
+    path = tmp_path / "old" / "checkpoints" / "step_00000010.pt"
     continued = train(tmp_path, "new", "epochs=3", f"resume={path}")
     assert_same(continued, train(tmp_path, "old", "epochs=3"), tolerance=0)
     assert [record["epoch"] for record in read_metrics(tmp_path / "new")] == [3]
@@ -168,9 +172,12 @@ def test_resume_from_a_path_into_a_new_run(tmp_path):
 def test_an_older_path_under_the_same_name_leaves_the_later_branch(tmp_path):
     train(tmp_path, "old", "epochs=2")
     train(tmp_path, "run", "epochs=5")
-    path = tmp_path / "old" / "checkpoints" / "epoch_0002.pt"
-    assert train(tmp_path, "run", "epochs=4", f"resume={path}")["epoch"] == 4
-    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["epoch_0003.pt", "epoch_0004.pt"]
+    path = tmp_path / "old" / "checkpoints" / "step_00000010.pt"
+    assert train(tmp_path, "run", "epochs=4", f"resume={path}")["progress"]["epoch"] == 5
+    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))] == [
+        "step_00000015.pt",
+        "step_00000020.pt",
+    ]
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
@@ -201,7 +208,7 @@ def test_another_optimizer_is_refused(tmp_path):
 
 def test_tensorboard_has_every_epoch_once_after_a_resume(tmp_path):
     train(tmp_path, "cut", "epochs=3")
-    (tmp_path / "cut" / "checkpoints" / "epoch_0003.pt").unlink()
+    (tmp_path / "cut" / "checkpoints" / "step_00000015.pt").unlink()
     train(tmp_path, "cut", "epochs=4")
     events = EventAccumulator(str(tmp_path / "cut")).Reload().Scalars("loss/test")
     assert [event.step for event in events] == [1, 2, 3, 4]
@@ -228,9 +235,9 @@ class Malicious:
 def bad_file(kind: str, folder, good: dict) -> None:
     path = folder / "bad.pt"
     if kind == "pickle":
-        path.write_bytes(pickle.dumps({"epoch": Malicious(str(folder / "executed"))}))
+        path.write_bytes(pickle.dumps({"progress": Malicious(str(folder / "executed"))}))
     elif kind == "archive":
-        torch.save({"epoch": Malicious(str(folder / "executed"))}, path)
+        torch.save({"progress": Malicious(str(folder / "executed"))}, path)
     elif kind == "truncated":
         torch.save(good, path)
         path.write_bytes(path.read_bytes()[:1000])
@@ -252,7 +259,7 @@ def bad_file(kind: str, folder, good: dict) -> None:
         ("truncated", "cannot be read as a checkpoint"),
         ("text", "cannot be read as a checkpoint"),
         ("empty", "cannot be read as a checkpoint"),
-        ("foreign", "is no checkpoint of ddp_lab; it lacks epoch, model, optimizer, scheduler"),
+        ("foreign", "is no checkpoint of ddp_lab; it lacks model, optimizer, progress, scheduler, seed"),
         ("renamed", "does not fit the model: conv.0.weight is missing in the checkpoint, (16, 3, 3, 3) in the model"),
     ],
 )
@@ -269,5 +276,6 @@ def test_bad_files_are_refused(kind, message, tmp_path):
 
 def test_only_whole_files_and_the_last_two(tmp_path):
     train(tmp_path, "many", "epochs=5")
-    assert sorted(path.name for path in (tmp_path / "many" / "checkpoints").iterdir()) == ["epoch_0004.pt", "epoch_0005.pt"]
+    names = sorted(path.name for path in (tmp_path / "many" / "checkpoints").iterdir())
+    assert names == [f"step_000000{step}.pt{end}" for step in (20, 25) for end in ("", ".sha256")]
     assert only_run(tmp_path).name == "many"

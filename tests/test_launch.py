@@ -138,7 +138,7 @@ def test_a_restart_goes_on_in_its_directory(tmp_path):
     assert code == 0, output
     crashed, undisturbed = (only_run(tmp_path / name) for name in ("crashed", "undisturbed"))
     assert [record["epoch"] for record in read_metrics(crashed)] == [1, 2, 3, 4]
-    one, other = (torch.load(run / "checkpoints/epoch_0004.pt")["model"] for run in (crashed, undisturbed))
+    one, other = (torch.load(run / "checkpoints/step_00000020.pt")["model"] for run in (crashed, undisturbed))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

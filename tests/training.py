@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.checkpoint import Checkpoints
+from ddp_lab.checkpoint import Checkpoints, Progress
 from ddp_lab.data.datasets import Split, Synthetic
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.loop import evaluate
@@ -110,7 +110,8 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     shapes = {name: tuple(tensor.shape) for name, tensor in make_model(case.model, SEED).state_dict().items()}
     checkpoints = Checkpoints(Path(case.save), runtime, strategy, optimizer, scheduler, shapes)
     sums = []
-    for epoch in range(checkpoints.resume(case.resume), case.epochs + 1):
+    progress = checkpoints.resume(case.resume)
+    for epoch in range(progress.epoch, case.epochs + 1):
         loaders[0].set_epoch(epoch)
         strategy.train()
         totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
@@ -119,7 +120,8 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
         sums.append(strategy.total(totals))
         if case.save:
             strategy.train(False)
-            checkpoints.save(epoch)
+            checkpoints.save(Progress(epoch + 1, step=epoch * len(loaders[0])))
+            checkpoints.wait()
     evaluation = evaluate(strategy, loaders[1])
     state = strategy.state_dict(optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
