@@ -1,8 +1,8 @@
 """Every rank's eye on the others: who is where, who is gone, who stands still, and who failed first.
 
 Every rank writes where it is (`runs/<name>/ranks/<rank>.json`), and a thread of each looks at the others' twice a second.
-Threads run while the main thread waits in a collective for a rank that will never come. The first failure, and it alone, is told:
-on the screen, in `failure.json`, in `status.json`. What follows from it on the other ranks goes into their log files.
+Threads run while the main thread waits in a collective for a rank that will never come. The first failure, and it alone, is
+told: on the screen, in `failure.json`, in `status.json`. What follows from it on the other ranks goes into their log files.
 """
 
 import json
