@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_lab.checkpoint import Checkpoints
+from ddp_lab.checkpoint import Checkpoints, load_checkpoint
 from ddp_lab.cli import user_errors
 from ddp_lab.config import build, check
 from ddp_lab.data.datasets import Dataset
@@ -68,12 +68,16 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     strategy.partition(model, plan.samples_at_once)
     loaders = make_loaders(cfg, dataset, strategy, plan)
+    if cfg.resume not in ("auto", "never"):
+        runtime.agree("resume", lambda: load_checkpoint(cfg.resume, shapes) and None)  # before a run directory is made
 
     choices = HydraConfig.get().runtime.choices
     run_dir = RunDir(cfg, runtime, f"{choices.model}-{choices.data}-{choices.strategy}")
     setup_logging(run_dir.path, runtime.rank)
     log.info(f"{run_dir.path}: {choices.model} on {choices.data}, {cfg.precision}")
     log.info(plan)
+    if run_dir.failure:
+        log.warning(f"started again after {run_dir.failure}")
 
     decisions = Decisions(runtime)
     decisions.listen()
@@ -108,7 +112,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         except Preempted:
             status = "preempted"
         logger.close()
-        checkpoints.wait()
+        guard.finish()
         return watch.end(status, guard.progress)
 
 

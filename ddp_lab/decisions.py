@@ -76,7 +76,7 @@ class Decisions:
     def watch(self, step: int, sums: torch.Tensor) -> None:
         """Remembers, on the device, a step whose sums are not finite. Does not wait for them."""
         here = torch.where(sums.isfinite().all(), -math.inf, float(-(step * self.runtime.world_size + self.runtime.rank)))
-        self._first = torch.maximum(self._first, here)
+        self._first = torch.maximum(self._first, here.to(self._first, non_blocking=True))
 
     def due(self, step: int) -> bool:
         return step >= self._next

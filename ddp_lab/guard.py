@@ -81,6 +81,16 @@ class Guard:
         else:
             self.check(progress)
 
+    def finish(self) -> None:
+        """Waits for the last checkpoint.
+
+        Raises:
+            TrainingError: it could not be written, on all ranks alike.
+        """
+        self.watch.at("saving")
+        self.checkpoints.wait()
+        self._must_leave_now(self.progress)
+
     def save(self, progress: Progress) -> None:
         self.progress = progress
         leave = self._must_leave_now(progress)  # before: what is not finite must not get into a file
@@ -96,6 +106,7 @@ class Guard:
         raise Preempted
 
     def _must_leave_now(self, progress: Progress) -> bool:
+        """Settles what is open about the steps so far. Waits for the device."""
         self.watch.at("deciding")
         return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None), progress)
 

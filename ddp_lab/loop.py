@@ -68,7 +68,8 @@ def train_epoch(
     progress, start = replace(before), time.perf_counter()
 
     def here() -> Progress:
-        sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(totals), strict=True)]  # waits for the device
+        """Collective; waits for the device."""
+        sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(totals.clone()), strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
     for batch in logger.progress(guard.batches("training", loader, progress), f"epoch {before.epoch}/{epochs}"):

@@ -26,6 +26,7 @@ class RunDir:
         path: `runs_dir`/`name`.
         restarted: torchrun has started these ranks anew: the launch goes on with what it has written itself.
         attempt: names this start of the ranks, as no other's.
+        failure: how the start before this one failed, in a line; None: it did not.
 
     Raises:
         ConfigError: the directory cannot be made, resume=never would write over a run, or another launch writes in it.
@@ -35,6 +36,7 @@ class RunDir:
         root = Path(cfg.runs_dir)
         decided = json.loads(runtime.agree("run_dir", lambda: json.dumps(self._decide(root, cfg.name, cfg.resume, label))))
         self.path, self.restarted, self.attempt = root / decided["name"], decided["restarted"], decided["attempt"]
+        self.failure = decided["failure"]
         self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk
 
     def _decide(self, root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
@@ -51,11 +53,18 @@ class RunDir:
                     "or go on with it by resume=auto"
                 )
             self._lock = lock(path)
-            (path / "failure.json").unlink(missing_ok=True)  # an earlier attempt's
+            failure = read_json(path / "failure.json")  # an earlier attempt's
+            (path / "failure.json").unlink(missing_ok=True)
             (path / LAUNCH_FILE).write_text(launch)
         except OSError as error:
             raise ConfigError(f"runs_dir={root}: cannot make the run directory there ({error.strerror})") from None
-        return {"name": name, "restarted": name == restarted, "attempt": f"{socket.gethostname()}-{os.getpid()}-{time.time()}"}
+        attempt = f"{socket.gethostname()}-{os.getpid()}-{time.time()}"
+        return {
+            "name": name,
+            "restarted": name == restarted,
+            "attempt": attempt,
+            "failure": failure and failure["message"].splitlines()[0],
+        }
 
 
 def lock(path: Path) -> Any:
@@ -110,10 +119,10 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file."""
+    """None where there is no such file, or its writer is just writing."""
     try:
         return json.loads(path.read_text())
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

@@ -117,16 +117,19 @@ class Watch:
         return [record for record in shown if record and record["attempt"] == self.place["attempt"]]
 
     def _look(self) -> None:
+        since, still = self.since, 0.0
         while not self._stop.wait(BEAT):
+            still = still + BEAT if since == self.since else 0.0  # not the clock: a process that was suspended is not late
+            since = self.since
             if (self.run_dir / "failure.json").exists():
                 self._leave()
             for other in self.others():
                 if other["machine"] == self.place["machine"] and other["doing"] != "done" and not is_alive(other["pid"]):
                     self._end(other, "is gone without a word: killed, crashed or left (torchrun's lines have its signal)")
-            self._judge_standstill()
+            self._judge_standstill(still)
 
-    def _judge_standstill(self) -> None:
-        still = time.time() - self.since
+    def _judge_standstill(self, still: float) -> None:
+        """`still`: seconds without progress of this rank."""
         self.waits = False
         if still < self.timeout:
             return

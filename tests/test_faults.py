@@ -1,0 +1,250 @@
+"""Faults in real processes: what is left of a run, what is told, and that nothing hangs.
+
+The faults are those that users can inject (ddp_lab/inject.py), or real signals from outside.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launches import SMALL, finish, launch, read_metrics, start
+
+DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
+STEPS = 5  # an epoch of SMALL has
+
+
+def words(tmp_path: Path, name: str, *more: str) -> list[str]:
+    return [*SMALL, "epochs=3", f"runs_dir={tmp_path}", f"name={name}", *more]
+
+
+def newest(run_dir: Path) -> dict:
+    return torch.load(max(run_dir.glob("checkpoints/step_*.pt")), weights_only=True)
+
+
+def status(run_dir: Path) -> dict:
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def failure(run_dir: Path) -> dict:
+    return json.loads((run_dir / "failure.json").read_text())
+
+
+def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
+    """The same weights and momentum, and one record for each epoch with the same numbers."""
+    one, two = newest(run_dir), newest(other)
+    assert one["progress"]["step"] == two["progress"]["step"] == 3 * STEPS
+    for name, tensor in one["model"].items():
+        assert torch.allclose(tensor, two["model"][name], rtol=0, atol=tolerance), name
+        momenta = (state["optimizer"]["state"][name]["momentum_buffer"] for state in (one, two))
+        assert torch.allclose(*momenta, rtol=0, atol=10 * tolerance), name
+    for record, expected in zip(read_metrics(run_dir), read_metrics(other), strict=True):
+        for key in ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr"):
+            assert record[key] == pytest.approx(expected[key], rel=100 * tolerance, abs=0), key
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[int, Path]:
+    """The run directories of whole runs, by number of ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for line, name in (("python train.py", "1"), (DDP, "2")):
+        code, output = launch(line, *words(folder, f"run-{name}"))
+        assert code == 0, output
+    return {size: folder / f"run-{size}" for size in (1, 2)}
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 8, 15])
+def test_a_run_killed_at_any_step_ends_the_same(step, tmp_path, undisturbed):
+    line = words(tmp_path, "killed", "checkpoint.every_steps=2", f"inject=crash@rank=0,step={step}")
+    code, _ = launch("python train.py", *line)
+    assert code == -signal.SIGKILL
+    code, output = launch("python train.py", *line)
+    assert code == 0, output
+    assert_same_end(tmp_path / "killed", undisturbed[1])
+
+
+def test_it_goes_on_in_mid_epoch_with_other_ranks_and_another_strategy(tmp_path, undisturbed):
+    line = words(tmp_path, "moved", "checkpoint.every_steps=1")
+    assert launch("python train.py", *line, "inject=crash@rank=0,step=4")[0] == -signal.SIGKILL
+    code, output = launch(DDP, *line, "data.loader=workers", "inject=raise@rank=1,step=8")
+    assert code == 1
+    # Not surely step 3: the file of a step is written while the next one computes.
+    assert re.search(r"resumed from .*: epoch 1, (24|48|72) samples into it, step [123]$", output, re.MULTILINE), output
+    code, output = launch("torchrun --standalone --nproc_per_node=3 train.py strategy=scratch", *line)
+    assert code == 0, output
+    assert re.search(r"resumed from .*: epoch 2, (24|48) samples into it, step [67]$", output, re.MULTILINE), output
+    assert_same_end(tmp_path / "moved", undisturbed[1], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["crash", "segfault", "raise"])
+def test_an_elastic_restart_ends_the_same(fault, tmp_path, undisturbed):
+    line = DDP.replace("--standalone", "--standalone --max-restarts=3")
+    code, output = launch(line, *words(tmp_path, "restarted", "checkpoint.every_steps=2", f"inject={fault}@rank=1,step=8"))
+    assert code == 0, output
+    assert "started again after error: rank 1 on" in output
+    assert status(tmp_path / "restarted")["status"] == "finished"
+    assert_same_end(tmp_path / "restarted", undisturbed[2])
+
+
+TOLD = {
+    "crash": "is gone without a word",
+    "segfault": "is gone without a word",
+    "exit": "is gone without a word",
+    "raise": "RuntimeError: injected by inject=raise@rank=1,step=8",
+    "hang": "stands still for",
+}
+
+
+@pytest.mark.parametrize("fault", TOLD)
+def test_the_first_failure_is_told_once_and_nothing_hangs(fault, tmp_path):
+    started = time.monotonic()
+    code, output = launch(DDP, *words(tmp_path, "failed", "timeout=5", f"inject={fault}@rank=1,step=8"))
+    assert time.monotonic() - started < 40
+    assert code == 1
+    record = failure(tmp_path / "failed")
+    assert (record["rank"], record["epoch"], record["step"]) == (1, 2, 8)
+    assert TOLD[fault] in record["message"]
+    assert [other["rank"] for other in record["others"]] == [0]
+    assert output.count(record["message"].splitlines()[0]) == 1, output
+    assert output.split("Root Cause")[1].count(TOLD[fault]) == 1, output
+    assert status(tmp_path / "failed") | {"time": 0} == {"status": "failed", "epoch": 2, "step": 8, "time": 0}
+
+
+def test_a_frozen_rank_is_named(tmp_path):
+    """It can say nothing itself."""
+    process = start(DDP, *words(tmp_path, "frozen", "timeout=5", "epochs=100000"))
+    frozen = wait_for(tmp_path / "frozen" / "ranks" / "1.json", lambda record: record["step"] > 10)
+    os.kill(frozen["pid"], signal.SIGSTOP)
+    try:
+        code, output = finish(process, timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(frozen["pid"], signal.SIGKILL)
+    assert code == 1, output
+    assert "holds up the others" in failure(tmp_path / "frozen")["message"]
+    assert failure(tmp_path / "frozen")["rank"] == 1
+
+
+def wait_for(path: Path, holds, timeout: float = 60) -> dict:
+    """The JSON record, once it is there and as wanted."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            record = json.loads(path.read_text())
+            if holds(record):
+                return record
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"{path} was not as wanted within {timeout} s")
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_at_one_step(tmp_path):
+    code, output = launch(DDP, *words(tmp_path, "stopped", "inject=nan@rank=1,step=8"))
+    assert code == 1
+    assert "the loss of step 8 (epoch 2) is not finite, on rank 1 first" in output.split("Root Cause")[1]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "stopped" / "ranks").glob("*.json")]
+    assert len({record["step"] for record in records}) == 1
+    for path in (tmp_path / "stopped").glob("checkpoints/*.pt"):
+        assert all(tensor.isfinite().all() for tensor in torch.load(path)["model"].values())
+
+
+@pytest.mark.parametrize("line", ["python train.py", DDP, DDP.replace("ddp", "tp"), DDP.replace("ddp", "fsdp")])
+def test_a_batch_without_a_finite_loss_can_be_left_out(line, tmp_path):
+    code, output = launch(line, *words(tmp_path, "skipped", "on_nan=skip", "inject=nan@rank=0,step=8", "model=resnet18"))
+    assert code == 0, output
+    assert "the loss of step 8" in output
+    assert "was left out (on_nan=skip)" in output
+    state = newest(tmp_path / "skipped")
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+    assert [record["epoch"] for record in read_metrics(tmp_path / "skipped")] == [1, 2, 3]
+    assert all(record["train_loss"] is not None for record in read_metrics(tmp_path / "skipped"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_preemption_of_one_rank_saves_and_goes_on(number, tmp_path, undisturbed):
+    """One rank is told; all leave at the same step. It is then started again."""
+    line = words(tmp_path, "preempted", "inject=slow@rank=0,step=8")
+    process = start(DDP, *line)
+    told = wait_for(tmp_path / "preempted" / "ranks" / "1.json", lambda record: record["step"] == 8)
+    os.kill(told["pid"], number)
+    code, output = finish(process, timeout=60)
+    assert code == 0, output
+    assert status(tmp_path / "preempted")["status"] == "preempted"
+    assert status(tmp_path / "preempted")["step"] >= 8
+    code, output = launch(DDP, *line)
+    assert code == 0, output
+    assert_same_end(tmp_path / "preempted", undisturbed[2])
+
+
+def test_sigterm_to_torchrun_preempts(tmp_path):
+    process = start(DDP, *words(tmp_path, "told", "epochs=100000"))
+    wait_for(tmp_path / "told" / "ranks" / "1.json", lambda record: record["step"] > 10)
+    asked = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    finish(process, timeout=60)
+    assert time.monotonic() - asked < 30
+    assert status(tmp_path / "told")["status"] == "preempted"
+    assert newest(tmp_path / "told")["progress"]["step"] == status(tmp_path / "told")["step"]
+
+
+def test_sigterm_without_torchrun_has_its_exit_code(tmp_path):
+    code, _ = launch("python train.py", *words(tmp_path, "alone", "inject=sigterm@rank=0,step=8"))
+    assert code == 75
+    assert status(tmp_path / "alone")["status"] == "preempted"
+
+
+def test_no_rank_outlives_torchrun(tmp_path):
+    process = start(DDP, *words(tmp_path, "orphans", "epochs=100000"))
+    pids = [wait_for(tmp_path / "orphans" / "ranks" / f"{rank}.json", lambda r: r["step"] > 10)["pid"] for rank in (0, 1)]
+    os.kill(process.pid, signal.SIGKILL)
+    finish(process)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank lives on"
+        time.sleep(0.1)
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    process = start("python train.py", *words(tmp_path, "mine", "epochs=100000"))
+    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
+    code, output = launch("python train.py", *words(tmp_path, "mine"))
+    os.kill(process.pid, signal.SIGTERM)
+    finish(process)
+    assert code == 2
+    assert "name=mine: another launch is writing in" in output
+    assert f"pid {process.pid} on" in output
+
+
+@pytest.mark.parametrize("choice", ["stop", "continue"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(choice, tmp_path):
+    line = words(tmp_path, "full", f"checkpoint.on_error={choice}", "inject=disk_full@rank=0,step=8")
+    code, output = launch(DDP, *line)
+    good = tmp_path / "full" / "checkpoints" / f"step_{STEPS:08d}.pt"
+    assert "No space left on device" in output
+    assert f"the last good checkpoint is {good}" in output
+    assert good.exists()
+    assert not list(good.parent.glob("*.tmp"))
+    assert code == (1 if choice == "stop" else 0), output
+    assert status(tmp_path / "full")["status"] == ("failed" if choice == "stop" else "finished")
+    if choice == "continue":
+        assert [record["epoch"] for record in read_metrics(tmp_path / "full")] == [1, 2, 3]
+
+
+def test_early_stopping_is_remembered(tmp_path):
+    """With a learning rate of almost nothing the test loss stands still, so that the best epoch is soon over."""
+    line = words(tmp_path, "early", "epochs=50", "patience=2", "optimizer.lr=5.0", "scheduler=constant")
+    code, output = launch(DDP, *line)
+    assert code == 0, output
+    epochs = len(read_metrics(tmp_path / "early"))
+    assert epochs < 50
+    assert "stopped early" in output
+    code, output = launch(DDP, *line)
+    assert code == 0
+    assert "nothing to do" in output
+    assert len(read_metrics(tmp_path / "early")) == epochs
