@@ -88,7 +88,8 @@ class Watch:
         """Rank 0 writes the launch's outcome; returns it."""
         if self.rank == 0:
             write_status(self.run_dir, status, progress.epoch, progress.step)
-            log.info(f"{status}: {progress}")
+            if status == "preempted":
+                log.info(f"preempted at {progress}; start the same line with name={self.run_dir.name} to go on there")
         return status
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:

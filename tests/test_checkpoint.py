@@ -1,8 +1,11 @@
 """Resuming: exact, from any strategy to any other, and never from a file that is none."""
 
+import copy
 import json
 import os
 import pickle
+import subprocess
+import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,9 +14,12 @@ import torch
 from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_equivalence import assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
-from training import Case, Outcome, run_cases
+from training import Case, Outcome, make_model, run_cases
 from worlds import run_world
 
+from ddp_lab.checkpoint import Checkpoints, Progress
+from ddp_lab.runtime import Runtime
+from ddp_lab.schedule import cosine, make_scheduler
 from ddp_lab.strategies.single import Single
 
 
@@ -224,6 +230,87 @@ def test_never_does_not_write_over_a_run(tmp_path):
     assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
 
 
+def damage(kind: str, path) -> None:
+    content = path.read_bytes()
+    if kind == "truncated":
+        path.write_bytes(content[:-100])
+    elif kind == "flipped":
+        path.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "foreign":
+        torch.save({"weights": torch.zeros(3)}, path)
+    elif kind == "half-deleted":
+        path.with_name(path.name + ".sha256").unlink()
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "half-deleted"])
+def test_a_damaged_file_is_passed_over_by_name(kind, tmp_path):
+    whole = train(tmp_path, "run", "epochs=3")
+    newest, before = (tmp_path / "run" / "checkpoints" / f"step_000000{step}.pt" for step in (15, 10))
+    damage(kind, newest)
+    assert_same(whole, train(tmp_path, "run", "epochs=3"), tolerance=0)
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert f"WARNING {newest} is damaged (" in log
+    assert f"going on from {before}, the newest that is whole" in log
+    assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3]
+    for path in (newest, before):
+        damage(kind, path)
+    line = f"{' '.join(SMALL)} runs_dir={tmp_path} name=run epochs=4"
+    ((code, printed),) = run_world(1, refusal_in_world, line)
+    assert code == 2
+    assert "none of the run's checkpoints is whole" in printed
+    assert all(str(path) in printed for path in (newest, before))
+
+
+def test_one_flipped_byte_of_a_named_file_is_seen(tmp_path):
+    train(tmp_path, "good", "epochs=1")
+    path = tmp_path / "good" / "checkpoints" / "step_00000005.pt"
+    damage("flipped", path)
+    ((code, printed),) = run_world(1, refusal_in_world, f"{' '.join(SMALL)} runs_dir={tmp_path}/new resume={path}")
+    assert code == 2
+    assert f"resume={path}: is damaged: its SHA-256" in printed
+    assert not (tmp_path / "new").exists(), "found before a run directory is made"
+
+
+def test_the_hash_is_what_sha256sum_checks(tmp_path):
+    train(tmp_path, "good", "epochs=1")
+    folder = tmp_path / "good" / "checkpoints"
+    checked = subprocess.run(["sha256sum", "-c", "step_00000005.pt.sha256"], cwd=folder, capture_output=True, text=True)
+    assert checked.stdout == "step_00000005.pt: OK\n"
+
+
+def save_on_a_slow_disk(folder) -> tuple[list[float], dict, dict]:
+    """Seconds that two saves take of training's time, the weights at the first, and what its file holds at last."""
+    fsync = os.fsync
+    os.fsync = lambda file: (time.sleep(1.0), fsync(file))
+    runtime = Runtime("cpu")
+    strategy = Single(runtime)
+    strategy.setup(make_model("lenet", 0))
+    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9)
+    shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
+    scheduler = make_scheduler(optimizer, cosine, 10, 0)
+    checkpoints = Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes)
+    weights = copy.deepcopy(strategy.module.state_dict())
+    seconds = []
+    for step in (1, 2):
+        start = time.perf_counter()
+        checkpoints.save(Progress(step=step))
+        seconds.append(time.perf_counter() - start)
+        with torch.no_grad():
+            for parameter in strategy.parameters():
+                parameter.add_(1.0)  # training goes on while the file is being written
+    checkpoints.wait()
+    return seconds, weights, torch.load(folder / "step_00000001.pt")["model"]
+
+
+def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path):
+    ((seconds, weights, written),) = run_world(1, save_on_a_slow_disk, tmp_path)
+    assert seconds[0] < 0.5, "a file takes 2 s and more of this disk"
+    assert seconds[1] > 1.5, "the second waits for the first: one at a time"
+    assert all(torch.equal(tensor, written[name]) for name, tensor in weights.items())
+
+
 class Malicious:
     def __init__(self, trace):
         self.trace = trace
@@ -271,7 +358,7 @@ def test_bad_files_are_refused(kind, message, tmp_path):
     assert message in printed
     assert printed.count("error: ") == 1
     assert not (tmp_path / "executed").exists(), "the file ran code"
-    assert not list((tmp_path / "new").rglob("*.jsonl"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_only_whole_files_and_the_last_two(tmp_path):

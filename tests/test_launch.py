@@ -1,7 +1,8 @@
 """train.py from the outside: the launch lines, the run directory, the user's mistakes."""
 
-from pathlib import Path
+from pathlib import json
 
+import Path
 import pytest
 import torch
 from launches import (
@@ -59,8 +60,9 @@ def test_launch_line(line, strategy, world_size, replicas, said, tmp_path):
 
 def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
     """The run directory holds what is promised, each thing once."""
-    found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch"}
-    assert found == {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints"}
+    found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
+    assert found == {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json"}
+    assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
     metrics = read_metrics(run_dir)
     assert [record["epoch"] for record in metrics] == list(range(1, epochs + 1))
     for record in metrics:
@@ -74,7 +76,7 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     assert log.count("global batch") == 1
     assert log.count("epoch 1:") == 1
     assert "\r" not in log, "a progress bar in the log file"
-    assert len(list(run_dir.glob("checkpoints/*"))) == min(2, epochs)
+    assert len(list(run_dir.glob("checkpoints/*.pt"))) == len(list(run_dir.glob("checkpoints/*.sha256"))) == min(2, epochs)
     assert len(list(run_dir.glob("events*"))) == 1
     check_tensorboard(run_dir, metrics)
 
