@@ -1,8 +1,8 @@
 """train.py from the outside: the launch lines, the run directory, the user's mistakes."""
 
-from pathlib import json
+import json
+from pathlib import Path
 
-import Path
 import pytest
 import torch
 from launches import (
