@@ -40,7 +40,8 @@ def peak_memory_bytes() -> int:
 class Logger:
     """Has all methods and writes nothing: what ranks other than 0 hold."""
 
-    def progress(self, batches: Iterable, label: str) -> Iterable:
+    def progress(self, batches: Iterable, label: str, done: int, total: int) -> Iterable:
+        """The batches, and on a terminal a bar of how many of `total` are done."""
         return batches
 
     def epoch(self, epoch: int, **metrics: float) -> None:
@@ -94,8 +95,9 @@ class FileLogger(Logger):
             for summary in hparams_summary(hparams, {"accuracy/test": 0.0, "loss/test": 0.0}):
                 self.board.file_writer.add_summary(summary)
 
-    def progress(self, batches: Iterable, label: str) -> Iterable:
-        return tqdm(batches, label, unit="step", leave=False, disable=None)  # disable=None: only on a terminal
+    def progress(self, batches: Iterable, label: str, done: int, total: int) -> Iterable:
+        # disable=None: only on a terminal
+        return tqdm(batches, label, total=total, initial=done, unit="step", leave=False, disable=None)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         with self.metrics.open("a") as file:

@@ -72,7 +72,9 @@ def train_epoch(
         sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(totals.clone()), strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
-    for batch in logger.progress(guard.batches("training", loader, progress), f"epoch {before.epoch}/{epochs}"):
+    done = -(-before.samples // loader.batch_size)
+    batches = guard.batches("training", loader, progress)
+    for batch in logger.progress(batches, f"epoch {before.epoch}/{epochs}", done, len(loader)):
         sums = step(batch)
         totals += torch.where(sums.isfinite().all(), sums, 0)
         progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
