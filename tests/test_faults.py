@@ -130,6 +130,17 @@ def test_a_frozen_rank_is_named(tmp_path):
     assert failure(tmp_path / "frozen")["rank"] == 1
 
 
+def test_a_rank_that_steps_less_often_ends_the_launch(tmp_path):
+    """Its collectives meet the wrong ones of the others, which gloo ends by an abort."""
+    started = time.monotonic()
+    code, output = launch(DDP, "strategy._target_=crash.Lazy", *words(tmp_path, "lazy", "timeout=5"))
+    assert time.monotonic() - started < 40
+    assert code == 1, output
+    record = failure(tmp_path / "lazy")
+    steps = {place["rank"]: place["step"] for place in [record, *record["others"]]}
+    assert steps[1] > steps[0] >= 7, "rank 1 left out steps 7 and 8"
+
+
 def wait_for(path: Path, holds, timeout: float = 60) -> dict:
     """The JSON record, once it is there and as wanted."""
     deadline = time.monotonic() + timeout

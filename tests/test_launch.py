@@ -133,7 +133,7 @@ def test_launches_side_by_side_get_a_directory_each(tmp_path):
 def test_a_restart_goes_on_in_its_directory(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 --max-restarts=1 train.py strategy=ddp"
     same = [*SMALL, "epochs=4"]
-    code, output = launch(line, "strategy._target_=crash.CrashOnce", *same, f"runs_dir={tmp_path}/crashed")
+    code, output = launch(line, "inject=crash@rank=1,step=12", *same, f"runs_dir={tmp_path}/crashed")
     assert code == 0, output
     assert output.count("resumed from") == 1
     code, output = launch(line, *same, f"runs_dir={tmp_path}/undisturbed")
