@@ -23,9 +23,9 @@ def loader(kind: str, rank: int, size: int, *, samples: int = 103, batch_size: i
     )
 
 
-def read(loader, epoch: int) -> list[list[int]]:
-    """The numbers of the samples that count, batch by batch."""
-    loader.set_epoch(epoch)
+def read(loader, epoch: int, start: int = 0) -> list[list[int]]:
+    """The numbers of the samples that count, batch by batch, from `start` samples into the epoch on."""
+    loader.set_epoch(epoch, start)
     batches = []
     for inputs, targets, _ in loader:
         numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
@@ -35,9 +35,9 @@ def read(loader, epoch: int) -> list[list[int]]:
     return batches
 
 
-def read_world(size: int, kind: str = "device", epoch: int = 0, **settings) -> list[list[int]]:
+def read_world(size: int, kind: str = "device", epoch: int = 0, start: int = 0, **settings) -> list[list[int]]:
     """The global batches: what all ranks read in the same step, sorted."""
-    shares = [read(loader(kind, rank, size, **settings), epoch) for rank in range(size)]
+    shares = [read(loader(kind, rank, size, **settings), epoch, start) for rank in range(size)]
     return [sorted(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)]
 
 
@@ -47,6 +47,23 @@ def read_world(size: int, kind: str = "device", epoch: int = 0, **settings) -> l
 def test_every_step_sees_the_same_samples_for_any_world_size(size, kind, samples):
     for epoch in (0, 3):
         assert read_world(size, kind, epoch, samples=samples) == read_world(1, "device", epoch, samples=samples)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["device", "workers"])
+@pytest.mark.parametrize("steps", [1, 4, 5])
+def test_an_epoch_goes_on_in_its_middle_for_any_world_size(size, kind, steps):
+    whole = read_world(1, epoch=3)
+    assert len(whole) == 5
+    assert read_world(size, kind, epoch=3, start=min(103, steps * 24)) == whole[steps:]
+    again = loader(kind, 0, size)
+    read(again, epoch=3, start=48)
+    assert read(again, epoch=4) == read(loader("device", 0, size), epoch=4), "the next epoch is whole again"
+
+
+def test_the_middle_of_an_epoch_must_divide():
+    with pytest.raises(ConfigError, match=r"25 samples into epoch 1, which does not divide by 2 replicas; use the batch_size"):
+        loader("device", 0, 2).set_epoch(1, 25)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -25,6 +25,8 @@ from test_launch import check_run
 from training import Case, largest_difference, run_cases
 from worlds import once, run_world
 
+from ddp_lab.decisions import Decisions
+from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.dp import DP
 from ddp_lab.strategies.split import Split
 
@@ -68,6 +70,8 @@ BY_SIZE = [
 # after one step the first layers' weights were 3e-5 apart in all strategies that sum over ranks, and 4e-16 in float64.
 ONE_STEP = {"model": "resnet18", "samples": 24, "epochs": 1, "dtype": torch.float64}
 SYNC = [scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **ONE_STEP), fsdp(batch_norm="sync", **ONE_STEP)]
+EMPTY = ONE_STEP | {"samples": 25}  # two steps; in the second only rank 0 has a sample
+SYNC += [ddp("sync", **EMPTY), fsdp(batch_norm="sync", **EMPTY)]
 SYNC += [tp(2, batch_norm="sync", **ONE_STEP, **CLIPPED)]
 
 
@@ -151,6 +155,30 @@ def test_bf16(strategy, tmp_path):
     code, output = launch(line, f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
+
+
+def decide_without_waiting() -> int:
+    """Fails where a step's decisions make the host wait for the GPU; the number of exchanges in 300 steps."""
+    runtime = Runtime("cuda")
+    decisions = Decisions(runtime)
+    sums = torch.ones(3, dtype=torch.float64, device=runtime.device)
+    exchanges = 0
+    torch.cuda.set_sync_debug_mode("error")
+    for step in range(1, 301):
+        torch.cuda._sleep(10_000_000)  # some milliseconds of work
+        decisions.watch(step, sums)
+        if decisions.due(step):
+            exchanges += 1
+            decisions.after(step, unwritten=False)
+    torch.cuda.set_sync_debug_mode("default")
+    decisions.watch(301, sums * float("nan"))
+    assert decisions.now(301, unwritten=False).not_finite == (301, 0)
+    return exchanges
+
+
+@pytest.mark.gpu(1)
+def test_decisions_do_not_wait_for_the_gpu():
+    assert 1 < run_world(1, decide_without_waiting)[0] < 300
 
 
 @pytest.mark.gpu(1)
