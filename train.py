@@ -105,7 +105,9 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         if cfg.inject:
             step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
         every = cfg.checkpoint
-        guard = Guard(checkpoints, decisions, watch, every.every_epochs, every.every_steps, every.on_error, cfg.on_nan)
+        guard = Guard(
+            checkpoints, decisions, watch, progress, every.every_epochs, every.every_steps, every.on_error, cfg.on_nan
+        )
         try:
             fit(strategy, step, *loaders, logger, guard, progress, cfg.epochs, cfg.patience)
             status = "finished"

@@ -57,9 +57,15 @@ class Decisions:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.preempted = False
-        self._next, self._last_step, self._last_time = 1, 0, time.monotonic()
         self._answer: Answer | None = None
-        self._reset()
+        self.begin(0)
+        self._losses = torch.zeros(LONGEST, dtype=torch.float64, device=runtime.device)  # of the steps since the last exchange
+        steps = 1 + torch.arange(LONGEST, dtype=torch.float64, device=runtime.device)
+        self._numbers = steps * runtime.world_size + runtime.rank
+
+    def begin(self, step: int) -> None:
+        """Behind which step this launch starts."""
+        self._next, self._last_step, self._last_time = step + 1, step, time.monotonic()
 
     def listen(self) -> None:
         """Takes SIGTERM and SIGUSR1 as a request to save and leave. Call it in the main thread."""
@@ -69,14 +75,9 @@ class Decisions:
     def _preempt(self, number: int, frame: object) -> None:
         self.preempted = True
 
-    def _reset(self) -> None:
-        # The first step that was not finite and its rank in one number, negative, so that MAX finds the earliest.
-        self._first = torch.full([], -math.inf, dtype=torch.float64, device=self.runtime.device)
-
     def watch(self, step: int, sums: torch.Tensor) -> None:
-        """Remembers, on the device, a step whose sums are not finite. Does not wait for them."""
-        here = torch.where(sums.isfinite().all(), -math.inf, float(-(step * self.runtime.world_size + self.runtime.rank)))
-        self._first = torch.maximum(self._first, here.to(self._first, non_blocking=True))
+        """Keeps a step's loss, on the device: one small copy, without waiting for it."""
+        self._losses[step - self._last_step - 1].copy_(sums[0], non_blocking=True)
 
     def due(self, step: int) -> bool:
         return step >= self._next
@@ -103,12 +104,15 @@ class Decisions:
         )
 
     def _exchange(self, step: int, unwritten: bool) -> Answer:
+        # The first step that was not finite and its rank in one number, negative, so that MAX finds the earliest.
+        numbers = self._numbers + self._last_step * self.runtime.world_size
+        first = torch.where(self._losses.isfinite(), -math.inf, -numbers).max()
+        self._losses.zero_()
         elapsed = max(time.monotonic() - self._last_time, 1e-6)
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
         self._last_step, self._last_time = step, time.monotonic()
         host = torch.tensor([float(self.preempted), float(unwritten), -float(steps)], dtype=torch.float64)
-        answer = torch.cat([self._first.view(1), host.to(self.runtime.device, non_blocking=True)])
-        self._reset()
+        answer = torch.cat([first.view(1), host.to(self.runtime.device, non_blocking=True)])
         if self.runtime.world_size > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return Answer(answer)

@@ -20,12 +20,13 @@ class Guard:
     """What the loop calls at its boundaries.
 
     Args:
+        progress: where the run stands at the start.
         every_epochs, every_steps: when to save; the last epoch is saved in any case.
         on_error: of a checkpoint that cannot be written.
         on_nan: of a loss that is not finite.
 
     Attributes:
-        progress: where the run was saved last.
+        progress: where the run was saved last, or stood at the start.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Guard:
         checkpoints: Checkpoints,
         decisions: Decisions,
         watch: Watch,
+        progress: Progress,
         every_epochs: int,
         every_steps: int | None,
         on_error: str,
@@ -40,7 +42,8 @@ class Guard:
     ):
         self.checkpoints, self.decisions, self.watch = checkpoints, decisions, watch
         self.every_epochs, self.every_steps, self.on_error, self.on_nan = every_epochs, every_steps, on_error, on_nan
-        self.progress = Progress()
+        self.progress = progress
+        decisions.begin(progress.step)
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """The loader's, each shown to the watch."""
@@ -49,6 +52,10 @@ class Guard:
             self.watch.at(doing, progress.epoch, progress.step + 1)
             yield batch
             self.watch.at("loading", progress.epoch, progress.step + 1)
+
+    def counted(self, sums: torch.Tensor) -> torch.Tensor:
+        """A step's part of the epoch's sums: nothing, where it was left out."""
+        return torch.where(sums.isfinite().all(), sums, 0) if self.on_nan == "skip" else sums
 
     def after_step(self, sums: torch.Tensor, progress: Progress, here: Callable[[], Progress]) -> None:
         """Behind every step. `here` completes `progress` by the sums so far, and is collective.

@@ -76,7 +76,7 @@ def train_epoch(
     batches = guard.batches("training", loader, progress)
     for batch in logger.progress(batches, f"epoch {before.epoch}/{epochs}", done, len(loader)):
         sums = step(batch)
-        totals += torch.where(sums.isfinite().all(), sums, 0)
+        totals += guard.counted(sums)
         progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
         guard.after_step(sums, progress, here)
     return here()
