@@ -3,8 +3,8 @@
 python -m ddp_lab.doctor data=fashion_mnist                                             the words of train.py
 torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp                 as the launch will be started
 
-Trains nothing and leaves no run directory; fetches a dataset that is missing, as train.py would. Exit code 0, or 2 where a finding
-is an error.
+Trains nothing and leaves no run directory; fetches a dataset that is missing, as train.py would. Exit code 0, or 2 where a
+finding is an error.
 """
 
 import json
@@ -101,7 +101,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
         lambda: build(cfg.model, **dataset.model_shape()),
         lambda model: f"{choices.model}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
     )
-    if model is not None and runtime.rank == 0:
+    if model is not None and runtime.rank == 0 and Path(cfg.runs_dir).is_dir():
         findings.look("free disk", lambda: check_free_disk(cfg, model), as_it_is)
     if strategy is None:
         return

@@ -83,7 +83,7 @@ def check_host_name(runtime: Runtime) -> Finding:
         return Finding("ok", "host name", f"{host} is {address[0]}, and a port can be bound there")
     except OSError as error:
         problem = (
-            f"the host name {host} does not lead to an address of this machine ({error.strerror}). Mend /etc/hosts there, or set "
+            f"the host name {host} does not lead to an address of this machine ({error.strerror}). Mend its /etc/hosts, or set "
             "GLOO_SOCKET_IFNAME to the network interface that leads to the other nodes"
         )
     if runtime.several_nodes and runtime.device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -114,14 +114,15 @@ def check_master(runtime: Runtime) -> Finding:
     if runtime.rank != 0:
         return Finding("ok", "ports", f"rank 0 will open {host}:{port}")
     try:
-        socket.create_server(("", port)).close()
+        with socket.socket() as opened:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(("", port))  # not listening: the other ranks may be knocking already
     except OSError as error:
-        taken = f"port {port} of {here} cannot be opened ({error.strerror})"
-        if runtime.master is None:
-            return Finding(
-                "warning", "ports", f"{taken}, torchrun's default. Start torchrun with --standalone or --master-port"
-            )
-        raise NodeError(f"MASTER_PORT={port}: {taken}. Choose another one: --rdzv-endpoint or --master-port") from None
+        text = f"port {port} of {here} cannot be opened ({error.strerror}). Start torchrun with --standalone, or with another "
+        text += "port: --master-port or --rdzv-endpoint"
+        if runtime.world_size == 1:  # which needs none
+            return Finding("warning", "ports", text)
+        raise NodeError(f"MASTER_PORT={port}: {text}") from None
     return Finding("ok", "ports", f"{port} of {here} is free")
 
 
@@ -215,7 +216,7 @@ def check_free_disk(cfg: DictConfig, model: nn.Module) -> Finding:
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     text = (
-        f"{free / 2**20:,.0f} MiB are free at {folder}; a checkpoint takes {one / 2**20:,.1f} MiB, and checkpoint.keep={keep} "
+        f"{free / 2**20:,.1f} MiB are free at {folder}; a checkpoint takes {one / 2**20:,.1f} MiB, and checkpoint.keep={keep} "
         f"of them and the one being written {needed / 2**20:,.1f} MiB{' more' if held else ''}"
     )
     if free >= needed:
