@@ -112,7 +112,7 @@ def check_master(runtime: Runtime) -> Finding:
     if runtime.agent_keeps_store:
         return _check_answer(host, port)
     if runtime.rank != 0:
-        return Finding("ok", "ports", f"rank 0 will open {host}:{port}")
+        return Finding("ok", "ports", f"{host} resolves on {here}; rank 0 is to open port {port} there")
     try:
         with socket.socket() as opened:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddp_lab.errors import ConfigError, NodeError
 DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
 # How much longer a collective waits than the watch does, which knows whom it waits for.
 COLLECTIVE_GRACE = timedelta(seconds=30)
+LAST_WORDS = 1.0  # seconds that a store outlives the mistake which ends its rank
 
 
 def env_int(name: str, default: int) -> int:
@@ -242,4 +244,6 @@ class Runtime:
         if kind is None and dist.is_initialized():
             gc.collect()  # what holds the group in a cycle of references must go before it, too
             dist.destroy_process_group()
+        if isinstance(error, ConfigError) and self.rank == 0 and self.world_size > 1 and not self.agent_keeps_store:
+            time.sleep(LAST_WORDS)  # the others read the reason from the store that ends here
         self._store = None
