@@ -20,6 +20,7 @@ from worlds import run_world
 
 from ddp_lab import preflight
 from ddp_lab.doctor import Findings, find_backend, merge
+from ddp_lab.errors import ConfigError
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.preflight import Finding, checkpoint_bytes
 from ddp_lab.runtime import Runtime, list_devices
@@ -278,6 +279,29 @@ def test_a_full_disk_does_not_stop_who_wants_to_go_on(tmp_path):
 def test_a_checkpoints_size(optimizer, options, copies):
     cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
     assert checkpoint_bytes(cfg, torch.nn.Linear(10, 10)) == copies * 110 * 4
+
+
+def hear_a_mistake() -> str:
+    def decide() -> None:
+        raise ConfigError("no such thing")
+
+    try:
+        with Runtime("cpu", timeout=30) as runtime:
+            runtime.store.set(f"here/{runtime.rank}", "")
+            runtime.store.wait([f"here/{rank}" for rank in range(runtime.world_size)])
+            time.sleep(0.3 * runtime.rank)
+            runtime.agree("thing", decide)
+    except ConfigError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_a_mistake_is_heard_from_a_store_that_rank_0_keeps():
+    """Not torchrun's agent: as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(port)}
+    assert run_world(2, with_environment, environment, hear_a_mistake) == ["no such thing"] * 2
 
 
 def timed_main(line: str) -> float:
