@@ -34,6 +34,7 @@ from ddp_lab.inject import Fault
 from ddp_lab.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.loop import fit, is_over
 from ddp_lab.plan import Plan
+from ddp_lab.preflight import check_network, check_storage, warn
 from ddp_lab.rundir import RunDir
 from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import make_scheduler
@@ -57,6 +58,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def train(cfg: DictConfig, runtime: Runtime) -> str:
+    findings = check_network(runtime)
     strategy = build(cfg.strategy, runtime)
     source = build(cfg.data.dataset)
     runtime.agree("dataset", source.prepare, per_node=True)
@@ -68,12 +70,14 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     strategy.partition(model, plan.samples_at_once)
     loaders = make_loaders(cfg, dataset, strategy, plan)
+    findings += check_storage(cfg, runtime, model)
     if cfg.resume not in ("auto", "never"):
         runtime.agree("resume", lambda: load_checkpoint(cfg.resume, shapes) and None)  # before a run directory is made
 
     choices = HydraConfig.get().runtime.choices
     run_dir = RunDir(cfg, runtime, f"{choices.model}-{choices.data}-{choices.strategy}")
     setup_logging(run_dir.path, runtime.rank)
+    warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices.model} on {choices.data}, {cfg.precision}")
     log.info(plan)
     if run_dir.failure:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddp_lab.errors import ConfigError, NodeError
 DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
 # How much longer a collective waits than the watch does, which knows whom it waits for.
 COLLECTIVE_GRACE = timedelta(seconds=30)
+LAST_WORDS = 1.0  # seconds that a store outlives the mistake which ends its rank
 
 
 def env_int(name: str, default: int) -> int:
@@ -52,7 +54,8 @@ def die_with_torchrun() -> None:
 
 def list_devices() -> str:
     """The devices of this machine in words, for messages."""
-    gpus = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    gpus = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
     return ", ".join(["cpu", *gpus]) + ("" if gpus else " (no GPU is visible)")
 
 
@@ -119,9 +122,22 @@ class Runtime:
     def under_torchrun(self) -> bool:
         return "TORCHELASTIC_RUN_ID" in os.environ
 
+    @property
+    def several_nodes(self) -> bool:
+        return self.local_world_size < self.world_size
+
+    @property
+    def master(self) -> tuple[str, int] | None:
+        """Host and port of the ranks' store; None for a process without other ranks."""
+        return (os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 29500)) if "MASTER_ADDR" in os.environ else None
+
+    @property
+    def agent_keeps_store(self) -> bool:
+        """Whether torchrun's agent has the store open before any rank starts; else rank 0 opens it."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
     def _refuse_restarts_over_a_shared_store(self) -> None:
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self.local_world_size < self.world_size and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0 and shared:
+        if self.several_nodes and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0 and self.agent_keeps_store:
             raise ConfigError(
                 "--max-restarts on several nodes: a restart would meet the dead ranks' addresses in torchrun's store, and "
                 "often hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, as "
@@ -142,8 +158,7 @@ class Runtime:
                 store, _, _ = next(rendezvous("env://", timeout=self.timeout))
                 # The agent's store outlives a restart, and so do the dead ranks' addresses in it: one prefix an attempt.
                 # Attempts are counted per agent, so over several nodes the count is no common name.
-                one_node = self.local_world_size == self.world_size
-                attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0) if one_node else 0
+                attempt = 0 if self.several_nodes else env_int("TORCHELASTIC_RESTART_COUNT", 0)
                 self._store = dist.PrefixStore(f"attempt_{attempt}", store)
         return self._store
 
@@ -171,6 +186,21 @@ class Runtime:
         if "error" in answer:
             raise ConfigError(answer["error"])
         return answer["value"]
+
+    def collect(self, key: str, value: str) -> list[str] | None:
+        """What the ranks passed as `value`, in order of rank, on rank 0; None on the others, which do not wait.
+
+        Works before the process group is open.
+        """
+        if self.world_size == 1:
+            return [value]
+        self._questions += 1
+        keys = [f"{key}/{self._questions}/{rank}" for rank in range(self.world_size)]
+        self.store.set(keys[self.rank], value)
+        if self.rank != 0:
+            return None
+        self.store.wait(keys, DECISION_TIMEOUT)
+        return [answer.decode() for answer in self.store.multi_get(keys)]
 
     def open_group(self) -> None:
         """Opens the process group: NCCL between GPUs, gloo between CPUs."""
@@ -214,4 +244,6 @@ class Runtime:
         if kind is None and dist.is_initialized():
             gc.collect()  # what holds the group in a cycle of references must go before it, too
             dist.destroy_process_group()
+        if isinstance(error, ConfigError) and self.rank == 0 and self.world_size > 1 and not self.agent_keeps_store:
+            time.sleep(LAST_WORDS)  # the others read the reason from the store that ends here
         self._store = None

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from worlds import run_world
 
 from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.rundir import open_run_dir
+from ddp_lab.rundir import RunDir
 from ddp_lab.runtime import Runtime, find_device
 
 
@@ -46,7 +46,7 @@ def test_once_per_node_and_the_others_wait(tmp_path):
 def choose_run_dir(runs_dir) -> str:
     cfg = OmegaConf.create({"runs_dir": str(runs_dir), "name": None, "resume": "auto"})
     with on_two_nodes() as runtime:
-        return str(open_run_dir(cfg, runtime, "label"))
+        return str(RunDir(cfg, runtime, "label").path)
 
 
 def test_one_run_directory_for_all_nodes(tmp_path):

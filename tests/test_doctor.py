@@ -1,0 +1,362 @@
+"""What the doctor finds, each finding provoked, and what train.py asks by itself before it opens the process group."""
+
+import contextlib
+import io
+import os
+import runpy
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_world
+from omegaconf import OmegaConf
+from worlds import run_world
+
+from ddp_lab import preflight
+from ddp_lab.doctor import Findings, find_backend, merge
+from ddp_lab.errors import ConfigError
+from ddp_lab.models.simple_cnn import simple_cnn
+from ddp_lab.preflight import Finding, checkpoint_bytes
+from ddp_lab.runtime import Runtime, list_devices
+
+CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
+CHECKS += ["partition"]
+NOWHERE = "no-such-host.invalid"
+
+
+def doctor_in_world(line: str) -> tuple[object, list[str], str]:
+    """A rank's doctor: exit code, the lines of its findings, what it wrote to stderr."""
+    sys.argv = ["ddp_lab.doctor", *line.split()]
+    time.sleep = lambda seconds: None  # how the silent ranks wait for torchrun
+    with tempfile.TemporaryFile("w+") as failed, contextlib.redirect_stderr(failed):
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            try:
+                runpy.run_path(str(ROOT / "ddp_lab/doctor.py"), run_name="__main__")
+                code = 0
+            except SystemExit as error:
+                code = error.code
+        failed.seek(0)
+        return code, told.getvalue().splitlines(), failed.read()
+
+
+def with_environment(changes: dict[str, str | None], function, *args):
+    """`function(*args)` on a rank whose environment differs; None: without that variable."""
+    for key, value in changes.items():
+        os.environ.pop(key, None)
+        if value is not None:
+            os.environ[key] = value
+    return function(*args)
+
+
+def on_two_nodes(function, line: str):
+    """The first half of the world on one machine, the second on another; NODE in `line` is 0 or 1."""
+    rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
+    node = str(rank // half)
+    os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": node}
+    preflight.TOKEN_WAIT = 0.5  # seconds: no network file system here
+    return function(line.replace("NODE", node))
+
+
+def with_free_bytes(free: int, function, line: str):
+    shutil.disk_usage = lambda path: SimpleNamespace(free=free)
+    return function(line)
+
+
+def with_host_name(name: str, function, *args):
+    socket.gethostname = lambda: name
+    return function(*args)
+
+
+def finding(lines: list[str], about: str) -> str:
+    (line,) = (line for line in lines if line[9:].startswith(f"{about}: "))
+    return line
+
+
+def test_all_is_well(tmp_path):
+    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}/runs")
+    assert code == 0, output
+    assert [line.split(": ")[0].split(maxsplit=1)[1] for line in output.splitlines()] == CHECKS
+    lines = output.splitlines()
+    assert all(line.startswith("ok  ") for line in lines if ": 29500" not in line), output
+    assert finding(lines, "devices").endswith(f"{socket.gethostname()}: cpu (no GPU is visible)")
+    assert "1,437 images to train on, 360 to test on, 1x28x28, 10 classes" in finding(lines, "dataset")
+    assert not list((tmp_path / "runs").iterdir()), "something was left"
+
+
+def test_under_torchrun_each_finding_is_told_once(tmp_path):
+    line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp batch_size=7"
+    code, output = launch(line, f"runs_dir={tmp_path}")
+    assert code == 1, output  # torchrun's own
+    for about in CHECKS[:-1]:
+        assert output.count(f" {about}: ") == 1, output
+    assert "ok       strategy: ddp on 2 ranks: dp 2\n" in output
+    assert (
+        "error    batch: batch_size=7: is the global batch and must divide by the 2 replicas that share it; use 6 or 8"
+        in output
+    )
+    assert output.count("error: 1 of 10 findings would stop this launch") == 1, output
+
+
+WRONG = {  # on two ranks
+    "runs_dir=train.py": ("runs_dir", "runs_dir=train.py: cannot make the run directory there (File exists). Choose"),
+    "runs_dir=/proc/nowhere": ("runs_dir", "runs_dir=/proc/nowhere: cannot make the run directory there ("),
+    "data=mnist data.root=train.py/none": ("dataset", "MNIST is not on HOST and could not be downloaded"),
+    "batch_size=7": ("batch", "must divide by the 2 replicas that share it; use 6 or 8"),
+    "device=cuda:7": ("devices", "device=cuda:7: there is no such device on HOST. Here are: cpu"),
+    "strategy=split": ("strategy", "strategy=split: runs in one process, but 2 ranks were started. Start"),
+    "strategy=ddp_pipeline strategy.pp=3": ("strategy", "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp"),
+    "data=synthetic data.dataset.image_size=8": ("model", "model=lenet: needs images of at least 14x14"),
+    "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": ("partition", "cannot be cut into 4 stages"),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_one_line_with_its_remedy(words, tmp_path):
+    line = " ".join([*["strategy=ddp"] * ("strategy=" not in words), *[f"runs_dir={tmp_path}"] * ("runs_dir=" not in words)])
+    first, second = run_world(2, doctor_in_world, f"{line} {words}")
+    code, told, failed = first
+    about, message = WRONG[words]
+    wrong = finding(told, about)
+    assert wrong.startswith("error ")
+    assert message.replace("HOST", socket.gethostname()) in wrong
+    assert [line for line in told if line.startswith("error ")] == [wrong], "and the other checks went on"
+    assert code == 2
+    assert failed.startswith(f"error: 1 of {len(told)} findings ")
+    assert second == (0, [], ""), "told by every rank"
+
+
+def test_a_mistake_in_the_words_is_one_message():
+    ((code, told, failed),) = run_world(1, doctor_in_world, "batchsize=7")
+    assert (code, told) == (2, [])
+    assert failed.startswith("error: batchsize=7: there is no such key; did you mean batch_size? ")
+    assert failed.count("\n") == 1
+
+
+def test_one_rank_of_many_is_a_warning(tmp_path):
+    ((code, told, _),) = run_world(1, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}")
+    assert code == 0
+    assert finding(told, "strategy").startswith("warning  strategy: ddp has one rank, so nothing to spread. Start")
+
+
+NETWORK = {  # the environment of two ranks whose store is the tests' own
+    "unresolvable": ({"MASTER_ADDR": NOWHERE}, f"MASTER_ADDR={NOWHERE}: does not resolve on "),
+    "silent": ({"MASTER_PORT": "9"}, "MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not answer "),
+    "busy": ({"TORCHELASTIC_USE_AGENT_STORE": None}, "cannot be opened (Address already in use). Start torchrun with"),
+}
+
+
+@pytest.mark.parametrize("case", NETWORK)
+def test_ranks_that_cannot_meet(case, tmp_path):
+    environment, message = NETWORK[case]
+    ranks = 1 if case == "busy" else 2  # rank 0 alone opens the port; the others would wait for it
+    environment |= {"WORLD_SIZE": "2"}
+    (code, told, failed), *others = run_world(
+        ranks, with_environment, environment, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}"
+    )
+    assert code == 2
+    wrong = finding(told, "ports")
+    assert wrong.startswith("error ")
+    assert message in wrong
+    assert failed.startswith("error: 1 of 4 findings ")
+    assert all(other == (2, [], "") for other in others)
+
+    (code, printed), *others = run_world(
+        ranks, with_environment, environment, refusal_in_world, f"strategy=ddp runs_dir={tmp_path}/runs"
+    )
+    assert code == 2
+    assert printed.startswith("error: MASTER_")
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert all(other == (2, "") for other in others)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_torchruns_default_port_in_use_is_a_warning(tmp_path):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # another's: busy, too
+            stack.enter_context(socket.create_server(("", 29500)))
+        without = {"MASTER_ADDR": None, "TORCHELASTIC_USE_AGENT_STORE": None}
+        ((code, told, _),) = run_world(1, with_environment, without, doctor_in_world, f"runs_dir={tmp_path}")
+    assert code == 0
+    assert "port 29500 of " in finding(told, "ports")
+    assert finding(told, "ports").startswith("warning ")
+    assert "--standalone" in finding(told, "ports")
+
+
+def test_a_host_name_that_leads_nowhere(tmp_path):
+    line = f"strategy=ddp runs_dir={tmp_path}"
+    message = f"the host name {NOWHERE} does not lead to an address of this machine ("
+    ((code, told, _),) = run_world(1, with_host_name, NOWHERE, doctor_in_world, line)
+    assert code == 0
+    assert finding(told, "host name").startswith(f"warning  host name: {message}")
+
+    first, second = run_world(2, with_host_name, NOWHERE, on_two_nodes, doctor_in_world, line)
+    assert (first[0], second[0]) == (2, 0)
+    assert finding(first[1], "host name").startswith(f"error    host name: {message}")
+
+    refused = run_world(2, with_host_name, NOWHERE, on_two_nodes, refusal_in_world, line)
+    for code, printed in refused:  # each node's own finding
+        assert code == 2
+        assert printed.startswith(f"error: {message}")
+        assert printed.count("\n") == 1
+
+    chosen = {"GLOO_SOCKET_IFNAME": "lo"}
+    words = [*SMALL, "epochs=1", "name=warned", line]
+    run_world(2, with_environment, chosen, with_host_name, NOWHERE, on_two_nodes, main_with_words, " ".join(words))
+    for file in ("train.log", "train.rank1.log"):
+        assert (tmp_path / "warned" / file).read_text().count(f"WARNING {'[rank 1] ' * ('1' in file)}{message}") == 1
+
+
+def main_with_words(line: str) -> None:
+    main_in_world(*line.split())
+
+
+def test_a_directory_that_the_nodes_do_not_share(tmp_path):
+    line = f"strategy=ddp runs_dir={tmp_path}/NODE"
+    message = f"runs_dir={tmp_path}/0: is not one directory for all nodes: {socket.gethostname()} does not see what rank 0 has"
+    first, *others = run_world(2, on_two_nodes, doctor_in_world, line)
+    assert first[0] == 2
+    assert finding(first[1], "runs_dir").startswith(f"error    runs_dir: {message}")
+    assert "file system that every node has mounted" in finding(first[1], "runs_dir")
+    assert others == [(0, [], "")]
+
+    first, *others = run_world(4, on_two_nodes, refusal_in_world, line)
+    assert first[0] == 2
+    assert first[1].startswith(f"error: {message}")
+    assert others == [(2, "")] * 3, "refused everywhere, said once"
+    assert not list(tmp_path.glob("*/*")), "a refused run left something"
+
+    first, *_ = run_world(2, on_two_nodes, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}/all")
+    assert first[0] == 0, first
+    assert finding(first[1], "runs_dir") == f"ok       runs_dir: {tmp_path}/all can be written and is shared"
+    assert not list(tmp_path.glob("*/*")), "a token was left"
+
+
+def test_a_full_disk(tmp_path):
+    line = f"strategy=ddp runs_dir={tmp_path}/runs"
+    for free, level in ((2**19, "error"), (2 * 2**20, "warning"), (4 * 2**20, "ok")):
+        first, _ = run_world(2, with_free_bytes, free, doctor_in_world, line)
+        found = finding(first[1], "free disk")
+        assert found.startswith(f"{level} "), found
+        assert (first[0] == 2) == (level == "error")
+        assert ("Make room, choose another runs_dir, or lower checkpoint.keep" in found) == (level != "ok")
+
+    refused, silent = run_world(2, with_free_bytes, 2**19, refusal_in_world, line)
+    assert refused[0] == 2
+    assert f"error: runs_dir={tmp_path}/runs: 0.5 MiB are free" in refused[1]
+    assert silent == (2, "")
+    assert not list((tmp_path / "runs").glob("[!.]*")), "a refused run left a directory"
+
+
+def test_a_disk_that_is_nearly_full_is_a_warning_in_the_log(tmp_path):
+    """Not while the run has its checkpoints there already, of which the oldest makes room."""
+    line = f"{' '.join(SMALL)} strategy=ddp name=mine runs_dir={tmp_path}"
+    file = tmp_path / "mine/checkpoints/step_00000005.pt"
+    size = checkpoint_bytes(OmegaConf.load(ROOT / "conf/optimizer/sgd.yaml"), simple_cnn(3, 28, 10))
+    run_world(2, with_free_bytes, 2 * size, main_with_words, f"{line} epochs=1")
+    log = (tmp_path / "mine/train.log").read_text()
+    assert log.count("WARNING") == 1
+    assert f"checkpoint.keep=2 of them and the one being written {3 * size / 2**20:,.1f} MiB" in log
+    assert size < file.stat().st_size < size + 2**14, "the tensors, and little beside them"
+
+    run_world(2, with_free_bytes, 2 * size, main_with_words, f"{line} epochs=2")
+    assert (tmp_path / "mine/train.log").read_text().count("WARNING") == 1, "warned with a checkpoint there"
+
+
+def test_a_full_disk_does_not_stop_who_wants_to_go_on(tmp_path):
+    words = f"{' '.join(SMALL)} epochs=1 checkpoint.on_error=continue runs_dir={tmp_path}"
+    run_world(1, with_free_bytes, 0, main_with_words, words)
+    assert (only_run(tmp_path) / "train.log").read_text().count("WARNING") == 1
+
+
+@pytest.mark.parametrize(("optimizer", "options", "copies"), [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)])
+def test_a_checkpoints_size(optimizer, options, copies):
+    cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
+    assert checkpoint_bytes(cfg, torch.nn.Linear(10, 10)) == copies * 110 * 4
+
+
+def hear_a_mistake() -> str:
+    def decide() -> None:
+        raise ConfigError("no such thing")
+
+    try:
+        with Runtime("cpu", timeout=30) as runtime:
+            runtime.store.set(f"here/{runtime.rank}", "")
+            runtime.store.wait([f"here/{rank}" for rank in range(runtime.world_size)])
+            time.sleep(0.3 * runtime.rank)
+            runtime.agree("thing", decide)
+    except ConfigError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_a_mistake_is_heard_from_a_store_that_rank_0_keeps():
+    """Not torchrun's agent: as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(port)}
+    assert run_world(2, with_environment, environment, hear_a_mistake) == ["no such thing"] * 2
+
+
+def timed_main(line: str) -> float:
+    """Seconds that train.py spends in its preflight."""
+    spent = 0.0
+
+    def timed(function):
+        def run(*args):
+            nonlocal spent
+            start = time.monotonic()
+            result = function(*args)
+            spent += time.monotonic() - start
+            return result
+
+        return run
+
+    preflight.check_network, preflight.check_storage = timed(preflight.check_network), timed(preflight.check_storage)
+    main_with_words(line)
+    assert spent > 0, "train.py does not ask"
+    return spent
+
+
+def test_train_asks_within_a_second_and_says_nothing(tmp_path):
+    line = f"{' '.join(SMALL)} epochs=1 strategy=ddp runs_dir={tmp_path}"
+    seconds = run_world(2, on_two_nodes, timed_main, line)
+    assert max(seconds) < 1.0, seconds
+    assert "WARNING" not in (only_run(tmp_path) / "train.log").read_text()
+    assert not list(tmp_path.glob(".token*"))
+
+
+def test_gpus_are_listed_by_index_name_and_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name=f"Model {i}", total_memory=80 * 2**30)
+    )
+    assert list_devices() == "cpu, cuda:0 (Model 0, 80 GiB), cuda:1 (Model 1, 80 GiB)"
+
+
+@pytest.mark.gpu(1)
+def test_a_real_gpu_is_listed(tmp_path):
+    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    assert f"cuda:0 ({torch.cuda.get_device_name(0)}, " in finding(output.splitlines(), "devices")
+    assert " backend: nccl" in output
+
+
+def test_a_torch_without_the_backend(monkeypatch):
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    findings = Findings()
+    findings.look("backend", lambda: find_backend(Runtime("cpu")), str)
+    assert findings[0].level == "error"
+    assert "is built without gloo; install one that has it" in findings[0].text
+
+
+def test_findings_are_merged_by_check():
+    one, other = Finding("ok", "devices", "a: cpu"), Finding("error", "devices", "b: cpu")
+    last = Finding("ok", "batch", "2 ranks")
+    assert merge([one, last, other, last]) == [one, other, last]
