@@ -40,7 +40,7 @@ from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import make_scheduler
 from ddp_lab.step import Step
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.watch import Watch
+from ddp_lab.watch import COLLECTIVE_GRACE, Watch
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later
 
@@ -51,7 +51,7 @@ PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later
 @user_errors
 def main(cfg: DictConfig) -> None:
     check(cfg)
-    with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
+    with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
         status = train(cfg, runtime)  # a function of its own: what holds the process group is gone before the group is
     if status == "preempted" and not runtime.under_torchrun:
         sys.exit(PREEMPTED)  # torchrun would start the ranks again

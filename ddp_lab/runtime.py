@@ -24,8 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 from ddp_lab.errors import ConfigError, NodeError
 
 DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
-# How much longer a collective waits than the watch does, which knows whom it waits for.
-COLLECTIVE_GRACE = timedelta(seconds=30)
 LAST_WORDS = 1.0  # seconds that a store outlives the mistake which ends its rank
 
 
@@ -92,7 +90,7 @@ class Runtime:
         self.rank, self.world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
         self.local_rank, self.local_world_size = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
         self.precision = precision
-        self.timeout = timedelta(seconds=timeout) + COLLECTIVE_GRACE
+        self.timeout = timedelta(seconds=timeout)
         self._store: dist.Store | None = None
         self._questions = 0
         die_with_torchrun()
