@@ -4,6 +4,8 @@ The nodes are on this machine (slurm_cluster.py). What Slurm kills, requeues and
 """
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from slurm_cluster import LOST, Cluster, wait_for
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 EPOCHS = 8
 TWO_NODES = ["--nodes=2", "--cpus-per-task=2"]
-WORDS = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}"]
+# scratch: more than two ranks under ddp resume within rounding only, because DDP adds up in another order in its first step.
+WORDS = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}"]
 SLOW = "inject=slow@rank=0,step=12"  # three seconds in epoch 3, in which a signal arrives for sure
 AGAIN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
 
@@ -64,7 +67,8 @@ class Job:
     def start_again(self) -> None:
         """Lets the job, which is requeued, not wait two minutes for its turn."""
         self.wait("requeue", lambda: (now := self.state())["Restarts"] == "1" and now["JobState"] in AGAIN)
-        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        # Not in the very second of its end, in which Slurm would take the new start for the old one.
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+2")
 
     def status(self) -> dict:
         return json.loads((self.dir / "status.json").read_text())
@@ -181,6 +185,7 @@ def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
     job = Job(cluster, tmp_path, ["--nodes=1"], *words)
     job.train(epochs=2)
     writer = json.loads((job.dir / "ranks" / "0.json").read_text())["pid"]
+    torchrun = int(Path(f"/proc/{writer}/stat").read_text().rpartition(")")[2].split()[1])
     before = (job.dir / "metrics.jsonl").read_text()
     node = job.state()["NodeList"]
     cluster.kill_node(node)
@@ -194,5 +199,6 @@ def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
         assert (job.dir / "metrics.jsonl").read_text() == before
         assert job.status()["status"] == "running"
     finally:
+        os.kill(torchrun, signal.SIGKILL)  # and with it the ranks; Slurm knows of them no more
         cluster.start_node(node)
-    job.wait("end of what the lost node ran", lambda: not Path(f"/proc/{writer}").exists(), 40)
+    job.wait("end of what the lost node ran", lambda: not Path(f"/proc/{writer}").exists(), 20)
