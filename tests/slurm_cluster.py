@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 NODES = ("n1", "n2")
-LOST = 10  # seconds without a word from a slurmd after which its node counts as down
+LOST = 6  # seconds without a word from a slurmd after which its node counts as down
 CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)

@@ -78,6 +78,10 @@ class Job:
         return torch.load(newest, weights_only=True)["model"]
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
     assert job.end() == ("COMPLETED", 0), job.tell()
     assert job.status()["status"] == "finished"
@@ -128,7 +132,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
     job.train(epochs=2)
     cluster.run("scancel", job.id)
     cluster.run("scancel", job.id)  # impatient: must not cut the save short
-    job.wait("word of the script", lambda: "cancelled" in job.out.read_text())
+    job.wait("word of the script", lambda: "train.sbatch: cancelled" in job.out.read_text())
     assert job.status()["status"] == "preempted", job.tell()
     assert job.end()[0] == "CANCELLED"
     assert job.state()["Restarts"] == "0"
@@ -185,7 +189,8 @@ def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
     job = Job(cluster, tmp_path, ["--nodes=1"], *words)
     job.train(epochs=2)
     writer = json.loads((job.dir / "ranks" / "0.json").read_text())["pid"]
-    torchrun = int(Path(f"/proc/{writer}/stat").read_text().rpartition(")")[2].split()[1])
+    torchrun = parent(writer)
+    daemon = parent(parent(torchrun))  # Slurm's, for this step of the job; between them is a shell
     before = (job.dir / "metrics.jsonl").read_text()
     node = job.state()["NodeList"]
     cluster.kill_node(node)
@@ -200,5 +205,6 @@ def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
         assert job.status()["status"] == "running"
     finally:
         os.kill(torchrun, signal.SIGKILL)  # and with it the ranks; Slurm knows of them no more
+        os.kill(daemon, signal.SIGKILL)
         cluster.start_node(node)
     job.wait("end of what the lost node ran", lambda: not Path(f"/proc/{writer}").exists(), 20)
