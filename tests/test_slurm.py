@@ -117,7 +117,7 @@ def test_a_preempted_job_saves_is_requeued_and_ends_as_if_nothing_had_been(clust
 
 
 def test_a_job_that_slurm_preempts_by_itself_goes_on_too(cluster, undisturbed, tmp_path):
-    """Slurm sends SIGTERM to the ranks' torchruns and nothing to the script; resume=never is about the first start alone."""
+    """Slurm sends SIGTERM to the processes of the step and nothing to the script; resume=never is for the first start."""
     job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW, "resume=never")
     job.train(epochs=2)
     wanted = ["--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/wanted.out", "--wrap=true"]
