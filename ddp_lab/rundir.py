@@ -12,7 +12,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig
 
 from ddp_lab.errors import ConfigError
-from ddp_lab.runtime import Runtime, launch_id
+from ddp_lab.runtime import Runtime, launch_id, run_id
 
 LAUNCH_FILE = ".launch"  # holds the launch's id, by which a restart finds its directory again
 LOCK_FILE = ".lock"
@@ -127,7 +127,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_status(path: Path, status: Literal["running", "preempted", "finished", "failed"], epoch: int, step: int) -> None:
-    """`status.json`, for scripts: an exit code of torchrun does not tell these apart."""
-    write_json(
-        path / "status.json", {"status": status, "epoch": epoch, "step": step, "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
-    )
+    """`status.json`, for scripts: an exit code of torchrun does not tell these apart. `launch` is torchrun's run id."""
+    now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    write_json(path / "status.json", {"status": status, "epoch": epoch, "step": step, "time": now, "launch": run_id()})

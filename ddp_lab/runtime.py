@@ -34,13 +34,20 @@ def env_int(name: str, default: int) -> int:
 def launch_id() -> str:
     """Names this launch, the same before and after an elastic restart: torchrun's agent, which outlives its ranks. Its
     run id is no name (without --standalone it is "none", and users repeat theirs), nor its count of restarts, of which
-    every node has another."""
+    every node has another. A job of Slurm that is requeued names itself (scripts/slurm/train.sbatch)."""
+    if "DDP_LAB_LAUNCH" in os.environ:
+        return os.environ["DDP_LAB_LAUNCH"]
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # process numbers come again
     except OSError:
         started = ""
     return f"{socket.gethostname()}-{pid}-{started}"
+
+
+def run_id() -> str | None:
+    """What torchrun was given as --rdzv-id."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def die_with_torchrun() -> None:

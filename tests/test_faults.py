@@ -52,10 +52,10 @@ def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
 def undisturbed(tmp_path_factory) -> dict[int, Path]:
     """The run directories of whole runs, by number of ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    for line, name in (("python train.py", "1"), (DDP, "2")):
+    for line, name in (("python train.py", "1"), (DDP, "2"), (DDP.replace("=2", "=4"), "4")):
         code, output = launch(line, *words(folder, f"run-{name}"))
         assert code == 0, output
-    return {size: folder / f"run-{size}" for size in (1, 2)}
+    return {size: folder / f"run-{size}" for size in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("step", [1, 5, 6, 8, 15])
@@ -81,14 +81,15 @@ def test_it_goes_on_in_mid_epoch_with_other_ranks_and_another_strategy(tmp_path,
     assert_same_end(tmp_path / "moved", undisturbed[1], tolerance=1e-6)
 
 
-@pytest.mark.parametrize("fault", ["crash", "segfault", "raise"])
-def test_an_elastic_restart_ends_the_same(fault, tmp_path, undisturbed):
-    line = DDP.replace("--standalone", "--standalone --max-restarts=3")
+@pytest.mark.parametrize(("fault", "ranks"), [("crash", 4), ("segfault", 2), ("raise", 2)])
+def test_an_elastic_restart_ends_the_same(fault, ranks, tmp_path, undisturbed):
+    """With more than two ranks the order of addition counts, too."""
+    line = DDP.replace("--standalone --nproc_per_node=2", f"--standalone --max-restarts=3 --nproc_per_node={ranks}")
     code, output = launch(line, *words(tmp_path, "restarted", "checkpoint.every_steps=2", f"inject={fault}@rank=1,step=8"))
     assert code == 0, output
     assert "started again after error: rank 1 on" in output
     assert status(tmp_path / "restarted")["status"] == "finished"
-    assert_same_end(tmp_path / "restarted", undisturbed[2])
+    assert_same_end(tmp_path / "restarted", undisturbed[ranks])
 
 
 TOLD = {

@@ -1,0 +1,210 @@
+"""Jobs of a real Slurm: scripts/slurm/train.sbatch on two nodes of two ranks each.
+
+The nodes are on this machine (slurm_cluster.py). What Slurm kills, requeues and loses here it does by itself.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launches import ROOT, SMALL, read_metrics
+from slurm_cluster import LOST, Cluster, wait_for
+
+SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
+EPOCHS = 8
+TWO_NODES = ["--nodes=2", "--cpus-per-task=2"]
+# scratch: more than two ranks under ddp resume within rounding only, because DDP adds up in another order in its first step.
+WORDS = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}"]
+SLOW = "inject=slow@rank=0,step=12"  # three seconds in epoch 3, in which a signal arrives for sure
+AGAIN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), Path(sys.executable).parent)
+    if missing := cluster.missing():
+        pytest.skip(f"Slurm is not installed (slurm-wlm and munge, or DDP_LAB_SLURM_ROOT): no {', '.join(missing)}")
+    with cluster:
+        yield cluster
+
+
+class Job:
+    """A submitted train.sbatch, and what it leaves."""
+
+    def __init__(self, cluster: Cluster, runs: Path, options: list[str], *words: str, **env: str):
+        self.cluster, self.runs = cluster, runs
+        self.out = runs / "job.out"
+        options = [f"--chdir={ROOT}", f"--output={self.out}", "--parsable", *options]
+        env = {"NPROC_PER_NODE": "2"} | env
+        self.id = cluster.run("sbatch", *options, str(SCRIPT), f"runs_dir={runs}", *words, **env)
+        self.dir = runs / f"slurm-{self.id}"
+
+    def tell(self) -> str:
+        output = self.out.read_text() if self.out.exists() else "(no output)"
+        return f"{self.state()}\n{output[-6000:]}\n{self.cluster.logs()}"
+
+    def wait(self, what: str, condition, timeout: float = 60):
+        return wait_for(what, condition, timeout, self.tell)
+
+    def state(self) -> dict[str, str]:
+        return self.cluster.job(self.id)
+
+    def end(self, timeout: float = 90) -> tuple[str, int]:
+        """Its last state and exit code."""
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+        state = self.wait("end of the job", lambda: (now := self.state())["JobState"] in over and now, timeout)
+        return state["JobState"], int(state["ExitCode"].split(":")[0])
+
+    def train(self, epochs: int) -> None:
+        """Waits until so many epochs are done."""
+        metrics = self.dir / "metrics.jsonl"
+        self.wait(f"epoch {epochs}", lambda: metrics.exists() and metrics.read_text().count("\n") >= epochs)
+
+    def start_again(self) -> None:
+        """Lets the job, which is requeued, not wait two minutes for its turn."""
+        self.wait("requeue", lambda: (now := self.state())["Restarts"] == "1" and now["JobState"] in AGAIN)
+        # Not in the very second of its end, in which Slurm would take the new start for the old one.
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+2")
+
+    def status(self) -> dict:
+        return json.loads((self.dir / "status.json").read_text())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = max((self.dir / "checkpoints").glob("*.pt"))
+        return torch.load(newest, weights_only=True)["model"]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
+    assert job.end() == ("COMPLETED", 0), job.tell()
+    assert job.status()["status"] == "finished"
+    assert [line["epoch"] for line in read_metrics(job.dir)] == list(range(1, EPOCHS + 1))
+    weights, expected = job.weights(), undisturbed.weights()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory) -> Job:
+    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *WORDS)
+    job.end()
+    return job
+
+
+def test_two_nodes_of_two_ranks_finish(undisturbed):
+    assert undisturbed.end() == ("COMPLETED", 0), undisturbed.tell()
+    assert undisturbed.status()["status"] == "finished"
+    assert read_metrics(undisturbed.dir)[-1]["world_size"] == 4
+    assert [path.name for path in undisturbed.runs.iterdir() if path.is_dir()] == [f"slurm-{undisturbed.id}"]
+
+
+def test_a_preempted_job_saves_is_requeued_and_ends_as_if_nothing_had_been(cluster, undisturbed, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW)
+    job.train(epochs=2)
+    cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # as Slurm does by --signal=B:USR1@60
+    job.start_again()
+    assert job.status()["status"] == "preempted"
+    assert 10 < job.status()["step"] < 5 * EPOCHS
+    assert_as_undisturbed(job, undisturbed)
+    assert job.state()["Restarts"] == "1"
+
+
+def test_a_job_that_slurm_preempts_by_itself_goes_on_too(cluster, undisturbed, tmp_path):
+    """Slurm sends SIGTERM to the processes of the step and nothing to the script; resume=never is for the first start."""
+    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW, "resume=never")
+    job.train(epochs=2)
+    wanted = ["--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/wanted.out", "--wrap=true"]
+    cluster.run("sbatch", *wanted)
+    job.start_again()
+    assert job.status()["status"] == "preempted", job.tell()
+    assert_as_undisturbed(job, undisturbed)
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW)
+    job.train(epochs=2)
+    cluster.run("scancel", job.id)
+    cluster.run("scancel", job.id)  # impatient: must not cut the save short
+    job.wait("word of the script", lambda: "train.sbatch: cancelled" in job.out.read_text())
+    assert job.status()["status"] == "preempted", job.tell()
+    assert job.end()[0] == "CANCELLED"
+    assert job.state()["Restarts"] == "0"
+
+
+def test_a_failed_job_ends_failed(cluster, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, "inject=raise@rank=1,step=5")
+    state, code = job.end()
+    assert (state, code) == ("FAILED", 1), job.tell()
+    assert json.loads((job.dir / "failure.json").read_text())["rank"] == 1
+    assert "injected by inject=raise@rank=1,step=5" in job.out.read_text()
+
+
+def test_restarts_over_two_nodes(cluster, undisturbed, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, "inject=crash@rank=2,step=17", MAX_RESTARTS="1")
+    assert_as_undisturbed(job, undisturbed)
+    assert job.state()["Restarts"] == "0"
+
+
+def test_words_arrive_as_they_are(cluster, tmp_path):
+    """A torchrun that writes down its words. That it leaves with 0 makes no success: no rank has written that it finished."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    heard = tmp_path / "heard.json"
+    torchrun = programs / "torchrun"
+    torchrun.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(heard)!r}, 'w'))\n")
+    torchrun.chmod(0o755)
+    bad = tmp_path / "executed"
+    words = [
+        "strategy=ddp",
+        "strategy.cut=[a,b]",
+        "name=my run",
+        f"a=$(touch {bad})",
+        f"b=`touch {bad}`; touch {bad}",
+        "c='single' \"double\" \\back",
+        "d=*",
+        "e=two\nlines",
+        "$HOME",
+        "",
+    ]
+    path = {"PATH": f"{programs}:{cluster.env['PATH']}"}
+    job = Job(cluster, tmp_path, ["--nodes=1"], *words, **path)
+    assert job.end() == ("FAILED", 1), job.tell()
+    heard = json.loads(heard.read_text())
+    script = heard.index("train.py")
+    assert heard[script + 1 :] == [f"name=slurm-{job.id}", f"runs_dir={tmp_path}", *words]
+    assert "--nproc-per-node=2" in heard
+    assert not bad.exists()
+
+
+def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
+    """Slurm takes the job of a node that does not answer for dead, and starts it on the other one. It is not dead."""
+    words = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
+    job = Job(cluster, tmp_path, ["--nodes=1"], *words)
+    job.train(epochs=2)
+    writer = json.loads((job.dir / "ranks" / "0.json").read_text())["pid"]
+    torchrun = parent(writer)
+    daemon = parent(parent(torchrun))  # Slurm's, for this step of the job; between them is a shell
+    before = (job.dir / "metrics.jsonl").read_text()
+    node = job.state()["NodeList"]
+    cluster.kill_node(node)
+    try:
+        job.wait("requeue", lambda: job.state()["Restarts"] == "1", 6 * LOST + 30)
+        job.start_again()
+        assert job.end() == ("FAILED", 1), job.tell()
+        output = job.out.read_text()
+        assert f"another launch is writing in {job.dir} (pid {writer} on " in output
+        assert Path(f"/proc/{writer}").exists(), "the first start was to be still there"
+        assert (job.dir / "metrics.jsonl").read_text() == before
+        assert job.status()["status"] == "running"
+    finally:
+        os.kill(torchrun, signal.SIGKILL)  # and with it the ranks; Slurm knows of them no more
+        os.kill(daemon, signal.SIGKILL)
+        cluster.start_node(node)
+    job.wait("end of what the lost node ran", lambda: not Path(f"/proc/{writer}").exists(), 20)
