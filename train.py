@@ -29,6 +29,7 @@ from ddp_lab.config import build, check
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS, Loader
 from ddp_lab.decisions import Decisions
+from ddp_lab.errors import TrainingError
 from ddp_lab.guard import Guard, Preempted
 from ddp_lab.inject import Fault
 from ddp_lab.logger import FileLogger, Logger, log, setup_logging
@@ -117,6 +118,9 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
             status = "finished"
         except Preempted:
             status = "preempted"
+        except TrainingError:
+            checkpoints.wait()  # the last good one may still be on its way
+            raise
         logger.close()
         guard.finish()
         return watch.end(status, guard.progress)

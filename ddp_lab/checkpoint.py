@@ -101,6 +101,11 @@ class Checkpoints:
         for group, options, factor in zip(self.optimizer.param_groups, groups, self.scheduler.lr_lambdas, strict=True):
             group.update(options, lr=options["initial_lr"] * factor(step))
         progress = Progress(**state["progress"])
+        if self.runtime.rank == 0:  # files of later steps belong to a branch that this run leaves, as its records do
+            for later in self.files():
+                if later.name > f"step_{progress.step:08d}.pt":
+                    later.unlink()
+                    digest_of(later).unlink(missing_ok=True)
         log.info(f"resumed from {path}: {progress}")
         if state["seed"] != self.seed:
             log.warning(f"seed={self.seed}: the checkpoint's was {state['seed']}, so the order of the samples changes here")
@@ -141,9 +146,8 @@ class Checkpoints:
         self.wait()  # one at a time: a disk slower than training slows it down, and memory stays bounded
         state = {"scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
         if self.runtime.rank == 0:
-            # On CPUs the state's tensors are the model's own, which the next step changes.
-            state = copy.deepcopy(state) if self.strategy.device.type == "cpu" else state
-            state |= {"progress": asdict(progress), "seed": self.seed}
+            # What lives on the host (AdamW's step does on GPUs, too) is the optimizer's own, which the next step changes.
+            state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed}
             self._pending = self._writer.submit(self._write, self.folder / f"step_{progress.step:08d}.pt", state)
 
     def fill_disk(self) -> None:
@@ -162,7 +166,7 @@ class Checkpoints:
             write_whole(path, state, Path("/dev/full") if self.full_disk else path.with_suffix(".tmp"))
             self.problem = None
         except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError of torch's, too
-            free = shutil.disk_usage(self.folder).free / 2**20
+            free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
             whole = [str(file) for file in self.files() if file != path]
             self.problem = (
                 f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are free there); the last good "
@@ -218,9 +222,12 @@ def damage(path: Path) -> str | None:
     """Why the file is not what was written; None where it is."""
     try:
         expected = digest_of(path).read_text().split()[0]
-    except (OSError, IndexError):
-        return f"{digest_of(path).name} is missing or empty"
-    return None if sha256(path) == expected else "its SHA-256 is another than when it was written"
+    except (OSError, IndexError, ValueError):
+        return f"{digest_of(path).name} is missing or damaged"
+    try:
+        return None if sha256(path) == expected else "its SHA-256 is another than when it was written"
+    except OSError as error:
+        return str(error)
 
 
 def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ on how many steps that is. On GPUs nobody waits for it, either: the answer of on
 import math
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +29,13 @@ class Verdict:
         not_finite: (step, rank) of the first loss that was not finite since the last exchange.
         preempted: some rank was told to leave (SIGTERM, SIGUSR1).
         unwritten: the last checkpoint could not be written.
+        ruined: some weights are not finite.
     """
 
     not_finite: tuple[int, int] | None
     preempted: bool
     unwritten: bool
+    ruined: bool
 
 
 class Answer:
@@ -86,24 +89,25 @@ class Decisions:
         """At the boundary behind `step`, when it is `due`."""
         earlier, self._answer = self._answer, self._exchange(step, unwritten)
         if self.runtime.device.type != "cuda":
-            earlier = self._answer  # it is there already
+            earlier, self._answer = self._answer, None  # it is there already
         if earlier is None:
             self._next = step + 1
             return None
         return self._read(earlier, step)
 
-    def now(self, step: int, unwritten: bool) -> Verdict:
-        """As `after`, but at once, and about all steps so far. Waits for the device."""
+    def now(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Verdict:
+        """As `after`, but at once, about all steps so far and about the `weights`. Waits for the device."""
         earlier, self._answer = self._answer, None
-        verdict = self._read(self._exchange(step, unwritten), step)
+        verdict = self._read(self._exchange(step, unwritten, weights), step)
         before = self._read(earlier, step) if earlier is not None else verdict
         return Verdict(
             before.not_finite or verdict.not_finite,
             before.preempted or verdict.preempted,
             before.unwritten or verdict.unwritten,
+            verdict.ruined,
         )
 
-    def _exchange(self, step: int, unwritten: bool) -> Answer:
+    def _exchange(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Answer:
         # The first step that was not finite and its rank in one number, negative, so that MAX finds the earliest.
         numbers = self._numbers + self._last_step * self.runtime.world_size
         first = torch.where(self._losses.isfinite(), -math.inf, -numbers).max()
@@ -112,13 +116,15 @@ class Decisions:
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
         self._last_step, self._last_time = step, time.monotonic()
         host = torch.tensor([float(self.preempted), float(unwritten), -float(steps)], dtype=torch.float64)
-        answer = torch.cat([first.view(1), host.to(self.runtime.device, non_blocking=True)])
+        ruined = [1.0 - tensor.isfinite().all().double().to(first) for tensor in weights]
+        ruined = torch.stack(ruined).max() if ruined else torch.zeros_like(first)
+        answer = torch.cat([torch.stack([first, ruined]), host.to(self.runtime.device, non_blocking=True)])
         if self.runtime.world_size > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return Answer(answer)
 
     def _read(self, answer: Answer, step: int) -> Verdict:
-        first, preempted, unwritten, steps = answer.read()
+        first, ruined, preempted, unwritten, steps = answer.read()
         self._next = step + int(-steps)
         not_finite = None if first == -math.inf else divmod(int(-first), self.runtime.world_size)
-        return Verdict(not_finite, bool(preempted), bool(unwritten))
+        return Verdict(not_finite, bool(preempted), bool(unwritten), bool(ruined))

@@ -10,4 +10,11 @@ class NodeError(ConfigError):
 
 
 class TrainingError(Exception):
-    """Training cannot go on, and the message says why: nobody's mistake in the code, so no traceback."""
+    """Training cannot go on, and the message says why: nobody's mistake in the code, so no traceback.
+
+    Raised on all ranks alike; `rank` is the one that it began on, which tells it.
+    """
+
+    def __init__(self, message: str, rank: int = 0):
+        super().__init__(message)
+        self.rank = rank

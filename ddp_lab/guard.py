@@ -9,6 +9,7 @@ from ddp_lab.checkpoint import Checkpoints, Progress
 from ddp_lab.decisions import Decisions, Verdict
 from ddp_lab.errors import TrainingError
 from ddp_lab.logger import log
+from ddp_lab.strategies.base import local
 from ddp_lab.watch import Watch
 
 
@@ -94,28 +95,27 @@ class Guard:
         Raises:
             TrainingError: it could not be written, on all ranks alike.
         """
-        self.watch.at("saving")
+        self.watch.at("finishing")
         self.checkpoints.wait()
         self._must_leave_now(self.progress)
 
     def save(self, progress: Progress) -> None:
         self.progress = progress
-        leave = self._must_leave_now(progress)  # before: what is not finite must not get into a file
+        leave = self._must_leave_now(progress, weights=True)  # before: what is not finite must not get into a file
         self.watch.at("saving")
         self.checkpoints.save(progress)
         if leave:
             raise Preempted
 
     def _save_and_leave(self, progress: Progress) -> None:
-        self.watch.at("saving")
-        self.progress = progress
-        self.checkpoints.save(progress)
+        self.save(progress)
         raise Preempted
 
-    def _must_leave_now(self, progress: Progress) -> bool:
+    def _must_leave_now(self, progress: Progress, weights: bool = False) -> bool:
         """Settles what is open about the steps so far. Waits for the device."""
         self.watch.at("deciding")
-        return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None), progress)
+        held = [local(tensor) for tensor in self.checkpoints.strategy.module.state_dict().values()] if weights else []
+        return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None, held), progress)
 
     def _must_leave(self, verdict: Verdict, progress: Progress) -> bool:
         if verdict.not_finite:
@@ -123,10 +123,16 @@ class Guard:
             what = f"the loss of step {step} (epoch {progress.epoch}) is not finite, on rank {rank} first"
             if self.on_nan == "stop":
                 raise TrainingError(
-                    f"{what}. No checkpoint has it: the last one is older. Lower optimizer.lr, set max_grad_norm, or leave out "
-                    "such batches by on_nan=skip"
+                    f"{what}. The last checkpoint is from before it. Lower optimizer.lr, set max_grad_norm, or leave out such "
+                    "batches by on_nan=skip",
+                    rank,
                 )
             log.warning(f"{what}; its gradient was left out (on_nan=skip)")
+        if verdict.ruined:
+            raise TrainingError(
+                f"after step {progress.step} some weights are not finite; they are not saved. Lower "
+                "optimizer.lr, or set max_grad_norm"
+            )
         if verdict.unwritten and self.on_error == "stop":
             raise TrainingError(
                 f"a checkpoint could not be written: {self.checkpoints.problem or 'rank 0 has the reason in train.log'}. "

@@ -1,5 +1,6 @@
 """The training loop: one for all strategies. It knows no rank and no strategy's name."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ import torch
 
 from ddp_lab.checkpoint import Progress
 from ddp_lab.data.loaders import Batch, Loader
+from ddp_lab.errors import TrainingError
 from ddp_lab.guard import Guard
 from ddp_lab.logger import Logger, log
 from ddp_lab.step import Step
@@ -36,6 +38,8 @@ def fit(
         progress = train_epoch(strategy, step, train_loader, logger, guard, progress, epochs)
         guard.check(progress)
         durations.append(progress.seconds)
+        if progress.sums[2] == 0:
+            raise TrainingError(f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr")
         train_loss, train_accuracy, samples = means(progress.sums)
         test_loss, test_accuracy, _ = evaluate(strategy, guard.batches("evaluating", test_loader, progress))
         logger.epoch(
@@ -85,7 +89,7 @@ def train_epoch(
 def next_epoch(progress: Progress, test_loss: float) -> Progress:
     """The beginning of the epoch behind an evaluated one."""
     following = Progress(progress.epoch + 1, 0, progress.step, best_loss=progress.best_loss, best_epoch=progress.best_epoch)
-    if progress.best_loss is None or test_loss < progress.best_loss:
+    if math.isfinite(test_loss) and (progress.best_loss is None or test_loss < progress.best_loss):
         following.best_loss, following.best_epoch = test_loss, progress.epoch
     return following
 

@@ -34,25 +34,27 @@ class RunDir:
 
     def __init__(self, cfg: DictConfig, runtime: Runtime, label: str):
         root = Path(cfg.runs_dir)
-        decided = json.loads(runtime.agree("run_dir", lambda: json.dumps(self._decide(root, cfg.name, cfg.resume, label))))
+        decided = json.loads(
+            runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, cfg.name, cfg.resume, label)))
+        )
         self.path, self.restarted, self.attempt = root / decided["name"], decided["restarted"], decided["attempt"]
         self.failure = decided["failure"]
         self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk
 
-    def _decide(self, root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
+    def _decide(self, runtime: Runtime, root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
         launch = launch_id()
         try:
             root.mkdir(parents=True, exist_ok=True)
-            restarted = find_launch(root, launch)
+            restarted = find_launch(root, launch) if runtime.under_torchrun else None
             name = name or restarted or make_unused(root, label)
             path = root / name
             path.mkdir(exist_ok=True)
+            self._lock = lock(path)
             if resume == "never" and name != restarted and (path / "config.yaml").exists():
                 raise ConfigError(
                     f"resume=never: {path} already holds a run. Choose another name, remove that directory, "
                     "or go on with it by resume=auto"
                 )
-            self._lock = lock(path)
             failure = read_json(path / "failure.json")  # an earlier attempt's
             (path / "failure.json").unlink(missing_ok=True)
             (path / LAUNCH_FILE).write_text(launch)
@@ -79,7 +81,7 @@ def lock(path: Path) -> Any:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not shared with the loader's worker processes
             break
-        except OSError:
+        except (BlockingIOError, PermissionError):  # POSIX has either
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(

@@ -1,11 +1,10 @@
 """One training step as a callable."""
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_lab.data.loaders import Batch
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import Strategy, local
 
 
 class Step:
@@ -53,7 +52,7 @@ class Step:
         """Leaves no trace of the batch in gradients and BatchNorm's statistics, on every rank alike: the norm is the whole
         model's. Decided on the device, without waiting for it."""
         for parameter in self.strategy.parameters():
-            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            gradient.copy_(torch.where(finite, gradient, 0))
+            gradient = local(parameter.grad)
+            gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):
-            buffer.copy_(torch.where(finite, buffer, before))
+            buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))

@@ -25,7 +25,7 @@ from ddp_lab.runtime import Runtime
 BEAT = 0.5  # seconds between two looks
 GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of who did it
 COLLECTIVE_GRACE = 30.0  # seconds that a collective waits longer than the watch, which knows for whom
-PHASES = ("starting", "loading", "training", "deciding", "saving", "evaluating", "done")
+PHASES = ("starting", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 
 
@@ -80,10 +80,14 @@ class Watch:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         if error is None or isinstance(error, ConfigError):
             self.stop()
-        else:
+            if error is not None and self.rank == 0:
+                write_status(self.run_dir, "failed", self.epoch, self.step)
+            return
+        try:
             self.failed(error)
             sys.stdout.flush()
-            os._exit(1)  # an open group could keep the interpreter from ending
+        finally:
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)  # an open group could keep the interpreter from ending
 
     def end(self, status: str, progress: Progress) -> str:
         """Rank 0 writes the launch's outcome; returns it."""
@@ -151,7 +155,8 @@ class Watch:
         """The main thread's end by an exception. Tells it if it is the first failure; else it goes into this rank's log."""
         text = "".join(traceback.format_exception(error))
         deadline = time.time() + GRACE
-        while any(word in str(error) for word in SECONDARY) and time.time() < deadline:
+        secondary = any(word in str(error) for word in SECONDARY) or getattr(error, "rank", self.rank) != self.rank
+        while secondary and time.time() < deadline:
             if (self.run_dir / "failure.json").exists():
                 break
             time.sleep(BEAT / 5)
@@ -182,11 +187,13 @@ class Watch:
             temporary = path.with_name(f".failure.{self.rank}.{os.getpid()}")
             temporary.write_text(json.dumps(record, indent=1))
             os.link(temporary, path)  # unlike a rename, refuses where the file exists: the first is told
-        except OSError:
+            temporary.unlink()
+            write_status(self.run_dir, "failed", who["epoch"], who["step"])
+        except FileExistsError:
+            temporary.unlink()
             return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        write_status(self.run_dir, "failed", who["epoch"], who["step"])
+        except OSError as error:  # the disk is full or the directory gone: then the screen alone has it
+            message += f"\n({self.run_dir} cannot be written: {error.strerror})"
         show(f"{message}\nMore: {self.run_dir}/train*.log, {path}", int(who["since"]) - 1)
         return True
 

@@ -138,6 +138,7 @@ def test_a_rank_that_steps_less_often_ends_the_launch(tmp_path):
     assert time.monotonic() - started < 40
     assert code == 1, output
     record = failure(tmp_path / "lazy")
+    assert record["rank"] == 1
     steps = {place["rank"]: place["step"] for place in [record, *record["others"]]}
     assert steps[1] > steps[0] >= 7, "rank 1 left out steps 7 and 8"
 
@@ -162,8 +163,19 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_one_step(tmp_path):
     assert "the loss of step 8 (epoch 2) is not finite, on rank 1 first" in output.split("Root Cause")[1]
     records = [json.loads(path.read_text()) for path in (tmp_path / "stopped" / "ranks").glob("*.json")]
     assert len({record["step"] for record in records}) == 1
+    assert failure(tmp_path / "stopped")["rank"] == 1
+    assert list((tmp_path / "stopped").glob("checkpoints/*.pt"))
     for path in (tmp_path / "stopped").glob("checkpoints/*.pt"):
         assert all(tensor.isfinite().all() for tensor in torch.load(path)["model"].values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """The loss of an epoch's last step is that of the weights before it."""
+    line = words(tmp_path, "ruined", "optimizer.lr=1e38", "data.dataset.train_size=24", "optimizer.weight_decay=1e30")
+    code, output = launch("python train.py", *line)
+    assert code == 1
+    assert "after step 1 some weights are not finite; they are not saved" in output
+    assert not list((tmp_path / "ruined").glob("checkpoints/*.pt"))
 
 
 @pytest.mark.parametrize("line", ["python train.py", DDP, DDP.replace("ddp", "tp"), DDP.replace("ddp", "fsdp")])

@@ -7,6 +7,7 @@ few samples at the end; their targets become IGNORE here, so that every sample c
 """
 
 import math
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -133,6 +134,12 @@ class DeviceLoader(Loader):
             yield self.images[index], self.targets[index]
 
 
+def ignore_signals(worker: int) -> None:
+    """The main process decides what a signal means that a scheduler or a terminal sends to all of a launch."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class WorkerLoader(Loader):
     """The textbooks' way: worker processes gather batches in host memory; pinned, they are copied while the device computes."""
 
@@ -144,6 +151,7 @@ class WorkerLoader(Loader):
             sampler=self.sampler,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            worker_init_fn=ignore_signals,
             pin_memory=device.type == "cuda",
         )
 

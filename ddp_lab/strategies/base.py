@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.data.loaders import IGNORE
@@ -28,6 +29,11 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy summed over the samples whose target is not IGNORE; 0 where there is none (a mean would be NaN)."""
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # its 8 bits would lose a sum
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
