@@ -113,7 +113,7 @@ def test_the_first_failure_is_told_once_and_nothing_hangs(fault, tmp_path):
     assert [other["rank"] for other in record["others"]] == [0]
     assert output.count(record["message"].splitlines()[0]) == 1, output
     assert output.split("Root Cause")[1].count(TOLD[fault]) == 1, output
-    assert status(tmp_path / "failed") | {"time": 0} == {"status": "failed", "epoch": 2, "step": 8, "time": 0}
+    assert status(tmp_path / "failed").items() >= {"status": "failed", "epoch": 2, "step": 8}.items()
 
 
 def test_a_frozen_rank_is_named(tmp_path):
