@@ -97,7 +97,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
 
         folder = run_dir.path / "checkpoints"
         checkpoints = Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes, cfg.seed, cfg.checkpoint.keep)
-        progress = checkpoints.resume("auto" if run_dir.restarted and checkpoints.files() else cfg.resume)
+        progress = checkpoints.resume("auto" if run_dir.restarted and checkpoints.files() else cfg.resume, plan.steps_before)
         if is_over(progress, cfg.epochs, cfg.patience):
             log.info(
                 f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to go on, "
@@ -123,7 +123,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
             raise
         logger.close()
         guard.finish()
-        return watch.end(status, guard.progress)
+        return watch.end(status, guard.progress if status == "finished" else checkpoints.kept)
 
 
 def make_loaders(cfg: DictConfig, dataset: Dataset, strategy: Strategy, plan: Plan) -> tuple[Loader, Loader]:

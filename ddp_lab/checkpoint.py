@@ -9,8 +9,9 @@ import hashlib
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Checkpoints:
 
     Attributes:
         problem: why the last file could not be written; None: it could, or is being written. Rank 0 knows.
+        kept: where the run stands in its newest file, or stood at the start. Rank 0 knows.
     """
 
     def __init__(
@@ -77,12 +79,16 @@ class Checkpoints:
         self.folder, self.runtime, self.seed, self.keep = folder, runtime, seed, keep
         self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
         self.problem: str | None = None
+        self.kept = Progress()
         self.full_disk = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
-    def resume(self, word: str) -> Progress:
+    def resume(self, word: str, schedule: Callable[[Progress], int]) -> Progress:
         """Loads what `word` (auto, never or a path) asks for, and returns where to go on; the beginning without a checkpoint.
+
+        Args:
+            schedule: how many steps of the learning-rate schedule are behind a run that stands there.
 
         Raises:
             ConfigError: the file cannot be used, or none of the run's is whole.
@@ -95,19 +101,19 @@ class Checkpoints:
         if groups[0].keys() != state["optimizer"]["param_groups"][0].keys() - {"params"}:
             raise ConfigError(f"resume={path}: was written with another optimizer; choose that one, or another name")
         self.strategy.load_state_dict(self.optimizer, state)
-        # Learning rate, momentum and the like are the config's of this launch; the file has the state and the step.
-        self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs})
-        step = self.scheduler.last_epoch
+        progress = self.kept = Progress(**state["progress"])
+        # Learning rate, momentum and the like are the config's of this launch; the file has the state.
+        step = schedule(progress)
+        self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs, "last_epoch": step})
         for group, options, factor in zip(self.optimizer.param_groups, groups, self.scheduler.lr_lambdas, strict=True):
             group.update(options, lr=options["initial_lr"] * factor(step))
-        progress = Progress(**state["progress"])
         if self.runtime.rank == 0:  # files of later steps belong to a branch that this run leaves, as its records do
             for later in self.files():
                 if later.name > f"step_{progress.step:08d}.pt":
                     later.unlink()
                     digest_of(later).unlink(missing_ok=True)
         log.info(f"resumed from {path}: {progress}")
-        if state["seed"] != self.seed:
+        if state["seed"] != self.seed and self.runtime.rank == 0:
             log.warning(f"seed={self.seed}: the checkpoint's was {state['seed']}, so the order of the samples changes here")
         return progress
 
@@ -117,6 +123,7 @@ class Checkpoints:
         Raises:
             ConfigError: there are files and none is whole.
         """
+        self._tidy()
         if word != "auto":
             return None if word == "never" else word
         bad = []
@@ -134,6 +141,15 @@ class Checkpoints:
             )
         return None
 
+    def _tidy(self) -> None:
+        """Ends what a killed launch was writing: a file without its hash gets it, half a file goes."""
+        for digest in self.folder.glob("*.sha256.tmp"):
+            path = digest.with_name(digest.name.removesuffix(".sha256.tmp") + ".pt")
+            if path.exists() and digest.read_text().startswith(sha256(path)):
+                os.replace(digest, digest_of(path))
+        for half in self.folder.glob("*.tmp"):
+            half.unlink()
+
     def files(self) -> list[Path]:
         """Oldest first."""
         return sorted(self.folder.glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
@@ -148,7 +164,7 @@ class Checkpoints:
         if self.runtime.rank == 0:
             # What lives on the host (AdamW's step does on GPUs, too) is the optimizer's own, which the next step changes.
             state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed}
-            self._pending = self._writer.submit(self._write, self.folder / f"step_{progress.step:08d}.pt", state)
+            self._pending = self._writer.submit(self._write, replace(progress), state)
 
     def fill_disk(self) -> None:
         """Injects a full disk: what is written from now on goes to one."""
@@ -160,11 +176,12 @@ class Checkpoints:
             self._pending.result()
             self._pending = None
 
-    def _write(self, path: Path, state: dict[str, Any]) -> None:
+    def _write(self, progress: Progress, state: dict[str, Any]) -> None:
+        path = self.folder / f"step_{progress.step:08d}.pt"
         try:
             self.folder.mkdir(exist_ok=True)
             write_whole(path, state, Path("/dev/full") if self.full_disk else path.with_suffix(".tmp"))
-            self.problem = None
+            self.problem, self.kept = None, progress
         except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError of torch's, too
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
             whole = [str(file) for file in self.files() if file != path]

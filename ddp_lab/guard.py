@@ -65,13 +65,20 @@ class Guard:
             Preempted, TrainingError: on all ranks alike.
         """
         self.decisions.watch(progress.step, sums)
-        if self.decisions.due(progress.step):
-            self.watch.at("deciding")
-            verdict = self.decisions.after(progress.step, self.checkpoints.problem is not None)
-            if verdict and self._must_leave(verdict, progress):
-                self._save_and_leave(here())
+        self._boundary(progress.step, progress, here)
         if self.every_steps and progress.step % self.every_steps == 0:
             self.save(here())
+
+    def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
+        """The loader's batches, with a boundary between any two: a preemption does not wait for a long evaluation, which is
+        then done anew.
+
+        Raises:
+            Preempted, TrainingError: on all ranks alike.
+        """
+        for number, batch in enumerate(self.batches("evaluating", loader, progress), progress.step + 1):
+            yield batch
+            self._boundary(number, progress, lambda: progress)
 
     def check(self, progress: Progress) -> None:
         """Settles all that is open about the steps so far, `progress` being complete. Waits for the device.
@@ -107,6 +114,13 @@ class Guard:
         if leave:
             raise Preempted
 
+    def _boundary(self, number: int, progress: Progress, here: Callable[[], Progress]) -> None:
+        if self.decisions.due(number):
+            self.watch.at("deciding")
+            verdict = self.decisions.after(number, self.checkpoints.problem is not None)
+            if verdict and self._must_leave(verdict, progress):
+                self._save_and_leave(here())
+
     def _save_and_leave(self, progress: Progress) -> None:
         self.save(progress)
         raise Preempted
@@ -127,7 +141,8 @@ class Guard:
                     "batches by on_nan=skip",
                     rank,
                 )
-            log.warning(f"{what}; its gradient was left out (on_nan=skip)")
+            if self.checkpoints.runtime.rank == 0:
+                log.warning(f"{what}; its gradient was left out (on_nan=skip)")
         if verdict.ruined:
             raise TrainingError(
                 f"after step {progress.step} some weights are not finite; they are not saved. Lower "

@@ -41,7 +41,7 @@ def fit(
         if progress.sums[2] == 0:
             raise TrainingError(f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr")
         train_loss, train_accuracy, samples = means(progress.sums)
-        test_loss, test_accuracy, _ = evaluate(strategy, guard.batches("evaluating", test_loader, progress))
+        test_loss, test_accuracy, _ = evaluate(strategy, guard.evaluating(test_loader, progress))
         logger.epoch(
             progress.epoch,
             train_loss=train_loss,

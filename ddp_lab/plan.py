@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from ddp_lab.checkpoint import Progress
 from ddp_lab.errors import ConfigError
 
 
@@ -41,6 +42,10 @@ class Plan:
         lr = cfg.optimizer.lr * {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[cfg.lr_scaling]
         at_once = math.ceil(batch_size / replicas / cfg.accumulate)
         return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr)
+
+    def steps_before(self, progress: Progress) -> int:
+        """How far the learning-rate schedule is there: not the steps taken, where earlier launches had other batches."""
+        return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(progress.samples / self.global_batch_size)
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"

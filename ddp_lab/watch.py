@@ -94,7 +94,9 @@ class Watch:
         if self.rank == 0:
             write_status(self.run_dir, status, progress.epoch, progress.step)
             if status == "preempted":
-                log.info(f"preempted at {progress}; start the same line with name={self.run_dir.name} to go on there")
+                log.info(
+                    f"preempted at {progress}; start the same line with name={self.run_dir.name} resume=auto to go on there"
+                )
         return status
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:

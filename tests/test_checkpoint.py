@@ -206,6 +206,32 @@ def test_momentum_may_come_and_go(strategy, ranks, first, second, tmp_path):
         assert torch.allclose(tensor, moved["model"][name], rtol=0, atol=1e-6), name
 
 
+def test_another_batch_size_leaves_the_schedule_where_it_is(tmp_path):
+    """It is half through after half the epochs, not after half the steps."""
+    train(tmp_path, "moved", "epochs=2", "scheduler=cosine", "batch_size=4")
+    train(tmp_path, "moved", "epochs=4", "scheduler=cosine", "batch_size=50")
+    train(tmp_path, "whole", "epochs=4", "scheduler=cosine", "batch_size=50")
+    moved, whole = ([record["lr"] for record in read_metrics(tmp_path / name)] for name in ("moved", "whole"))
+    assert moved[2:] == pytest.approx(whole[2:])
+    assert moved[2] > 0.001
+
+
+def test_a_kill_between_a_file_and_its_hash_loses_nothing(tmp_path):
+    """The two renames of write_whole; half a file of another save goes."""
+    train(tmp_path, "cut", "epochs=2")
+    whole = train(tmp_path, "whole", "epochs=3")
+    folder = tmp_path / "cut" / "checkpoints"
+    digest = folder / "step_00000010.pt.sha256"
+    digest.rename(folder / "step_00000010.sha256.tmp")
+    digest.write_text(f"{64 * '0'}  step_00000010.pt\n")  # of an earlier file under that name
+    (folder / "step_00000011.tmp").write_bytes(b"half")
+    assert_same(whole, train(tmp_path, "cut", "epochs=3"), tolerance=0)
+    log = (tmp_path / "cut" / "train.log").read_text()
+    assert "resumed from" in log
+    assert "damaged" not in log
+    assert not list(folder.glob("*.tmp"))
+
+
 def test_another_optimizer_is_refused(tmp_path):
     train(tmp_path, "mine", "epochs=1")
     with pytest.raises(AssertionError, match="SystemExit: 2"):

@@ -110,7 +110,7 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     shapes = {name: tuple(tensor.shape) for name, tensor in make_model(case.model, SEED).state_dict().items()}
     checkpoints = Checkpoints(Path(case.save), runtime, strategy, optimizer, scheduler, shapes)
     sums = []
-    progress = checkpoints.resume(case.resume)
+    progress = checkpoints.resume(case.resume, lambda progress: progress.step)
     for epoch in range(progress.epoch, case.epochs + 1):
         loaders[0].set_epoch(epoch)
         strategy.train()
