@@ -3,6 +3,8 @@
 python -m pytest -m gpu
 """
 
+import json
+
 import pytest
 import torch
 from launches import SMALL, launch, only_run, read_metrics
@@ -179,6 +181,28 @@ def decide_without_waiting() -> int:
 @pytest.mark.gpu(1)
 def test_decisions_do_not_wait_for_the_gpu():
     assert 1 < run_world(1, decide_without_waiting)[0] < 300
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("fault", "restarts", "code", "status", "said"),
+    [
+        ("crash", 1, 0, "finished", "started again after error: rank 1 on"),
+        ("crash", 0, 1, "failed", "is gone without a word"),
+        ("hang", 0, 1, "failed", "stands still for"),
+        ("nan", 0, 1, "failed", "the loss of step 8 (epoch 2) is not finite, on rank 1 first"),
+        ("sigterm", 0, 0, "preempted", "preempted at epoch"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_faults_on_gpus(strategy, fault, restarts, code, status, said, tmp_path):
+    """NCCL waits for ever where gloo notices that a peer is gone."""
+    line = f"torchrun --standalone --nproc_per_node=2 --max-restarts={restarts} train.py strategy={strategy}"
+    words = [f"runs_dir={tmp_path}", "timeout=5", f"inject={fault}@rank=1,step=8", "epochs=200"]
+    ended, output = launch(line, *SMALL, *words, gpus=True)
+    assert ended == code, output
+    assert said in output
+    assert json.loads((only_run(tmp_path) / "status.json").read_text())["status"] == status
 
 
 @pytest.mark.gpu(1)
