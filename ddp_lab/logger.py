@@ -3,9 +3,11 @@
 import json
 import logging
 import math
+import os
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,27 @@ from ddp_lab.picture import prediction_grid
 log = logging.getLogger("ddp_lab")
 
 
+class LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: the disk is full, and the console has the line."""
+
+
+@contextmanager
+def surviving_a_full_disk(path: Path) -> Iterator[None]:
+    """Records are worth less than the training: what is lost of them is said."""
+    try:
+        yield
+    except OSError as error:
+        log.error(f"{path} could not be written ({error.strerror or error}): records are missing there; training goes on")
+
+
 def setup_logging(run_dir: Path, rank: int) -> None:
     """Rank 0: INFO and above to stdout and train.log. The others: warnings and errors, with their rank, to stderr and
     train.rank<N>.log, which exists only if there was one."""
     name = f"[rank {rank}] " if rank else ""
     console = logging.StreamHandler(sys.stderr if rank else sys.stdout)
     console.setFormatter(logging.Formatter(f"{name}%(message)s"))
-    file = logging.FileHandler(run_dir / (f"train.rank{rank}.log" if rank else "train.log"), delay=True)
+    file = LogFile(run_dir / (f"train.rank{rank}.log" if rank else "train.log"), delay=True)
     file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
     logging.basicConfig(handlers=[console, file], level=logging.WARNING, force=True)
     log.setLevel(logging.WARNING if rank else logging.INFO)
@@ -100,17 +116,18 @@ class FileLogger(Logger):
         return tqdm(batches, label, total=total, initial=done, unit="step", leave=False, disable=None)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
-        with self.metrics.open("a") as file:
-            finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
-            file.write(json.dumps({"epoch": epoch, **finite, **self.constants}) + "\n")
-        for part in ("train", "test"):
-            self.board.add_scalar(f"loss/{part}", metrics[f"{part}_loss"], epoch)
-            self.board.add_scalar(f"accuracy/{part}", metrics[f"{part}_accuracy"], epoch)
-        self.board.add_scalar("lr", metrics["lr"], epoch)
-        self.board.add_scalar("speed/samples_per_second", metrics["samples_per_second"], epoch)
-        self.board.add_scalar("speed/step_ms", 1000 * metrics["seconds"] / self.steps_per_epoch, epoch)
-        self.board.add_scalar("memory/peak_MiB", peak_memory_bytes() / 2**20, epoch)
-        self.board.flush()
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
+        with surviving_a_full_disk(self.metrics):
+            append_line(self.metrics, json.dumps({"epoch": epoch, **finite, **self.constants}))
+        with surviving_a_full_disk(self.metrics.parent):
+            for part in ("train", "test"):
+                self.board.add_scalar(f"loss/{part}", metrics[f"{part}_loss"], epoch)
+                self.board.add_scalar(f"accuracy/{part}", metrics[f"{part}_accuracy"], epoch)
+            self.board.add_scalar("lr", metrics["lr"], epoch)
+            self.board.add_scalar("speed/samples_per_second", metrics["samples_per_second"], epoch)
+            self.board.add_scalar("speed/step_ms", 1000 * metrics["seconds"] / self.steps_per_epoch, epoch)
+            self.board.add_scalar("memory/peak_MiB", peak_memory_bytes() / 2**20, epoch)
+            self.board.flush()
         log.info(
             f"epoch {epoch}: train loss {metrics['train_loss']:.4f} accuracy {metrics['train_accuracy']:.4f} | "
             f"test loss {metrics['test_loss']:.4f} accuracy {metrics['test_accuracy']:.4f} | "
@@ -119,7 +136,8 @@ class FileLogger(Logger):
 
     def predictions(self, epoch, inputs, targets, logits) -> None:
         grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
-        self.board.add_image("predictions", grid, epoch)
+        with surviving_a_full_disk(self.metrics.parent):
+            self.board.add_image("predictions", grid, epoch)
 
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
         log.info(
@@ -128,7 +146,24 @@ class FileLogger(Logger):
         )
 
     def close(self) -> None:
-        self.board.close()
+        with surviving_a_full_disk(self.metrics.parent):
+            self.board.close()
+
+
+def append_line(path: Path, line: str) -> None:
+    """The whole of it or, where the disk is full, nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    try:
+        size, text = os.fstat(descriptor).st_size, f"{line}\n".encode()
+        if (written := os.write(descriptor, text)) < len(text):
+            os.truncate(descriptor, size)
+            raise OSError(f"{written} of {len(text)} bytes had room")
+    finally:
+        os.close(descriptor)
 
 
 def drop_epochs(metrics: Path, start_epoch: int) -> None:

@@ -92,7 +92,8 @@ class Watch:
     def end(self, status: str, progress: Progress) -> str:
         """Rank 0 writes the launch's outcome; returns it."""
         if self.rank == 0:
-            write_status(self.run_dir, status, progress.epoch, progress.step)
+            done = status == "finished"  # then `progress` is at the next epoch's beginning
+            write_status(self.run_dir, status, progress.epoch - done, progress.step)
             if status == "preempted":
                 log.info(
                     f"preempted at {progress}; start the same line with name={self.run_dir.name} resume=auto to go on there"

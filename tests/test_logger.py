@@ -1,6 +1,7 @@
 import inspect
 import logging
 import os
+from pathlib import Path
 
 import torch
 from worlds import run_world
@@ -44,3 +45,19 @@ def test_prediction_grid_shows_mistakes_in_red():
     assert right.shape[0] == 3
     assert red(right) == 0 < red(wrong)
     assert prediction_grid(torch.rand(20, 3, 32, 32), [0] * 20, [0] * 20, ["cat"]).shape == right.shape
+
+
+def write_to_a_full_disk(run_dir) -> None:
+    setup_logging(run_dir, 0)
+    options = {"start_epoch": 1, "steps_per_epoch": 1, "constants": {}, "hparams": {}, "config": "", "classes": [], "where": ""}
+    logger = FileLogger(run_dir, **options)
+    metrics = dict.fromkeys(("train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"), 1.0)
+    for path in (run_dir / "metrics.jsonl", Path("/dev/full"), run_dir / "metrics.jsonl"):
+        logger.metrics = path
+        logger.epoch(1, **metrics, samples_per_second=1.0)
+
+
+def test_a_record_that_cannot_be_written_is_said_and_training_goes_on(tmp_path):
+    run_world(1, write_to_a_full_disk, tmp_path)
+    assert "ERROR /dev/full could not be written (No space left on device)" in (tmp_path / "train.log").read_text()
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
