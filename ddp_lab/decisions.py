@@ -27,7 +27,7 @@ class Verdict:
 
     Attributes:
         not_finite: (step, rank) of the first loss that was not finite since the last exchange.
-        preempted: some rank was told to leave (SIGTERM, SIGUSR1).
+        preempted: some rank was told to leave (SIGTERM, SIGUSR1, Ctrl-C).
         unwritten: the last checkpoint could not be written.
         ruined: some weights are not finite.
     """
@@ -71,11 +71,13 @@ class Decisions:
         self._next, self._last_step, self._last_time = step + 1, step, time.monotonic()
 
     def listen(self) -> None:
-        """Takes SIGTERM and SIGUSR1 as a request to save and leave. Call it in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        """Takes SIGTERM, SIGUSR1 and Ctrl-C as a request to save and leave. Call it in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._preempt)
 
     def _preempt(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:  # which sends it again itself
+            raise KeyboardInterrupt  # asked for twice: at once
         self.preempted = True
 
     def watch(self, step: int, sums: torch.Tensor) -> None:

@@ -220,6 +220,19 @@ def test_sigterm_to_torchrun_preempts(tmp_path):
     assert newest(tmp_path / "told")["progress"]["step"] == status(tmp_path / "told")["step"]
 
 
+@pytest.mark.parametrize(("line", "code"), [("python train.py", 75), (DDP, 1)])
+def test_ctrl_c_loses_nothing(line, code, tmp_path):
+    """A terminal sends it to all processes, and torchrun to its ranks again."""
+    process = start(line, *words(tmp_path, "mine", "epochs=100000"))
+    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
+    os.killpg(process.pid, signal.SIGINT)
+    ended, output = finish(process, timeout=60)
+    assert ended == code, output
+    assert "start the same line with name=mine" in output
+    assert status(tmp_path / "mine")["status"] == "preempted"
+    assert newest(tmp_path / "mine")["progress"]["step"] == status(tmp_path / "mine")["step"]
+
+
 def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path, undisturbed):
     """It leaves within seconds, and the next launch does the evaluation; the epoch's training is not lost."""
     line = words(tmp_path, "long")
