@@ -92,6 +92,16 @@ def test_an_elastic_restart_ends_the_same(fault, ranks, tmp_path, undisturbed):
     assert_same_end(tmp_path / "restarted", undisturbed[ranks])
 
 
+@pytest.mark.parametrize("strategy", ["pipeline", "tp strategy.tp=2", "fsdp"])
+def test_an_elastic_restart_of_a_cut_model_ends_the_same(strategy, tmp_path):
+    line = f"torchrun --standalone --max-restarts=1 --nproc_per_node=2 train.py strategy={strategy}"
+    for name, more in (("whole", ()), ("cut", ("checkpoint.every_steps=2", "inject=crash@rank=1,step=8"))):
+        code, output = launch(line, *words(tmp_path, name, *more))
+        assert code == 0, output
+    assert "started again after error: rank 1 on" in output
+    assert_same_end(tmp_path / "cut", tmp_path / "whole")
+
+
 TOLD = {
     "crash": "is gone without a word",
     "segfault": "is gone without a word",
