@@ -32,6 +32,7 @@ from ddp_lab.decisions import Decisions
 from ddp_lab.errors import TrainingError
 from ddp_lab.guard import Guard, Preempted
 from ddp_lab.inject import Fault
+from ddp_lab.levers import Levers
 from ddp_lab.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.loop import fit, is_over
 from ddp_lab.plan import Plan
@@ -81,6 +82,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices.model} on {choices.data}, {cfg.precision}")
     log.info(plan)
+    levers = Levers.choose(cfg, strategy)
     if run_dir.failure:
         log.warning(f"started again after {run_dir.failure}")
 
@@ -89,9 +91,9 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     with Watch(run_dir, runtime, cfg.timeout) as watch:
         if not strategy.one_process:
             runtime.open_group()
-        strategy.setup(model)
+        strategy.setup(levers.shape(model, runtime))
         log.info(strategy.describe())
-        optimizer = build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr)
+        optimizer = levers.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
         warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
         scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
 
@@ -107,11 +109,20 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
 
         logger = open_logger(cfg, run_dir.path, progress.epoch, dataset, strategy, plan) if runtime.rank == 0 else Logger()
         step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip")
+        step = levers.build(step, loaders[0])
         if cfg.inject:
             step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
         every = cfg.checkpoint
         guard = Guard(
-            checkpoints, decisions, watch, progress, every.every_epochs, every.every_steps, every.on_error, cfg.on_nan
+            checkpoints,
+            decisions,
+            watch,
+            progress,
+            every.every_epochs,
+            every.every_steps,
+            every.on_error,
+            cfg.on_nan,
+            step.tally,
         )
         try:
             fit(strategy, step, *loaders, logger, guard, progress, cfg.epochs, cfg.patience)

@@ -81,6 +81,9 @@ class Config(NamedTuple):
     max_grad_norm: Positive | None
     device: Literal["auto"] | DeviceName
     precision: Literal["float32", "bf16"]
+    cuda_graph: bool
+    compile: bool
+    channels_last: bool
     timeout: Positive
     name: RunName | None
     runs_dir: str

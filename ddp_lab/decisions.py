@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.runtime import Runtime
+from ddp_lab.tally import NEVER, Tally
 
 PERIOD = 0.5  # seconds between two exchanges, about
-LONGEST = 100  # steps
+LONGEST = 1000  # steps
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,17 @@ class Answer:
 
 
 class Decisions:
-    """Call `watch` with every step's sums, `after` behind every step, `now` before anything that must not be regretted."""
+    """Call `after` behind a step that is `due`, `now` before anything that must not be regretted."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.preempted = False
         self._answer: Answer | None = None
-        self.begin(0)
-        self._losses = torch.zeros(LONGEST, dtype=torch.float64, device=runtime.device)  # of the steps since the last exchange
-        steps = 1 + torch.arange(LONGEST, dtype=torch.float64, device=runtime.device)
-        self._numbers = steps * runtime.world_size + runtime.rank
 
-    def begin(self, step: int) -> None:
-        """Behind which step this launch starts."""
+    def begin(self, step: int, tally: Tally) -> None:
+        """Behind which step this launch starts, and where its steps' losses are."""
+        self.tally = tally
+        tally.begin(step)
         self._next, self._last_step, self._last_time = step + 1, step, time.monotonic()
 
     def listen(self) -> None:
@@ -79,10 +78,6 @@ class Decisions:
         if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:  # which sends it again itself
             raise KeyboardInterrupt  # asked for twice: at once
         self.preempted = True
-
-    def watch(self, step: int, sums: torch.Tensor) -> None:
-        """Keeps a step's loss, on the device: one small copy, without waiting for it."""
-        self._losses[step - self._last_step - 1].copy_(sums[0], non_blocking=True)
 
     def due(self, step: int) -> bool:
         return step >= self._next
@@ -111,16 +106,18 @@ class Decisions:
 
     def _exchange(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Answer:
         # The first step that was not finite and its rank in one number, negative, so that MAX finds the earliest.
-        numbers = self._numbers + self._last_step * self.runtime.world_size
-        first = torch.where(self._losses.isfinite(), -math.inf, -numbers).max()
-        self._losses.zero_()
+        bad = self.tally.first_bad
+        first = torch.where(bad == NEVER, -math.inf, -(bad * self.runtime.world_size + self.runtime.rank).double())
+        bad.fill_(NEVER)
         elapsed = max(time.monotonic() - self._last_time, 1e-6)
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
         self._last_step, self._last_time = step, time.monotonic()
         host = torch.tensor([float(self.preempted), float(unwritten), -float(steps)], dtype=torch.float64)
         ruined = [1.0 - tensor.isfinite().all().double().to(first) for tensor in weights]
         ruined = torch.stack(ruined).max() if ruined else torch.zeros_like(first)
-        answer = torch.cat([torch.stack([first, ruined]), host.to(self.runtime.device, non_blocking=True)])
+        answer = torch.cat(
+            [torch.stack([first.to(self.runtime.device), ruined]), host.to(self.runtime.device, non_blocking=True)]
+        )
         if self.runtime.world_size > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return Answer(answer)

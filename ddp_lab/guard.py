@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-
 from ddp_lab.checkpoint import Checkpoints, Progress
 from ddp_lab.decisions import Decisions, Verdict
 from ddp_lab.errors import TrainingError
 from ddp_lab.logger import log
 from ddp_lab.strategies.base import local
+from ddp_lab.tally import Tally
 from ddp_lab.watch import Watch
 
 
@@ -25,6 +24,7 @@ class Guard:
         every_epochs, every_steps: when to save; the last epoch is saved in any case.
         on_error: of a checkpoint that cannot be written.
         on_nan: of a loss that is not finite.
+        tally: where the losses of the steps are.
 
     Attributes:
         progress: where the run was saved last, or stood at the start.
@@ -40,11 +40,12 @@ class Guard:
         every_steps: int | None,
         on_error: str,
         on_nan: str,
+        tally: Tally,
     ):
         self.checkpoints, self.decisions, self.watch = checkpoints, decisions, watch
         self.every_epochs, self.every_steps, self.on_error, self.on_nan = every_epochs, every_steps, on_error, on_nan
         self.progress = progress
-        decisions.begin(progress.step)
+        decisions.begin(progress.step, tally)
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """The loader's, each shown to the watch."""
@@ -54,17 +55,12 @@ class Guard:
             yield batch
             self.watch.at("loading", progress.epoch, progress.step + 1)
 
-    def counted(self, sums: torch.Tensor) -> torch.Tensor:
-        """A step's part of the epoch's sums: nothing, where it was left out."""
-        return torch.where(sums.isfinite().all(), sums, 0) if self.on_nan == "skip" else sums
-
-    def after_step(self, sums: torch.Tensor, progress: Progress, here: Callable[[], Progress]) -> None:
+    def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
         """Behind every step. `here` completes `progress` by the sums so far, and is collective.
 
         Raises:
             Preempted, TrainingError: on all ranks alike.
         """
-        self.decisions.watch(progress.step, sums)
         self._boundary(progress.step, progress, here)
         if self.every_steps and progress.step % self.every_steps == 0:
             self.save(here())

@@ -23,8 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Any
 
 KINDS = ("crash", "segfault", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")
 
@@ -49,18 +48,18 @@ class Fault:
         self.kind, self.at = kind, at if faulty == rank else None
         self.word = word
 
-    @property
-    def lr(self) -> float:
-        return self.step.lr
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
 
-    def __call__(self, batch) -> torch.Tensor:
+    def __call__(self, batch: Any) -> None:
         self.taken += 1
         done = self.run_dir / ".injected"
         if self.taken == self.at and not (done.exists() and self.word in done.read_text()):
             with done.open("a") as file:
                 file.write(self.word + "\n")
-            return getattr(self, f"_{self.kind}")(batch)
-        return self.step(batch)
+            getattr(self, f"_{self.kind}")(batch)
+        else:
+            self.step(batch)
 
     def _crash(self, batch):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -80,15 +79,15 @@ class Fault:
 
     def _slow(self, batch):
         time.sleep(3)
-        return self.step(batch)
+        self.step(batch)
 
     def _nan(self, batch):
-        return self.step(batch._replace(inputs=batch.inputs * float("nan")))
+        self.step.poison(batch)
 
     def _sigterm(self, batch):
         os.kill(os.getpid(), signal.SIGTERM)
-        return self.step(batch)
+        self.step(batch)
 
     def _disk_full(self, batch):
         self.fill_disk()
-        return self.step(batch)
+        self.step(batch)

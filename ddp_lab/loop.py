@@ -68,21 +68,20 @@ def train_epoch(
     """The steps of an epoch that are left, and where the run stands behind them."""
     loader.set_epoch(before.epoch, before.samples)
     strategy.train()
-    totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
+    step.tally.totals.zero_()
     progress, start = replace(before), time.perf_counter()
 
     def here() -> Progress:
         """Collective; waits for the device."""
-        sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(totals.clone()), strict=True)]
+        sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(step.tally.totals.clone()), strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
     done = -(-before.samples // loader.batch_size)
-    batches = guard.batches("training", loader, progress)
+    batches = guard.batches("training", step.batches(loader), progress)
     for batch in logger.progress(batches, f"epoch {before.epoch}/{epochs}", done, len(loader)):
-        sums = step(batch)
-        totals += guard.counted(sums)
+        step(batch)
         progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
-        guard.after_step(sums, progress, here)
+        guard.after_step(progress, here)
     return here()
 
 

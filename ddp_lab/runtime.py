@@ -149,6 +149,11 @@ class Runtime:
                 "scripts/slurm/train.sbatch does"
             )
 
+    def leave_default_stream(self) -> None:
+        """All work from here on goes to another stream: CUDA graphs cannot be recorded on the default one, nor of what waits
+        for it, as the gradients of a DDP made there do."""
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))
+
     def autocast(self) -> torch.autocast:
         """Mixed precision for the forward pass; a no-op with precision=float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")

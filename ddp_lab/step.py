@@ -1,10 +1,13 @@
 """One training step as a callable."""
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from ddp_lab.data.loaders import Batch
+from ddp_lab.data.loaders import Batch, Loader
 from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.tally import Tally
 
 
 class Step:
@@ -16,6 +19,7 @@ class Step:
         skip_not_finite: a batch whose gradient is not finite counts as one with a gradient of zeros.
 
     Attributes:
+        tally: of the losses, taken before the optimizer's step.
         lr: the learning rate of the last step taken.
     """
 
@@ -30,9 +34,20 @@ class Step:
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
+        self.tally = Tally(strategy.device, skip_not_finite)
+        self.lr = 0.0
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        """Returns this rank's [loss_sum, correct, count], taken before the optimizer's step; does not wait for the device."""
+    def batches(self, loader: Loader) -> Iterable[Batch]:
+        """What a call is to be given, one after the other, for the rest of the epoch."""
+        return loader
+
+    def __call__(self, batch: Batch) -> None:
+        """Does not wait for the device."""
+        self.compute(batch)
+        self.advance()
+
+    def compute(self, batch: Batch) -> None:
+        """What the device does in a step: all that a CUDA graph of it holds."""
         buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if self.skip_not_finite else []
         sums = self.strategy.forward_backward(*batch, self.accumulate)
         if self.max_grad_norm is not None or self.skip_not_finite:
@@ -42,11 +57,18 @@ class Step:
             if self.max_grad_norm is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp cannot have it
                 clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm.nan_to_num(), foreach=foreach)
-        self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
-        self.scheduler.step()
         self.optimizer.zero_grad()
-        return sums
+        self.tally.add(sums)
+
+    def advance(self) -> None:
+        """What the host does: the learning rate of the next step."""
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step()
+
+    def poison(self, batch: Batch) -> None:
+        """As a call, with images that are not numbers."""
+        self(batch._replace(inputs=batch.inputs * float("nan")))
 
     def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
         """Leaves no trace of the batch in gradients and BatchNorm's statistics, on every rank alike: the norm is the whole

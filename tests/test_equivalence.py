@@ -24,11 +24,13 @@ HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # what 4 does not divide:
 
 
 def scratch(algorithm: str = "flat", batch_norm: str = "local", **case) -> Case:
-    return Case(Scratch, (("algorithm", algorithm), ("batch_norm", batch_norm)), **case)
+    """Buckets of 16 KiB: LeNet has five."""
+    return Case(Scratch, (("algorithm", algorithm), ("bucket_mb", 1 / 64), ("batch_norm", batch_norm)), **case)
 
 
-def ddp(batch_norm: str = "local", **case) -> Case:
-    return Case(DDP, (("batch_norm", batch_norm),), **case)
+def ddp(batch_norm: str = "local", view: bool = False, static: bool = False, hook: str = "none", **case) -> Case:
+    options = {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": view, "static_graph": static, "comm_hook": hook}
+    return Case(DDP, (("batch_norm", batch_norm), *options.items()), **case)
 
 
 def fsdp(reshard: bool = True, batch_norm: str = "local", **case) -> Case:
@@ -78,6 +80,10 @@ ONE = [
 REPLICAS = [
     scratch("per_tensor", start=1),
     scratch("flat", start=1),
+    scratch("star", **ALMOST_EMPTY),
+    scratch("ring", **CLIPPED),
+    scratch("bucketed"),
+    scratch("bucketed", accumulate=3, **CLIPPED),
     scratch(loader="workers"),
     scratch(**ALMOST_EMPTY),
     scratch(accumulate=3, **CLIPPED),
@@ -85,6 +91,8 @@ REPLICAS = [
     ddp(loader="workers"),
     ddp(**ALMOST_EMPTY),
     ddp(accumulate=3, **CLIPPED),
+    ddp(view=True),
+    ddp(static=True, accumulate=2),
 ]
 SHARDED = [fsdp(), fsdp(reshard=False), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED)]
 MODEL_PARALLEL = {

@@ -31,6 +31,7 @@ from ddp_lab.decisions import Decisions
 from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.dp import DP
 from ddp_lab.strategies.split import Split
+from ddp_lab.tally import Tally
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
 REPLICAS = [
@@ -164,16 +165,17 @@ def decide_without_waiting() -> int:
     runtime = Runtime("cuda")
     decisions = Decisions(runtime)
     sums = torch.ones(3, dtype=torch.float64, device=runtime.device)
+    decisions.begin(0, tally := Tally(runtime.device))
     exchanges = 0
     torch.cuda.set_sync_debug_mode("error")
     for step in range(1, 301):
         torch.cuda._sleep(10_000_000)  # some milliseconds of work
-        decisions.watch(step, sums)
+        tally.add(sums)
         if decisions.due(step):
             exchanges += 1
             decisions.after(step, unwritten=False)
     torch.cuda.set_sync_debug_mode("default")
-    decisions.watch(301, sums * float("nan"))
+    tally.add(sums * float("nan"))
     assert decisions.now(301, unwritten=False).not_finite == (301, 0)
     return exchanges
 

@@ -114,10 +114,10 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     for epoch in range(progress.epoch, case.epochs + 1):
         loaders[0].set_epoch(epoch)
         strategy.train()
-        totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
+        step.tally.totals.zero_()
         for batch in loaders[0]:
-            totals += step(batch)
-        sums.append(strategy.total(totals))
+            step(batch)
+        sums.append(strategy.total(step.tally.totals))
         if case.save:
             strategy.train(False)
             checkpoints.save(Progress(epoch + 1, step=epoch * len(loaders[0])))

@@ -35,6 +35,17 @@ class Batch(NamedTuple):
     count: int
 
 
+class Turn(NamedTuple):
+    """A batch that the device will gather itself (`DeviceLoader.take`).
+
+    size: samples of this rank's share.
+    count: samples in the GLOBAL batch.
+    """
+
+    size: int
+    count: int
+
+
 class Shard(DistributedSampler):
     """From the middle of an epoch, too.
 
@@ -46,6 +57,16 @@ class Shard(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         return islice(super().__iter__(), self.start, None)
+
+    def indices(self) -> torch.Tensor:
+        """What iterating gives, int64, without a Python integer for each sample: 5 ms an epoch of 60,000, as long as LeNet
+        trains on 4,000 of them."""
+        n = len(self.dataset)
+        order = torch.arange(n)
+        if self.shuffle:
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        order = order.repeat(math.ceil(self.total_size / n))[: self.total_size]
+        return order[self.rank :: self.num_replicas][self.start :]
 
 
 class Loader(ABC):
@@ -105,14 +126,23 @@ class Loader(ABC):
         self.sampler.set_epoch(epoch)
         self.sampler.start = math.ceil(samples / self.dp_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def turns(self) -> Iterator[Turn]:
+        """The sizes of the batches that are left of the epoch."""
         start = self.sampler.start
-        for step, (images, targets) in enumerate(self._raw_batches()):
-            repeated = start + step * self.local_batch_size + len(targets) - self.real
-            if repeated > 0:
-                targets[-repeated:] = IGNORE
-            count = min(self.batch_size, len(self.split.targets) - start * self.dp_size - step * self.batch_size)
-            yield Batch(images * self.scale - self.shift, targets, count)
+        for first in range(start, self.sampler.num_samples, self.local_batch_size):
+            size = min(self.local_batch_size, self.sampler.num_samples - first)
+            yield Turn(size, min(self.batch_size, len(self.split.targets) - first * self.dp_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        first = self.sampler.start
+        for turn, (images, targets) in zip(self.turns(), self._raw_batches(), strict=True):
+            first += turn.size
+            if first > self.real:
+                targets[self.real - first :] = IGNORE
+            yield Batch(self.normalise(images), targets, turn.count)
+
+    def normalise(self, images: torch.Tensor) -> torch.Tensor:
+        return images * self.scale - self.shift
 
     @abstractmethod
     def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -125,13 +155,32 @@ class DeviceLoader(Loader):
     def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
         super().__init__(split, batch_size, device=device, **share)
         self.images, self.targets = split.images.to(device), split.targets.to(device)
+        # For `take`: the epoch's order and its targets, where graphs expect them, and how far the epoch is.
+        self._order = torch.zeros(self.sampler.num_samples, dtype=torch.int64, device=device)
+        self._wanted = torch.zeros_like(self._order)
+        self._places = torch.arange(self.local_batch_size, device=device)
+        self._first = torch.zeros((), dtype=torch.int64, device=device)
 
     def _raw_batches(self):
-        indices = list(self.sampler)
-        if not indices:
+        indices = self.sampler.indices()
+        if not len(indices):
             return
-        for index in torch.tensor(indices, device=self.device).split(self.local_batch_size):
+        for index in indices.to(self.device).split(self.local_batch_size):
             yield self.images[index], self.targets[index]
+
+    def deal(self) -> None:
+        """Puts what is left of the epoch where `take` finds it."""
+        start, indices = self.sampler.start, self.sampler.indices()
+        self._order[start:] = indices.to(self.device)
+        self._wanted[start:] = self.targets[self._order[start:]]
+        self._wanted[self.real :] = IGNORE
+        self._first.fill_(start)
+
+    def take(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch's inputs and targets. Nothing of it is decided on the host, so that a CUDA graph can hold it."""
+        places = self._places[:size] + self._first
+        self._first += size
+        return self.normalise(self.images[self._order[places]]), self._wanted[places]
 
 
 def ignore_signals(worker: int) -> None:

@@ -22,6 +22,8 @@ from ddp_lab.strategies.batch_norm import BatchNorm
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 
+ALL_LEVERS = frozenset({"cuda_graph", "compile", "channels_last"})
+
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -43,6 +45,12 @@ def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tor
     return torch.stack([loss.detach().double(), correct.double(), count.double()])
 
 
+def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss to go backward from, and the three sums."""
+    loss = loss_sum(logits, targets)
+    return loss / divisor, sums(loss, logits, targets)
+
+
 class Strategy(ABC):
     """One way of spreading a training step over devices.
 
@@ -56,6 +64,7 @@ class Strategy(ABC):
         dp_rank, dp_size: which share of every batch this rank reads.
         dp_group: the ranks that hold the same part of the model and other data; None: all ranks.
         batch_norm: what its BatchNorm layers take their statistics over.
+        levers: which of cuda_graph, compile and channels_last it can take.
         reports: whether this rank's sums count; true on one rank of each replica.
         device: where this rank's batches are wanted.
         replicas: how many copies of the model share a global batch.
@@ -66,6 +75,7 @@ class Strategy(ABC):
     """
 
     one_process: ClassVar[bool] = False
+    levers: ClassVar[frozenset[str]] = frozenset()
     save_options: ClassVar[StateDictOptions] = WHOLE
 
     module: nn.Module
@@ -83,6 +93,7 @@ class Strategy(ABC):
         self.reports = True
         self.batch_norm: BatchNorm = "local"
         self.dp_group: dist.ProcessGroup | None = None
+        self.measure = measure
         self.lay_out()
 
     @property
@@ -122,6 +133,12 @@ class Strategy(ABC):
     @abstractmethod
     def setup(self, model: Chain) -> None:
         """Places, wraps or cuts `model` (on the CPU, the same on every rank)."""
+
+    def compile(self) -> None:
+        """Fuses the kernels of forward, loss and backward by torch.compile; for strategies that have it among their `levers`.
+        Before setup's `module` has run, so that the first batch compiles."""
+        self.measure = torch.compile(measure)
+        self.module.compile()
 
     def describe(self) -> str:
         """One line for the log: what is where. After setup."""
@@ -167,7 +184,7 @@ class Strategy(ABC):
             results = [self.add_gradient(*piece, count) for piece in early]
         results.append(self.add_gradient(*last, count))
         self.reduce_gradients()
-        return sum(results)
+        return sum(results[1:], results[0])
 
     def _without_repetitions(self, pieces: list[Piece], count: int) -> list[Piece]:
         """Less the samples that fill up a ragged batch: they have no loss, but would count in the batch's statistics."""
@@ -181,9 +198,9 @@ class Strategy(ABC):
         """Adds the gradient of one piece of a batch to `.grad`; returns the piece's three sums."""
         with self.autocast():
             logits = self.forward(inputs)
-        loss = loss_sum(logits, targets)
-        (loss / self.divisor(count)).backward()
-        return sums(loss, logits, targets)
+        loss, results = self.measure(logits, targets, self.divisor(count))
+        loss.backward()
+        return results
 
     def gradient_norm(self) -> torch.Tensor:
         """The L2 norm of the whole model's gradient, [], the same on every rank. After forward_backward; collective."""

@@ -1,13 +1,16 @@
 """torch's DistributedDataParallel: what scratch.py does, with the communication hidden behind the backward pass."""
 
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_lab.config import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import ALL_LEVERS, Strategy, measure
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
 
@@ -16,18 +19,49 @@ class DDP(Strategy):
 
     Args:
         batch_norm: over what BatchNorm takes its statistics while training.
+        bucket_cap_mb: gradients travel in buckets of so many MiB, each as soon as its last one is computed.
+        gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
+        static_graph: promises that every step uses the same parameters in the same order, which saves bookkeeping.
+        comm_hook: what travels: the gradients, their bf16 roundings, or a low-rank approximation whose error is fed back
+            (PowerSGD, Vogels et al. 2019, arXiv:1905.13727; that error is not in checkpoints). The last two change the result.
     """
 
-    def __init__(self, runtime: Runtime, batch_norm: BatchNorm):
+    levers = ALL_LEVERS
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        batch_norm: BatchNorm,
+        bucket_cap_mb: Positive,
+        gradient_as_bucket_view: bool,
+        static_graph: bool,
+        comm_hook: Literal["none", "bf16", "powersgd"],
+    ):
         super().__init__(runtime)
-        self.batch_norm = batch_norm
+        self.batch_norm, self.comm_hook = batch_norm, comm_hook
+        self.options = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
 
     def setup(self, model: Chain) -> None:
         self.module = set_batch_norm(model.to(self.device), self.batch_norm)
         device_ids = [self.device] if self.device.type == "cuda" else None
-        self.forward = DistributedDataParallel(self.module, device_ids=device_ids)
+        self.forward = DistributedDataParallel(self.module, device_ids=device_ids, **self.options)
         self.forward.broadcast_buffers = False  # they travel when training is left (Strategy.train), not at every step
+        if self.comm_hook == "bf16":
+            self.forward.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif self.comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+            self.forward.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._settle_buckets(model)
+
+    def compile(self) -> None:
+        """Block by block: a gradient travels when its block's backward ends, not when all have."""
+        self.measure = torch.compile(measure)
+        for block in self.module:
+            block.compile()
 
     def _settle_buckets(self, model: Chain) -> None:
         """DDP lays out its buckets anew after its first backward, in the order that gradients came in. With more than two ranks

@@ -34,6 +34,7 @@ class Split(Strategy):
     """
 
     one_process = True
+    levers = frozenset({"channels_last"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)

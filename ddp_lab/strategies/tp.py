@@ -24,10 +24,10 @@ from ddp_lab.config import Count
 from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
+from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
-from ddp_lab.strategies.scratch import all_reduce_flat
 
 
 class ShardedConv2d(nn.Module):
@@ -119,7 +119,7 @@ class TP(Strategy):
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
             gradients = [parameter.grad for parameter in self.parameters()]
-            all_reduce_flat([local(gradient) for gradient in gradients], self.dp_group)
+            flat([local(gradient) for gradient in gradients], self.dp_group)
 
     def param_groups(self) -> list[dict[str, Any]]:
         # DTensors and tensors (BatchNorm's, say) are mixed, which the optimizers' one call for all parameters cannot take.

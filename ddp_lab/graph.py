@@ -1,0 +1,112 @@
+"""A whole training step as one CUDA graph: gather, forward, backward, all-reduce, optimizer.
+
+Launched kernel by kernel, a step of LeNet takes the host ten times as long as the GPU. A graph is recorded once and
+replayed by one call; what changes from step to step (the batch, the learning rate) it reads from memory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ddp_lab.data.loaders import Batch, DeviceLoader, Turn
+from ddp_lab.step import Step
+
+WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
+
+
+class GraphStep:
+    """A `Step` for the turns of a DeviceLoader.
+
+    Args:
+        step: all of it must run on the current stream, which must not be the default one.
+    """
+
+    def __init__(self, step: Step, loader: DeviceLoader):
+        self.step, self.loader, self.tally = step, loader, step.tally
+        self.rate = torch.zeros((), device=step.strategy.device)
+        self.graphs: dict[Turn, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def lr(self) -> float:
+        return self.step.lr
+
+    def record(self) -> None:
+        """Warms up, then records a graph for each size of a batch. Changes no state. Collective."""
+        self.loader.set_epoch(1)
+        self.loader.deal()
+        turns = sorted(set(self.loader.turns()), reverse=True)
+        warm_up(self.step, [lambda turn=turn: self._batch(turn) for turn in turns], WARM_UP)
+        groups = self.step.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = self.rate  # read at every replay
+        pool = torch.cuda.graph_pool_handle()
+        for turn in turns:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.step.compute(self._batch(turn))
+            self.graphs[turn] = graph
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def batches(self, loader: DeviceLoader) -> Iterable[Turn]:
+        loader.deal()
+        return loader.turns()
+
+    def __call__(self, turn: Turn) -> None:
+        if turn in self.graphs:
+            self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
+            self.graphs[turn].replay()
+            self.step.advance()
+        else:  # after a resume with another batch size there may be one
+            self.step(self._batch(turn))
+
+    def poison(self, turn: Turn) -> None:
+        """As a call, with images that are not numbers; kernel by kernel."""
+        self.step.poison(self._batch(turn))
+
+    def _batch(self, turn: Turn) -> Batch:
+        return Batch(*self.loader.take(turn.size), turn.count)
+
+
+def compile_step(step: Step, loader: DeviceLoader | None) -> None:
+    """Everything of a step but its collectives and the optimizer. What is compiled is the first batch's shape; other sizes, and
+    evaluation, run as they are: compiling them would take as long again."""
+    step.strategy.compile()
+    step.tally.add = torch.compile(step.tally.add)
+    if loader is not None:
+        loader.take = torch.compile(loader.take)
+
+
+def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
+    """Steps that do not count: behind them all is compiled, tuned and allocated, and the state is what it was. Collective."""
+    with unchanged(step):
+        for batch in batches:
+            for _ in range(times):
+                step.compute(batch())
+            torch.compiler.set_stance("eager_on_recompile")
+
+
+@contextmanager
+def unchanged(step: Step) -> Iterator[None]:
+    """Puts weights, buffers, the optimizer's state and the tally back, in place. State that was not there yet becomes zeros,
+    which is what SGD and Adam begin with."""
+    module, optimizer = step.strategy.module, step.optimizer
+    held = [*module.parameters(), *module.buffers(), step.tally.totals, step.tally.step, step.tally.first_bad]
+    before = [tensor.detach().clone() for tensor in held]
+    moments = {(parameter, key): value.clone() for parameter, key, value in state_of(optimizer)}
+    yield
+    with torch.no_grad():
+        for tensor, old in zip(held, before, strict=True):
+            tensor.copy_(old)
+        for parameter, key, value in state_of(optimizer):
+            old = moments.get((parameter, key))
+            value.zero_() if old is None else value.copy_(old)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield parameter, key, value

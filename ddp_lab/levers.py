@@ -1,0 +1,69 @@
+"""What can make a step faster, on where it helps: one CUDA graph, torch.compile, channels_last."""
+
+from typing import NamedTuple
+
+import torch
+from omegaconf import DictConfig
+
+from ddp_lab.data.loaders import Loader
+from ddp_lab.graph import GraphStep, compile_step, warm_up
+from ddp_lab.logger import log
+from ddp_lab.models.chain import Chain
+from ddp_lab.runtime import Runtime
+from ddp_lab.step import Step
+from ddp_lab.strategies.base import Strategy
+
+
+class Levers(NamedTuple):
+    """Which are on, of those the config asks for."""
+
+    cuda_graph: bool
+    compile: bool
+    channels_last: bool
+
+    @classmethod
+    def choose(cls, cfg: DictConfig, strategy: Strategy) -> "Levers":
+        """Leaves off what would not work, and says why."""
+        return cls(**{name: bool(cfg[name]) and not refused(name, cfg, strategy) for name in cls._fields})
+
+    def shape(self, model: Chain, runtime: Runtime) -> Chain:
+        """Before the strategy gets the model."""
+        if self.cuda_graph:
+            runtime.leave_default_stream()
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Before the optimizer has a state: a graph wants Adam's step counters on the GPU."""
+        for group in optimizer.param_groups:
+            if self.cuda_graph and "capturable" in group:
+                group["capturable"] = True
+        return optimizer
+
+    def build(self, step: Step, loader: Loader) -> Step | GraphStep:
+        """The step to train with, compiled and recorded. Collective."""
+        if self.compile:
+            compile_step(step, loader if self.cuda_graph else None)
+        if self.cuda_graph:
+            graph = GraphStep(step, loader)
+            graph.record()
+            return graph
+        if self.compile:
+            loader.set_epoch(1)
+            first = next(iter(loader))
+            warm_up(step, [lambda: first], 2)
+        return step
+
+
+def refused(name: str, cfg: DictConfig, strategy: Strategy) -> bool:
+    reason = None
+    if name not in strategy.levers:
+        reason = f"strategy={strategy.name} cannot"
+    elif name == "cuda_graph" and strategy.device.type != "cuda":
+        reason = "there is no GPU"
+    elif name == "cuda_graph" and cfg.data.loader != "device":
+        reason = f"data.loader={cfg.data.loader} has the batches on the host; data.loader=device has them on the GPU"
+    elif name == "cuda_graph" and strategy.batch_norm == "sync":
+        reason = "strategy.batch_norm=sync has the host wait for every layer's statistics"
+    if reason:
+        log.info(f"{name}=true: left off, because {reason}")
+    return reason is not None
