@@ -36,11 +36,11 @@ class GraphStep:
         self.loader.set_epoch(1)
         self.loader.deal()
         turns = sorted(set(self.loader.turns()), reverse=True)
-        warm_up(self.step, [lambda turn=turn: self._batch(turn) for turn in turns], WARM_UP)
         groups = self.step.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = self.rate  # read at every replay
+        warm_up(self.step, [lambda turn=turn: self._batch(turn) for turn in turns], WARM_UP)
         pool = torch.cuda.graph_pool_handle()
         for turn in turns:
             graph = torch.cuda.CUDAGraph()
@@ -71,12 +71,13 @@ class GraphStep:
 
 
 def compile_step(step: Step, loader: DeviceLoader | None) -> None:
-    """Everything of a step but its collectives and the optimizer. What is compiled is the first batch's shape; other sizes, and
+    """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
     evaluation, run as they are: compiling them would take as long again."""
     step.strategy.compile()
+    step.optimize = torch.compile(step.optimizer.step)
     step.tally.add = torch.compile(step.tally.add)
     if loader is not None:
-        loader.take = torch.compile(loader.take)
+        loader.take = torch.compile(loader.take, dynamic=False)
 
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:

@@ -33,10 +33,12 @@ class Levers(NamedTuple):
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
     def settle(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Before the optimizer has a state: a graph wants Adam's step counters on the GPU."""
-        for group in optimizer.param_groups:
-            if self.cuda_graph and "capturable" in group:
+        """Before the optimizer has a state. A graph wants Adam's step counters and the learning rate read on the GPU."""
+        for group in optimizer.param_groups if self.cuda_graph else []:
+            if "capturable" in group:
                 group["capturable"] = True
+            if "fused" in group and not self.compile:
+                group["fused"] = True
         return optimizer
 
     def build(self, step: Step, loader: Loader) -> Step | GraphStep:

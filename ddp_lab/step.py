@@ -35,6 +35,7 @@ class Step:
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
         self.tally = Tally(strategy.device, skip_not_finite)
+        self.optimize = optimizer.step
         self.lr = 0.0
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
@@ -57,7 +58,7 @@ class Step:
             if self.max_grad_norm is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp cannot have it
                 clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm.nan_to_num(), foreach=foreach)
-        self.optimizer.step()
+        self.optimize()
         self.optimizer.zero_grad()
         self.tally.add(sums)
 

@@ -137,8 +137,15 @@ class Strategy(ABC):
     def compile(self) -> None:
         """Fuses the kernels of forward, loss and backward by torch.compile; for strategies that have it among their `levers`.
         Before setup's `module` has run, so that the first batch compiles."""
-        self.measure = torch.compile(measure)
-        self.module.compile()
+        self.measure = torch.compile(measure, dynamic=False)
+        self.forward = torch.compile(self.module, dynamic=False)
+
+    def compile_blocks(self) -> None:
+        """As `compile`, but block by block, so that a block's gradients are there when its own backward ends."""
+        torch._dynamo.config.recompile_limit = 64  # ResNet's blocks are one function to it, and each has its own shape
+        self.measure = torch.compile(measure, dynamic=False)
+        for block in self.module:
+            block.forward = torch.compile(block.forward, dynamic=False)
 
     def describe(self) -> str:
         """One line for the log: what is where. After setup."""

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_lab.config import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
-from ddp_lab.strategies.base import ALL_LEVERS, Strategy, measure
+from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
 
@@ -58,10 +58,7 @@ class DDP(Strategy):
         self._settle_buckets(model)
 
     def compile(self) -> None:
-        """Block by block: a gradient travels when its block's backward ends, not when all have."""
-        self.measure = torch.compile(measure)
-        for block in self.module:
-            block.compile()
+        self.compile_blocks()
 
     def _settle_buckets(self, model: Chain) -> None:
         """DDP lays out its buckets anew after its first backward, in the order that gradients came in. With more than two ranks

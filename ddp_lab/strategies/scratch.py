@@ -22,7 +22,7 @@ from ddp_lab.config import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB
-from ddp_lab.strategies.base import ALL_LEVERS, Strategy, measure
+from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
 
@@ -57,13 +57,7 @@ class Scratch(Strategy):
             self.buckets = Buckets(model.parameters(), self.bucket_bytes)
 
     def compile(self) -> None:
-        """As a whole; block by block where gradients are to travel when their block's backward ends."""
-        if self.buckets is None:
-            super().compile()
-            return
-        self.measure = torch.compile(measure)
-        for block in self.module:
-            block.compile()
+        super().compile() if self.buckets is None else self.compile_blocks()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
