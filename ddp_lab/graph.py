@@ -73,6 +73,7 @@ class GraphStep:
 def compile_step(step: Step, loader: DeviceLoader | None) -> None:
     """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
     evaluation, run as they are: compiling them would take as long again."""
+    torch.compiler.set_stance("default")
     step.strategy.compile()
     step.optimize = torch.compile(step.optimizer.step)
     step.tally.add = torch.compile(step.tally.add)

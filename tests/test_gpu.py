@@ -4,6 +4,7 @@ python -m pytest -m gpu
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,8 +29,10 @@ from training import Case, largest_difference, run_cases
 from worlds import once, run_world
 
 from ddp_lab.decisions import Decisions
+from ddp_lab.levers import Levers
 from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.dp import DP
+from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.tally import Tally
 
@@ -158,6 +161,58 @@ def test_bf16(strategy, tmp_path):
     code, output = launch(line, f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
+
+
+GRAPH, FUSED, BOTH = Levers(True, False, False), Levers(False, True, True), Levers(True, True, True)
+
+
+def pulled(levers: Levers, *cases: Case) -> list[Case]:
+    return [replace(case, levers=levers) for case in cases]
+
+
+ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat", "bucketed", "ring")]
+ALONE = [
+    case for levers in (GRAPH, FUSED, BOTH) for case in pulled(levers, Case(Single), Case(Single, **CLIPPED, accumulate=3))
+]
+TOGETHER = [
+    *pulled(GRAPH, *ALGORITHMS, ddp(), ddp(view=True, static=True), ddp(**CLIPPED, accumulate=3)),
+    *pulled(FUSED, scratch("bucketed"), ddp()),
+    *pulled(BOTH, scratch("flat"), scratch("bucketed", samples=97), ddp(**CLIPPED)),
+]
+
+
+@once
+def graphed(size: int) -> list[dict]:
+    return run_world(size, run_cases, ALONE if size == 1 else TOGETHER, "cuda", timeout=300)
+
+
+def lever_name(case: Case) -> str:
+    return name(case) + "-" + "-".join(key for key, on in case.levers._asdict().items() if on)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("case", ALONE, ids=lever_name)
+def test_levers_leave_the_result_alone_on_a_gpu(case):
+    assert_equal(graphed(1)[0][case], reference(case.reference()), 1e-6)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("case", TOGETHER, ids=lever_name)
+def test_levers_leave_the_result_alone(case, size):
+    outcomes = graphed(size)
+    assert_equal(outcomes[0][case], reference(case.reference()), 1e-6)
+    assert len({outcome[case].digest for outcome in outcomes}) == 1
+
+
+@pytest.mark.gpu(1)
+def test_a_recorded_run_goes_on_from_a_checkpoint(tmp_path):
+    """With the weights and the momentum of the file, and not those of the steps that warm up."""
+    first = Case(Single, levers=BOTH, epochs=2, save=str(tmp_path))
+    run_world(1, run_cases, [first], "cuda", timeout=120)
+    second = replace(first, save="", epochs=3, resume=str(tmp_path / "step_00000005.pt"))
+    outcome = run_world(1, run_cases, [second], "cuda", timeout=120)[0][second]
+    expected = replace(first.reference(), epochs=3)
+    assert largest_difference(outcome.weights, run_world(1, run_cases, [expected], "cuda")[0][expected].weights) < 1e-6
 
 
 def decide_without_waiting() -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ddp_lab.checkpoint import Checkpoints, Progress
 from ddp_lab.data.datasets import Split, Synthetic
 from ddp_lab.data.loaders import LOADERS
+from ddp_lab.levers import Levers
 from ddp_lab.loop import evaluate
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
@@ -24,6 +25,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.single import Single
 
 SEED = 7
+OFF = Levers(cuda_graph=False, compile=False, channels_last=False)
 MODELS = {"lenet": (lenet, 1, 28), "resnet18": (resnet18, 3, 16)}
 
 
@@ -45,11 +47,14 @@ class Case:
     save: str = ""  # folder for checkpoints
     keep_momentum: bool = True  # gigabytes add up where many ResNets are compared
     resume: str = "never"
+    levers: Levers = OFF
     start: int = 0  # added to the seed on ranks other than 0: their start must not matter
 
     def reference(self) -> "Case":
         """The run on one device that this one must equal."""
-        return replace(self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0)
+        return replace(
+            self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0, levers=OFF
+        )
 
 
 @dataclass
@@ -103,19 +108,20 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     loaders = [LOADERS[case.loader](split, shuffle=split is train, **share) for split in (train, test)]
     model = make_model(case.model, seed=SEED + (case.start if runtime.rank else 0))
     strategy.partition(model, case.batch_size // strategy.dp_size // case.accumulate)
-    strategy.setup(model)
-    optimizer = torch.optim.SGD(strategy.param_groups(), lr=case.lr, momentum=0.9)
+    strategy.setup(case.levers.shape(model, runtime))
+    optimizer = case.levers.settle(torch.optim.SGD(strategy.param_groups(), lr=case.lr, momentum=0.9))
     scheduler = make_scheduler(optimizer, cosine, case.epochs * len(loaders[0]), warmup_steps=2)
     step = Step(strategy, optimizer, scheduler, case.accumulate, case.max_grad_norm)
     shapes = {name: tuple(tensor.shape) for name, tensor in make_model(case.model, SEED).state_dict().items()}
     checkpoints = Checkpoints(Path(case.save), runtime, strategy, optimizer, scheduler, shapes)
     sums = []
     progress = checkpoints.resume(case.resume, lambda progress: progress.step)
+    step = case.levers.build(step, loaders[0])
     for epoch in range(progress.epoch, case.epochs + 1):
         loaders[0].set_epoch(epoch)
         strategy.train()
         step.tally.totals.zero_()
-        for batch in loaders[0]:
+        for batch in step.batches(loaders[0]):
             step(batch)
         sums.append(strategy.total(step.tally.totals))
         if case.save:

@@ -1,0 +1,374 @@
+"""Measures training loops side by side: the tutorials', Accelerate's, Lightning Fabric's, ours, and the kernels alone.
+
+python scripts/bench.py                                       on the GPUs that are there, or small on the CPU
+python scripts/bench.py --gpus 1 2 4 --json runs/bench.json
+
+Images a second of the training loop alone, made-up 28x28 images, `--batch` of them on each device: the median of `--repeats`,
+and half the range between the quartiles in percent. All run one after the other on the same machine.
+
+tutorial      DistributedDataParallel, float32, 4 DataLoader workers, `loss.item()` at every step
+accelerate    the same by Hugging Face Accelerate, bf16; where it is installed
+fabric        the same by Lightning Fabric, bf16; where it is installed
+bare          hand-written, eager, float32, images on the device: the kernels of `ours eager` and nothing else
+ours eager    train.py with its defaults
+ours          train.py with every lever: cuda_graph, compile, channels_last, bf16 (float32 on the CPU, where bf16 is slower)
+kernels       the graph of `ours`, replayed without the loop
+
+Launches of train.py are read from their metrics.jsonl; the first epoch does not count.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torchvision.transforms.functional import to_tensor
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hydra import compose, initialize_config_dir  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+
+import train  # noqa: E402
+from ddp_lab.config import build  # noqa: E402
+from ddp_lab.data.datasets import Synthetic  # noqa: E402
+from ddp_lab.graph import GraphStep  # noqa: E402
+from ddp_lab.levers import Levers  # noqa: E402
+from ddp_lab.models.lenet import lenet  # noqa: E402
+from ddp_lab.models.resnet import resnet18  # noqa: E402
+from ddp_lab.plan import Plan  # noqa: E402
+from ddp_lab.runtime import Runtime  # noqa: E402
+from ddp_lab.schedule import make_scheduler  # noqa: E402
+from ddp_lab.step import Step  # noqa: E402
+
+MODELS = {"lenet": lenet, "resnet18": resnet18}
+GPU_LEVERS = ["cuda_graph=true", "compile=true", "channels_last=true", "precision=bf16"]
+CPU_LEVERS = ["compile=true"]
+
+
+class Pictures(Dataset):
+    """As torchvision's datasets give them: PIL images, made tensors one by one."""
+
+    def __init__(self, size: int):
+        self.images, self.targets = Synthetic(size, 1, 1, 28, 10).load().train
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return to_tensor(Image.fromarray(self.images[index, 0].numpy())), self.targets[index].item()
+
+
+def words(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, levers: list[str]) -> list[str]:
+    size = arguments.batch * ranks * arguments.steps
+    data = ["data=synthetic", "data.dataset.channels=1", f"data.dataset.train_size={size}", "data.dataset.test_size=64"]
+    chosen = ["scratch", "strategy.algorithm=" + strategy.partition("-")[2]] if "-" in strategy else [strategy]
+    return [
+        *data,
+        f"model={model}",
+        f"strategy={chosen[0]}",
+        *chosen[1:],
+        f"batch_size={arguments.batch}",
+        "scaling=weak",
+        *levers,
+    ]
+
+
+# The loops of a world of ranks: each yields images a second, again and again, the first time to warm up.
+
+
+def repeated(step: Callable[[], None], steps: int, samples: int, device: torch.device) -> Iterator[float]:
+    """Runs `step` and times `steps` of them at once; `samples` of all ranks in each."""
+    while True:
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait(device)
+        yield steps * samples / (time.perf_counter() - start)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def loader_of(arguments: argparse.Namespace, ranks: int, distributed: bool) -> DataLoader:
+    pictures = Pictures(10_000)
+    many = arguments.batch * ranks * arguments.steps * (arguments.repeats + 2)
+    sampler = RandomSampler(pictures, replacement=True, num_samples=many // ranks if distributed else many)
+    workers = {"num_workers": arguments.workers, "pin_memory": torch.cuda.is_available()}
+    return DataLoader(pictures, batch_size=arguments.batch, sampler=sampler, **workers)
+
+
+def tutorial(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) -> Iterator[float]:
+    device, ranks = runtime.device, runtime.world_size
+    model = model.to(device)
+    if ranks > 1:
+        model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    batches = iter(loader_of(arguments, ranks, distributed=True))
+    running = 0.0
+
+    def step() -> None:
+        nonlocal running
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in next(batches))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        running += loss.item()
+
+    return repeated(step, arguments.steps, arguments.batch * ranks, device)
+
+
+def accelerate(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) -> Iterator[float]:
+    from accelerate import Accelerator
+
+    helper = Accelerator(mixed_precision="bf16" if runtime.device.type == "cuda" else "no")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer, loader = helper.prepare(model, optimizer, loader_of(arguments, runtime.world_size, distributed=False))
+    batches = iter(loader)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        helper.backward(loss)
+        optimizer.step()
+
+    return repeated(step, arguments.steps, arguments.batch * runtime.world_size, runtime.device)
+
+
+def fabric(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) -> Iterator[float]:
+    from lightning_fabric import Fabric
+
+    cuda, ranks = runtime.device.type == "cuda", runtime.world_size
+    helper = Fabric(
+        accelerator="cuda" if cuda else "cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        precision="bf16-mixed" if cuda else "32-true",
+    )
+    helper.launch()
+    model, optimizer = helper.setup(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    loader = loader_of(arguments, ranks, distributed=True)
+    batches = iter(helper.setup_dataloaders(loader, use_distributed_sampler=False))
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        helper.backward(loss)
+        optimizer.step()
+
+    return repeated(step, arguments.steps, arguments.batch * ranks, runtime.device)
+
+
+def bare(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) -> Iterator[float]:
+    device, ranks = runtime.device, runtime.world_size
+    split = Synthetic(arguments.batch * ranks * arguments.steps, 1, 1, 28, 10).load().train
+    images, targets = (tensor.to(device) for tensor in split)
+    scale, shift = torch.tensor(1 / (255 * 0.5), device=device), torch.tensor(1.0, device=device)
+    model = model.to(device)
+    if ranks > 1:
+        ids = [device] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    sampler = DistributedSampler(range(len(targets)), ranks, runtime.rank)
+    order = itertools.cycle(torch.tensor(list(sampler), device=device).split(arguments.batch))
+
+    def step() -> None:
+        index = next(order)
+        wanted = targets[index]
+        logits = model(images[index] * scale - shift)
+        loss = F.cross_entropy(logits, wanted, reduction="sum")
+        (loss / arguments.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        correct = (logits.argmax(1) == wanted).sum()
+        totals.add_(torch.stack([loss.detach().double(), correct.double(), wanted.numel() * torch.ones_like(loss).double()]))
+
+    return repeated(step, arguments.steps, arguments.batch * ranks, device)
+
+
+def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Iterator[float]:
+    """The recorded step of `ours`, replayed on the first batches again and again."""
+    strategy_name = arguments.strategy if runtime.world_size > 1 else "single"
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", words(name, strategy_name, arguments, runtime.world_size, GPU_LEVERS))
+    OmegaConf.resolve(cfg)
+    runtime.precision = cfg.precision
+    strategy = build(cfg.strategy, runtime)
+    dataset = build(cfg.data.dataset).load()
+    plan = Plan.make(cfg, runtime.world_size, strategy.replicas, len(dataset.train.targets))
+    model = build(cfg.model, **dataset.model_shape())
+    loader, _ = train.make_loaders(cfg, dataset, strategy, plan)
+    levers = Levers.choose(cfg, strategy)
+    strategy.setup(levers.shape(model, runtime))
+    optimizer = levers.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
+    step = levers.build(Step(strategy, optimizer, make_scheduler(optimizer, build(cfg.scheduler), 1, 0)), loader)
+    assert isinstance(step, GraphStep)
+    graph = next(iter(step.graphs.values()))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    while True:
+        loader.deal()
+        wait(runtime.device)
+        start.record()
+        for _ in range(arguments.steps):
+            graph.replay()
+        end.record()
+        wait(runtime.device)
+        yield arguments.steps * arguments.batch * runtime.world_size / (start.elapsed_time(end) / 1000)
+
+
+LOOPS = {"tutorial": tutorial, "accelerate": accelerate, "fabric": fabric, "bare": bare}
+
+
+def rank_main(arguments: argparse.Namespace) -> None:
+    """One loop on this rank of a world."""
+    device = "auto" if arguments.gpus != [0] else "cpu"
+    with Runtime(device, timeout=120) as runtime:
+        if runtime.world_size > 1 or arguments.loop == "kernels":
+            runtime.open_group()
+        torch.manual_seed(0)
+        model = MODELS[arguments.models[0]](1, 28, 10, None)
+        if arguments.loop == "kernels":
+            rates = kernels(arguments.models[0], runtime, arguments)
+        else:
+            rates = LOOPS[arguments.loop](model, runtime, arguments)
+        next(rates)
+        measured = [next(rates) for _ in range(arguments.repeats)]
+        if runtime.rank == 0:
+            Path(arguments.json).write_text(json.dumps(measured))
+        os._exit(0)  # DataLoader's workers, and groups that other libraries opened, are not waited for
+
+
+# The launches.
+
+
+def launch(arguments: argparse.Namespace, ranks: int, script: list[str], folder: Path) -> str | None:
+    """Runs a world of ranks to its end; the last line of what it said where it failed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *script]
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if arguments.gpus == [0]:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    log = folder / "log.txt"
+    with log.open("w") as file:
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=600)
+    if done.returncode == 0:
+        return None
+    lines = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
+    return lines[-1].strip() if lines else f"exit code {done.returncode}"
+
+
+def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, strategy: str) -> dict:
+    """One row of the table."""
+    row = {"model": model, "devices": ranks, "loop": loop, "strategy": strategy, "batch": arguments.batch}
+    missing = {"accelerate": "accelerate", "fabric": "lightning_fabric"}.get(loop)
+    if missing and find_spec(missing) is None:
+        return row | {"skipped": f"{missing} is not installed"}
+    if loop == "kernels" and arguments.gpus == [0]:
+        return row | {"skipped": "CUDA graphs need a GPU"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if loop.startswith("ours"):
+            levers = [] if loop == "ours eager" else CPU_LEVERS if arguments.gpus == [0] else GPU_LEVERS
+            more = [f"epochs={arguments.repeats + 1}", f"runs_dir={folder}", "name=run", "checkpoint.every_epochs=1000"]
+            problem = launch(arguments, ranks, ["train.py", *words(model, strategy, arguments, ranks, levers), *more], folder)
+            metrics = folder / "run" / "metrics.jsonl"
+            lines = metrics.read_text().splitlines()[1:] if metrics.exists() else []
+            rates = [json.loads(line)["samples_per_second"] for line in lines]
+        else:
+            script = [__file__, "--loop", loop, "--strategy", strategy, "--models", model, "--json", str(folder / "rates")]
+            numbers = ("batch", "steps", "repeats", "workers")
+            script += [str(word) for key in numbers for word in (f"--{key}", getattr(arguments, key))]
+            problem = launch(arguments, ranks, [*script, "--gpus", "0" if arguments.gpus == [0] else "1"], folder)
+            rates = json.loads((folder / "rates").read_text()) if (folder / "rates").exists() else []
+    if problem or len(rates) < 2:
+        return row | {"skipped": problem or "no epoch was measured"}
+    low, _, high = statistics.quantiles(rates, n=4)
+    middle = statistics.median(rates)
+    return row | {"rate": middle, "spread": (high - low) / 2 / middle, "rates": rates}
+
+
+def table(rows: list[dict]) -> str:
+    """Rates, against the tutorial's of the same number of devices, against one device, against the kernels alone."""
+    found = {(row["model"], row["devices"], row["loop"], row["strategy"]): row.get("rate") for row in rows}
+
+    def of(row: dict, devices: int, loop: str) -> float | None:
+        names = {"tutorial": ("ddp",), "kernels": (row["strategy"], "single")}.get(loop, (row["strategy"], "single"))
+        return next((found[key] for name in names if (key := (row["model"], devices, loop, name)) in found), None)
+
+    lines = ["| model | devices | loop | strategy | images/s | +- | tutorial | linear | kernels |", "|" + "---|" * 9]
+    for row in rows:
+        head = f"| {row['model']} | {row['devices']} | {row['loop']} | {row['strategy']} |"
+        if "skipped" in row:
+            lines.append(f"{head} not run: {row['skipped']} | | | | |")
+            continue
+        base, one, limit = of(row, row["devices"], "tutorial"), of(row, 1, row["loop"]), of(row, row["devices"], "kernels")
+        ratio = f"{row['rate'] / base:.2f}x" if base else ""
+        linear = f"{row['rate'] / one / row['devices']:.0%}" if one and row["devices"] > 1 else ""
+        share = f"{row['rate'] / limit:.0%}" if limit and row["loop"] == "ours" else ""
+        lines.append(f"{head} {row['rate']:,.0f} | {row['spread']:.1%} | {ratio} | {linear} | {share} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpus = torch.cuda.device_count()
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[1, gpus] if gpus > 1 else [min(gpus, 1)], help="0: the CPU, 1 and 2 ranks"
+    )
+    parser.add_argument("--models", nargs="+", default=["lenet", "resnet18"] if gpus else ["lenet"], choices=MODELS)
+    parser.add_argument(
+        "--strategies", nargs="+", default=["ddp", "scratch-flat"], help="on several devices; scratch-ALGORITHM"
+    )
+    parser.add_argument("--batch", type=int, default=256 if gpus else 64, help="on each device")
+    parser.add_argument("--steps", type=int, default=200 if gpus else 10, help="in a repeat")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=4 if gpus else 0, help="DataLoader processes of a rank")
+    parser.add_argument("--loops", nargs="+", default=[*LOOPS, "ours eager", "ours", "kernels"])
+    parser.add_argument("--json", default=None, help="where the numbers go")
+    parser.add_argument("--loop", help=argparse.SUPPRESS)
+    parser.add_argument("--strategy", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.loop:
+        rank_main(arguments)
+        return
+    rows = []
+    for model, ranks in itertools.product(arguments.models, [1, 2] if arguments.gpus == [0] else arguments.gpus):
+        for loop in arguments.loops:
+            strategies = ["single"] if ranks == 1 and loop not in LOOPS else arguments.strategies
+            for strategy in ["ddp"] if loop in LOOPS else strategies:
+                rows.append(measure(arguments, model, ranks, loop, strategy))
+                print({key: value for key, value in rows[-1].items() if key != "rates"}, flush=True)
+    where = torch.cuda.get_device_name() if gpus and arguments.gpus != [0] else f"{os.cpu_count()} CPU cores"
+    record = {"where": where, "torch": torch.__version__, "time": f"{datetime.now():%Y-%m-%d %H:%M}", "rows": rows}
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(record, indent=1))
+    print(f"\n{where}, torch {torch.__version__}, {record['time']}, batch {arguments.batch} on each device\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    main()
