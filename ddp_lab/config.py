@@ -82,7 +82,7 @@ class Config(NamedTuple):
     device: Literal["auto"] | DeviceName
     precision: Literal["float32", "bf16"]
     cuda_graph: bool
-    compile: bool
+    compile: bool | Literal["tuned"]
     channels_last: bool
     timeout: Positive
     name: RunName | None

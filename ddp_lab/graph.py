@@ -6,6 +6,7 @@ replayed by one call; what changes from step to step (the batch, the learning ra
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -70,19 +71,25 @@ class GraphStep:
         return Batch(*self.loader.take(turn.size), turn.count)
 
 
-def compile_step(step: Step, loader: DeviceLoader | None) -> None:
+# What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
+TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+
+
+def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool) -> None:
     """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
     evaluation, run as they are: compiling them would take as long again."""
     torch.compiler.set_stance("default")
-    step.strategy.compile()
+    fuse = partial(torch.compile, dynamic=False, options=TUNED if tuned else None)
+    step.strategy.compile(fuse)
     step.optimize = torch.compile(step.optimizer.step)
     step.tally.add = torch.compile(step.tally.add)
     if loader is not None:
-        loader.take = torch.compile(loader.take, dynamic=False)
+        loader.take = fuse(loader.take)
 
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
     """Steps that do not count: behind them all is compiled, tuned and allocated, and the state is what it was. Collective."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     with unchanged(step):
         for batch in batches:
             for _ in range(times):

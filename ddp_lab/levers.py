@@ -1,6 +1,6 @@
 """What can make a step faster, on where it helps: one CUDA graph, torch.compile, channels_last."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -18,13 +18,13 @@ class Levers(NamedTuple):
     """Which are on, of those the config asks for."""
 
     cuda_graph: bool
-    compile: bool
+    compile: bool | Literal["tuned"]
     channels_last: bool
 
     @classmethod
     def choose(cls, cfg: DictConfig, strategy: Strategy) -> "Levers":
         """Leaves off what would not work, and says why."""
-        return cls(**{name: bool(cfg[name]) and not refused(name, cfg, strategy) for name in cls._fields})
+        return cls(**{name: cfg[name] if cfg[name] and not refused(name, cfg, strategy) else False for name in cls._fields})
 
     def shape(self, model: Chain, runtime: Runtime) -> Chain:
         """Before the strategy gets the model."""
@@ -44,7 +44,7 @@ class Levers(NamedTuple):
     def build(self, step: Step, loader: Loader) -> Step | GraphStep:
         """The step to train with, compiled and recorded. Collective."""
         if self.compile:
-            compile_step(step, loader if self.cuda_graph else None)
+            compile_step(step, loader if self.cuda_graph else None, self.compile == "tuned")
         if self.cuda_graph:
             graph = GraphStep(step, loader)
             graph.record()
@@ -67,5 +67,5 @@ def refused(name: str, cfg: DictConfig, strategy: Strategy) -> bool:
     elif name == "cuda_graph" and strategy.batch_norm == "sync":
         reason = "strategy.batch_norm=sync has the host wait for every layer's statistics"
     if reason:
-        log.info(f"{name}=true: left off, because {reason}")
+        log.info(f"{name}={str(cfg[name]).lower()}: left off, because {reason}")
     return reason is not None

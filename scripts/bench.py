@@ -59,7 +59,7 @@ from ddp_lab.schedule import make_scheduler  # noqa: E402
 from ddp_lab.step import Step  # noqa: E402
 
 MODELS = {"lenet": lenet, "resnet18": resnet18}
-GPU_LEVERS = ["cuda_graph=true", "compile=true", "channels_last=true", "precision=bf16"]
+GPU_LEVERS = ["cuda_graph=true", "compile=tuned", "channels_last=true", "precision=bf16"]
 CPU_LEVERS = ["compile=true"]
 
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -134,18 +134,18 @@ class Strategy(ABC):
     def setup(self, model: Chain) -> None:
         """Places, wraps or cuts `model` (on the CPU, the same on every rank)."""
 
-    def compile(self) -> None:
-        """Fuses the kernels of forward, loss and backward by torch.compile; for strategies that have it among their `levers`.
-        Before setup's `module` has run, so that the first batch compiles."""
-        self.measure = torch.compile(measure, dynamic=False)
-        self.forward = torch.compile(self.module, dynamic=False)
+    def compile(self, fuse: Callable) -> None:
+        """Fuses the kernels of forward, loss and backward by `fuse`, a torch.compile; for strategies that have it among their
+        `levers`. After setup."""
+        self.measure = fuse(measure)
+        self.forward = fuse(self.module)
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, fuse: Callable) -> None:
         """As `compile`, but block by block, so that a block's gradients are there when its own backward ends."""
         torch._dynamo.config.recompile_limit = 64  # ResNet's blocks are one function to it, and each has its own shape
-        self.measure = torch.compile(measure, dynamic=False)
+        self.measure = fuse(measure)
         for block in self.module:
-            block.forward = torch.compile(block.forward, dynamic=False)
+            block.forward = fuse(block.forward)
 
     def describe(self) -> str:
         """One line for the log: what is where. After setup."""

@@ -1,5 +1,6 @@
 """torch's DistributedDataParallel: what scratch.py does, with the communication hidden behind the backward pass."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -57,8 +58,8 @@ class DDP(Strategy):
             self.forward.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._settle_buckets(model)
 
-    def compile(self) -> None:
-        self.compile_blocks()
+    def compile(self, fuse: Callable) -> None:
+        self.compile_blocks(fuse)
 
     def _settle_buckets(self, model: Chain) -> None:
         """DDP lays out its buckets anew after its first backward, in the order that gradients came in. With more than two ranks

@@ -11,7 +11,7 @@ and then every rank takes the same optimizer step from the same weights with the
 without ever being sent again. How the sum is made is in all_reduce.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -56,8 +56,8 @@ class Scratch(Strategy):
         if self.algorithm == "bucketed":
             self.buckets = Buckets(model.parameters(), self.bucket_bytes)
 
-    def compile(self) -> None:
-        super().compile() if self.buckets is None else self.compile_blocks()
+    def compile(self, fuse: Callable) -> None:
+        super().compile(fuse) if self.buckets is None else self.compile_blocks(fuse)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
