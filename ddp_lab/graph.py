@@ -35,13 +35,12 @@ class GraphStep:
     def record(self) -> None:
         """Warms up, then records a graph for each size of a batch. Changes no state. Collective."""
         self.loader.set_epoch(1)
-        self.loader.deal()
         turns = sorted(set(self.loader.turns()), reverse=True)
         groups = self.step.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = self.rate  # read at every replay
-        warm_up(self.step, [lambda turn=turn: self._batch(turn) for turn in turns], WARM_UP)
+        warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
         pool = torch.cuda.graph_pool_handle()
         for turn in turns:
             graph = torch.cuda.CUDAGraph()
@@ -66,6 +65,10 @@ class GraphStep:
     def poison(self, turn: Turn) -> None:
         """As a call, with images that are not numbers; kernel by kernel."""
         self.step.poison(self._batch(turn))
+
+    def _first_batch(self, turn: Turn) -> Batch:
+        self.loader.deal()
+        return self._batch(turn)
 
     def _batch(self, turn: Turn) -> Batch:
         return Batch(*self.loader.take(turn.size), turn.count)

@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -275,11 +276,18 @@ def launch(arguments: argparse.Namespace, ranks: int, script: list[str], folder:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     log = folder / "log.txt"
     with log.open("w") as file:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=600)
-    if done.returncode == 0:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(arguments.patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"not done within {arguments.patience} s"
+    if code == 0:
         return None
     lines = [line for line in log.read_text().splitlines() if "Error" in line or "error" in line]
-    return lines[-1].strip() if lines else f"exit code {done.returncode}"
+    return lines[-1].strip() if lines else f"exit code {code}"
 
 
 def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, strategy: str) -> dict:
@@ -294,7 +302,13 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
         folder = Path(name)
         if loop.startswith("ours"):
             levers = [] if loop == "ours eager" else CPU_LEVERS if arguments.gpus == [0] else GPU_LEVERS
-            more = [f"epochs={arguments.repeats + 1}", f"runs_dir={folder}", "name=run", "checkpoint.every_epochs=1000"]
+            more = [
+                f"epochs={arguments.repeats + 1}",
+                f"runs_dir={folder}",
+                "name=run",
+                "checkpoint.every_epochs=1000",
+                "timeout=60",
+            ]
             problem = launch(arguments, ranks, ["train.py", *words(model, strategy, arguments, ranks, levers), *more], folder)
             metrics = folder / "run" / "metrics.jsonl"
             lines = metrics.read_text().splitlines()[1:] if metrics.exists() else []
@@ -302,6 +316,7 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
         else:
             script = [__file__, "--loop", loop, "--strategy", strategy, "--models", model, "--json", str(folder / "rates")]
             numbers = ("batch", "steps", "repeats", "workers")
+            arguments = argparse.Namespace(**vars(arguments) | {"steps": max(5, arguments.steps // 4)})
             script += [str(word) for key in numbers for word in (f"--{key}", getattr(arguments, key))]
             problem = launch(arguments, ranks, [*script, "--gpus", "0" if arguments.gpus == [0] else "1"], folder)
             rates = json.loads((folder / "rates").read_text()) if (folder / "rates").exists() else []
@@ -345,9 +360,10 @@ def main() -> None:
         "--strategies", nargs="+", default=["ddp", "scratch-flat"], help="on several devices; scratch-ALGORITHM"
     )
     parser.add_argument("--batch", type=int, default=256 if gpus else 64, help="on each device")
-    parser.add_argument("--steps", type=int, default=200 if gpus else 10, help="in a repeat")
+    parser.add_argument("--steps", type=int, default=235 if gpus else 20, help="in a repeat of ours; others take a quarter")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4 if gpus else 0, help="DataLoader processes of a rank")
+    parser.add_argument("--patience", type=int, default=600, help="seconds that a launch may take")
     parser.add_argument("--loops", nargs="+", default=[*LOOPS, "ours eager", "ours", "kernels"])
     parser.add_argument("--json", default=None, help="where the numbers go")
     parser.add_argument("--loop", help=argparse.SUPPRESS)
