@@ -109,6 +109,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
 
         logger = open_logger(cfg, run_dir.path, progress.epoch, dataset, strategy, plan) if runtime.rank == 0 else Logger()
         step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip")
+        watch.at("compiling")
         step = levers.build(step, loaders[0])
         if cfg.inject:
             step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.runtime import Runtime
-from ddp_lab.tally import NEVER, Tally
+from ddp_lab.tally import LONGEST, Tally
 
 PERIOD = 0.5  # seconds between two exchanges, about
-LONGEST = 1000  # steps
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,7 @@ class Decisions:
 
     def _exchange(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Answer:
         # The first step that was not finite and its rank in one number, negative, so that MAX finds the earliest.
-        bad = self.tally.first_bad
-        first = torch.where(bad == NEVER, -math.inf, -(bad * self.runtime.world_size + self.runtime.rank).double())
-        bad.fill_(NEVER)
+        first = -(self.tally.first_bad(step) * self.runtime.world_size + self.runtime.rank)
         elapsed = max(time.monotonic() - self._last_time, 1e-6)
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
         self._last_step, self._last_time = step, time.monotonic()

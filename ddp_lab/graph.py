@@ -25,6 +25,7 @@ class GraphStep:
 
     def __init__(self, step: Step, loader: DeviceLoader):
         self.step, self.loader, self.tally = step, loader, step.tally
+        self.tally.in_graph = True
         self.rate = torch.zeros((), device=step.strategy.device)
         self.graphs: dict[Turn, torch.cuda.CUDAGraph] = {}
 
@@ -85,9 +86,8 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool) -> None:
     fuse = partial(torch.compile, dynamic=False, options=TUNED if tuned else None)
     step.strategy.compile(fuse)
     step.optimize = torch.compile(step.optimizer.step)
-    step.tally.add = torch.compile(step.tally.add)
     if loader is not None:
-        loader.take = fuse(loader.take)
+        loader.take, step.tally.add = fuse(loader.take), fuse(step.tally.add)
 
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
@@ -105,7 +105,7 @@ def unchanged(step: Step) -> Iterator[None]:
     """Puts weights, buffers, the optimizer's state and the tally back, in place. State that was not there yet becomes zeros,
     which is what SGD and Adam begin with."""
     module, optimizer = step.strategy.module, step.optimizer
-    held = [*module.parameters(), *module.buffers(), step.tally.totals, step.tally.step, step.tally.first_bad]
+    held = [*module.parameters(), *module.buffers(), *step.tally.state]
     before = [tensor.detach().clone() for tensor in held]
     moments = {(parameter, key): value.clone() for parameter, key, value in state_of(optimizer)}
     yield

@@ -1,8 +1,10 @@
 """What the steps add up to, kept on the device: the host does not look at a step's loss, so it never waits for one."""
 
+import math
+
 import torch
 
-NEVER = 2**62
+LONGEST = 1000  # steps whose losses are remembered
 
 
 class Tally:
@@ -12,25 +14,44 @@ class Tally:
 
     Attributes:
         totals: [loss_sum, correct, count] of this rank's steps since somebody zeroed it, float64.
-        step: the number of the last step, [], int64.
-        first_bad: the number of the first step whose loss was not finite since somebody looked, or NEVER, [], int64.
+        in_graph: the place of the next loss is counted on the device, where a CUDA graph can count it, too.
     """
 
     def __init__(self, device: torch.device, leave_out: bool = False):
-        self.leave_out = leave_out
+        self.leave_out, self.in_graph = leave_out, False
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
-        self.step = torch.zeros((), dtype=torch.int64, device=device)
-        self.first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
+        self._losses = torch.zeros(LONGEST, dtype=torch.float64, device=device)  # of step s at s % LONGEST
+        self._step = 0
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [self.totals, self._losses, self._place]
 
     def begin(self, step: int) -> None:
         """Nothing so far, behind `step` steps."""
         self.totals.zero_()
-        self.step.fill_(step)
-        self.first_bad.fill_(NEVER)
+        self._losses.zero_()
+        self._step = step
+        self._place.fill_(step % LONGEST)
 
     def add(self, sums: torch.Tensor) -> None:
-        """The next step's [loss_sum, correct, count]."""
-        self.step += 1
-        finite = sums[0].isfinite()
-        self.totals += torch.where(finite, sums, 0) if self.leave_out else sums
-        self.first_bad.copy_(torch.minimum(self.first_bad, torch.where(finite, NEVER, self.step)))
+        """The next step's [loss_sum, correct, count]. Two small kernels, as long as the host counts."""
+        if self.in_graph:
+            self._place.add_(1).remainder_(LONGEST)
+            self._losses.index_copy_(0, self._place, sums[:1])
+        else:
+            self._step += 1
+            self._losses[self._step % LONGEST].copy_(sums[0], non_blocking=True)
+        self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.leave_out else sums
+
+    def first_bad(self, step: int) -> torch.Tensor:
+        """The number of the first step up to `step` whose loss was not finite, since this was asked last; inf without one.
+
+        At least every LONGEST steps. [], float64, on the device; does not wait for it.
+        """
+        places = torch.arange(LONGEST, dtype=torch.float64, device=self._losses.device)
+        numbers = step - (step - places) % LONGEST
+        first = torch.where(self._losses.isfinite(), math.inf, numbers).min()
+        self._losses.zero_()
+        return first

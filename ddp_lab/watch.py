@@ -25,7 +25,7 @@ from ddp_lab.runtime import Runtime
 BEAT = 0.5  # seconds between two looks
 GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of who did it
 COLLECTIVE_GRACE = 30.0  # seconds that a collective waits longer than the watch, which knows for whom
-PHASES = ("starting", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
+PHASES = ("starting", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 
 

@@ -76,7 +76,10 @@ def test_help_names_every_strategy():
         ("optimizer.lr=fast", "optimizer.lr=fast: must be a number above 0"),
         ("optimizer.momentum=1", "optimizer.momentum=1: must be a number from 0 up to"),
         ("optimizer.nesterov=true optimizer.momentum=0", "optimizer: Nesterov momentum requires a momentum"),
-        ("strategy=scratch strategy.algorithm=magic", "strategy.algorithm=magic: must be star or per_tensor or flat or bucketed or ring"),
+        (
+            "strategy=scratch strategy.algorithm=magic",
+            "strategy.algorithm=magic: must be star or per_tensor or flat or bucketed or ring",
+        ),
         ("strategy=split strategy.num_microbatches=0", "strategy.num_microbatches=0: must be"),
         ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be null or a list, each cpu, cuda or cuda:N"),
         ("strategy=ddp strategy.batch_norm=global", "strategy.batch_norm=global: must be local or sync"),

@@ -165,7 +165,8 @@ def test_help_explains():
 
 REFUSED = {  # on two ranks
     "batchsize=32": "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,",
-    "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; did you mean optimizer.fused? allowed: optimizer.lr, optimizer.momentum",
+    "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; did you mean optimizer.fused? "
+    "allowed: optimizer.lr, optimizer.momentum",
     "strategy=ddp model=null": "a group cannot be null or a list",
     "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, pipeline, scratch, "
     "single, split, tp\n",
