@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from ddp_lab.picture import prediction_grid
+from ddp_lab.plot import Curve, beside, curves
 
 log = logging.getLogger("ddp_lab")
 
@@ -148,6 +149,21 @@ class FileLogger(Logger):
     def close(self) -> None:
         with surviving_a_full_disk(self.metrics.parent):
             self.board.close()
+            draw_metrics(self.metrics)
+
+
+def draw_metrics(metrics: Path) -> None:
+    """The run's losses and accuracies by epoch, as curves.png beside its metrics; nothing where there are none yet."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    plots = []
+    for kind in ("loss", "accuracy") if records else ():
+        lines = []
+        for part in ("train", "test"):
+            points = [(r["epoch"], r[f"{part}_{kind}"]) for r in records if r[f"{part}_{kind}"] is not None]
+            lines += [Curve(part, points)] if points else []
+        plots += [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines)] if lines else []
+    if plots:
+        beside(plots, metrics.with_name("curves.png"))
 
 
 def append_line(path: Path, line: str) -> None:

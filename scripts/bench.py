@@ -55,6 +55,7 @@ from ddp_lab.levers import Levers  # noqa: E402
 from ddp_lab.models.lenet import lenet  # noqa: E402
 from ddp_lab.models.resnet import resnet18  # noqa: E402
 from ddp_lab.plan import Plan  # noqa: E402
+from ddp_lab.plot import Curve, bars, beside, curves  # noqa: E402
 from ddp_lab.runtime import Runtime  # noqa: E402
 from ddp_lab.schedule import make_scheduler  # noqa: E402
 from ddp_lab.step import Step  # noqa: E402
@@ -349,6 +350,30 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def draw(rows: list[dict], path: Path) -> None:
+    """For each model: the loops' rates on the most devices, and how ours grows with the devices."""
+    plots = []
+    measured = [row for row in rows if "rate" in row]
+    for model in dict.fromkeys(row["model"] for row in measured):
+        mine = [row for row in measured if row["model"] == model]
+        most = max(row["devices"] for row in mine)
+        best = {}
+        for row in mine:
+            if row["devices"] == most:
+                best[row["loop"]] = max(row["rate"], best.get(row["loop"], 0.0))
+        plots.append(bars(f"{model} on {most} device{'s' * (most > 1)}", "images/s", best))
+        alone = next((row["rate"] for row in mine if row["devices"] == 1 and row["loop"] == "ours"), None)
+        lines = []
+        for strategy in dict.fromkeys(row["strategy"] for row in mine if row["loop"] == "ours" and row["devices"] > 1):
+            points = [(row["devices"], row["rate"]) for row in mine if (row["loop"], row["strategy"]) == ("ours", strategy)]
+            lines.append(Curve(strategy, [*([(1, alone)] if alone else []), *points]))
+        if lines and alone:
+            lines.append(Curve("linear", [(1, alone), (most, most * alone)], dashed=True))
+            plots.append(curves(f"{model}: more devices", "devices", "images/s", lines))
+    if plots:
+        beside(plots, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpus = torch.cuda.device_count()
@@ -365,7 +390,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4 if gpus else 0, help="DataLoader processes of a rank")
     parser.add_argument("--patience", type=int, default=600, help="seconds that a launch may take")
     parser.add_argument("--loops", nargs="+", default=[*LOOPS, "ours eager", "ours", "kernels"])
-    parser.add_argument("--json", default=None, help="where the numbers go")
+    parser.add_argument("--json", default=None, help="where the numbers go, and beside them a plot")
     parser.add_argument("--loop", help=argparse.SUPPRESS)
     parser.add_argument("--strategy", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -383,6 +408,7 @@ def main() -> None:
     record = {"where": where, "torch": torch.__version__, "time": f"{datetime.now():%Y-%m-%d %H:%M}", "rows": rows}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(record, indent=1))
+        draw(rows, Path(arguments.json).with_suffix(".png"))
     print(f"\n{where}, torch {torch.__version__}, {record['time']}, batch {arguments.batch} on each device\n{table(rows)}")
 
 

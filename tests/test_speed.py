@@ -1,0 +1,144 @@
+"""What makes steps faster leaves results alone; what cannot be had is said. On GPUs: test_gpu.py."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from launches import ROOT, SMALL, launch, read_metrics
+from PIL import Image
+from test_equivalence import assert_equal, ddp, scratch
+from training import Case, run_cases
+from worlds import run_world
+
+from ddp_lab.data.datasets import Synthetic
+from ddp_lab.data.loaders import DeviceLoader, Shard
+from ddp_lab.levers import Levers
+from ddp_lab.plot import Curve, beside, curves, short, ticks
+from ddp_lab.strategies.single import Single
+from ddp_lab.tally import LONGEST, Tally
+
+COMPILED = Levers(cuda_graph=False, compile=True, channels_last=True)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("case", "size"), [(Case(Single), 1), (ddp(), 2), (scratch("bucketed"), 2)], ids=["single", "ddp", "scratch"]
+)
+def test_compiled_steps_end_at_the_same_weights(case, size):
+    compiled = Case(**{**vars(case), "levers": COMPILED})
+    outcome = run_world(size, run_cases, [compiled], timeout=240)[0][compiled]
+    expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
+    assert_equal(outcome, expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("python train.py cuda_graph=true", "cuda_graph=true: left off, because there is no GPU"),
+        ("python train.py strategy=split compile=tuned", "compile=tuned: left off, because strategy=split cannot"),
+        (
+            "torchrun --standalone --nproc_per_node=2 train.py strategy=pipeline channels_last=true",
+            "channels_last=true: left off, because strategy=pipeline cannot",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_said_and_left_off(line, said, tmp_path):
+    code, output = launch(line, *SMALL, "epochs=1", f"runs_dir={tmp_path}")
+    assert code == 0, output
+    assert output.count(said) == 1, output
+
+
+@pytest.mark.parametrize("hook", ["bf16", "powersgd"])
+def test_a_comm_hook_changes_the_result_a_little(hook, tmp_path):
+    line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
+    words = ["epochs=6", "model=lenet", f"runs_dir={tmp_path}", "optimizer.lr=0.05"]
+    for name in ("none", hook):
+        code, output = launch(line, *words, f"name={name}", f"strategy.comm_hook={name}")
+        assert code == 0, output
+    exact, rounded = (read_metrics(tmp_path / name)[-1]["train_loss"] for name in ("none", hook))
+    assert exact != rounded
+    assert rounded == pytest.approx(exact, rel=0.3)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(101, 3), (96, 4), (2, 4)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_indices_are_the_distributed_samplers(size, ranks, shuffle):
+    for rank in range(ranks):
+        shard = Shard(range(size), ranks, rank, shuffle=shuffle, seed=3)
+        shard.set_epoch(5)
+        assert shard.indices().tolist() == list(shard)
+        shard.start = 1
+        assert shard.indices().tolist() == list(shard)
+
+
+@pytest.mark.parametrize("samples", [0, 48])
+def test_taking_is_iterating(samples):
+    """What a graph does on the device: the batches of the eager loop, from the middle of an epoch, too."""
+    split = Synthetic(101, 8, 1, 8, 10).load().train
+    options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
+    loader = DeviceLoader(split, 24, num_workers=0, **options)
+    loader.set_epoch(3, samples)
+    eager = list(loader)
+    loader.deal()
+    turns = list(loader.turns())
+    assert len(turns) == len(eager) == 5 - samples // 24
+    for turn, batch in zip(turns, eager, strict=True):
+        inputs, targets = loader.take(turn.size)
+        assert turn.count == batch.count
+        assert torch.equal(inputs, batch.inputs)
+        assert torch.equal(targets, batch.targets)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("start", [0, 7, LONGEST - 3])
+def test_a_tally_names_the_first_bad_step(start, in_graph):
+    tally = Tally(torch.device("cpu"))
+    tally.in_graph = in_graph
+    tally.begin(start)
+    for step in range(1, 11):
+        tally.add(torch.tensor([float("nan") if step in (5, 8) else 1.0, 1.0, 1.0], dtype=torch.float64))
+    assert tally.first_bad(start + 10).item() == start + 5
+    tally.add(torch.ones(3, dtype=torch.float64))
+    assert tally.first_bad(start + 11).item() == float("inf")
+
+
+def test_the_bench_measures_and_draws(tmp_path):
+    command = [sys.executable, "scripts/bench.py", "--gpus", "0", "--repeats", "2", "--steps", "8", "--patience", "100"]
+    command += [
+        "--loops",
+        "tutorial",
+        "accelerate",
+        "ours eager",
+        "kernels",
+        "--strategies",
+        "ddp",
+        "--json",
+        str(tmp_path / "b.json"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(row["devices"], row["loop"]) for row in rows] == [
+        (devices, loop) for devices in (1, 2) for loop in ("tutorial", "accelerate", "ours eager", "kernels")
+    ]
+    assert all(row["rate"] > 0 for row in rows if row["loop"] in ("tutorial", "ours eager"))
+    assert all(row["skipped"] == "CUDA graphs need a GPU" for row in rows if row["loop"] == "kernels")
+    assert "| lenet | 2 | ours eager | ddp |" in done.stdout
+    assert Image.open(tmp_path / "b.png").width > 700
+
+
+def test_plots_have_round_ticks_and_a_curve(tmp_path):
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(130, 980) == [200, 400, 600, 800]
+    assert [short(value) for value in (0.5, 1500, 2e6)] == ["0.5", "1.5k", "2M"]
+    image = curves("a title", "x", "y", [Curve("a", [(1, 1), (2, 3)]), Curve("b", [(1, 2)], dashed=True)])
+    beside([image, image, image], tmp_path / "three.png")
+    picture = Image.open(tmp_path / "three.png")
+    assert picture.size == (2 * image.width, 2 * image.height)
+    assert (31, 119, 180) in {colour for _, colour in image.getcolors(100_000)}
+    with pytest.raises(ValueError, match="no points"):
+        curves("empty", "x", "y", [])
