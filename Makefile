@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread a rank: torchrun's own default, said here so that it need not warn.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint soak tensorboard
+.PHONY: train test lint bench soak tensorboard
 
 train: .venv/installed
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train.py strategy=ddp
@@ -15,6 +15,10 @@ test: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+bench: .venv/installed
+	mkdir -p runs
+	$(BIN)/python scripts/bench.py --json runs/bench.json
 
 soak: .venv/installed
 	$(BIN)/python scripts/soak.py

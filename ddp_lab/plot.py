@@ -69,7 +69,8 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
         x_ticks = [10**power for power in range(math.ceil(x0), math.floor(x1) + 1)]
         y_ticks = [10**power for power in range(math.ceil(y0), math.floor(y1) + 1)]
     else:
-        x_ticks, y_ticks = ticks(x0, x1), ticks(y0, y1)
+        places = sorted({x for x, _ in points})
+        x_ticks, y_ticks = places if len(places) <= 6 else ticks(x0, x1), ticks(y0, y1)
     for value in x_ticks:
         x, _ = place(value, points[0][1])
         draw.line([(x, TOP), (x, HEIGHT - BOTTOM)], fill="#eeeeee")
