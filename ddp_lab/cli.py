@@ -29,6 +29,7 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def run(*args: Any) -> None:
+        sys.path.append(str(Path(__file__).parent / "launch"))  # where Hydra's plug-ins are, which it takes by their package
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: Hydra would print them on every rank
         # Hydra takes a comma for a sweep.
         sys.argv = [re.sub(r"^inject=([\w@=,]+)$", r'inject="\1"', word) for word in sys.argv]
@@ -51,7 +52,10 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
 
 def refuse_sweep() -> None:
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(sys.argv):
-        raise ConfigError("--multirun: the jobs would share one world of ranks and its state; start one torchrun for each job")
+        raise ConfigError(
+            "--multirun: the jobs would share one world of ranks and its state. Start `python train.py -m "
+            "hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which gives every job a world of its own"
+        )
 
 
 def report(error: Exception) -> None:

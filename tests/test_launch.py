@@ -61,7 +61,8 @@ def test_launch_line(line, strategy, world_size, replicas, said, tmp_path):
 def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
     """The run directory holds what is promised, each thing once."""
     found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
-    assert found == {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json"}
+    kept = {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json", "curves.png"}
+    assert found == kept
     assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
     metrics = read_metrics(run_dir)
     assert [record["epoch"] for record in metrics] == list(range(1, epochs + 1))

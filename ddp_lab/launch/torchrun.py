@@ -1,0 +1,158 @@
+"""A Hydra launcher that gives every job of a sweep a torchrun world of its own.
+
+python train.py -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp optimizer.lr=0.1,0.2
+
+Hydra's own launcher runs the jobs in one process, one after the other, so that memory, statistics and process groups leak from
+job to job; under torchrun all ranks would sweep in lock-step. Here a job starts and ends with its processes.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from hydra.core.utils import JobReturn
+
+from ddp_lab.errors import ConfigError
+from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, job_return
+from ddp_lab.rundir import read_json
+
+PATIENCE = 45.0  # seconds that a job has for its last checkpoint, when the sweep is ended
+
+
+class TorchrunLauncher(SweepLauncher):
+    """
+    Args:
+        nproc_per_node: ranks of each job.
+        max_parallel: jobs at a time.
+    """
+
+    def __init__(self, nproc_per_node: int, max_parallel: int):
+        self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
+        self.processes: set[subprocess.Popen] = set()
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs the jobs that are not finished yet; one that fails does not end the sweep.
+
+        Raises:
+            ConfigError: there are not so many GPUs.
+            SystemExit: some job failed, behind the last one and the summary.
+        """
+        slots = self._slots()
+        jobs = self.jobs(job_overrides)
+        self.sweep_dir.mkdir(parents=True, exist_ok=True)
+        print(f"{len(jobs)} jobs in {self.sweep_dir}", flush=True)
+        with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:
+            codes = list(pool.map(lambda job: self._run(job, slots), jobs))
+        print("\n".join(["", *(describe(job, code) for job, code in zip(jobs, codes, strict=True))]), flush=True)
+        if any(codes):
+            sys.exit(1)
+        return [job_return(code, job.words) for job, code in zip(jobs, codes, strict=True)]
+
+    def _slots(self) -> "queue.Queue[str | None]":
+        """What CUDA_VISIBLE_DEVICES of each job at a time is; None: as it is.
+
+        Raises:
+            ConfigError: not a count, or more GPUs than there are.
+        """
+        for key in ("nproc_per_node", "max_parallel"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"hydra.launcher.{key}={value}: must be an integer of at least 1")
+        gpus, wanted = torch.cuda.device_count(), self.nproc_per_node * self.max_parallel
+        slots: queue.Queue[str | None] = queue.Queue()
+        if gpus == 0 or self.config.device == "cpu":
+            for _ in range(self.max_parallel):
+                slots.put(None)
+            return slots
+        if wanted > gpus:
+            raise ConfigError(
+                f"hydra.launcher.max_parallel={self.max_parallel}: that many jobs of {self.nproc_per_node} ranks need {wanted} "
+                f"GPUs, here are {gpus}; lower max_parallel or nproc_per_node, or set device=cpu"
+            )
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = names if len(names) == gpus else [str(i) for i in range(gpus)]
+        for i in range(self.max_parallel):
+            slots.put(",".join(names[i * self.nproc_per_node : (i + 1) * self.nproc_per_node]))
+        return slots
+
+    def _run(self, job: Job, slots: "queue.Queue[str | None]") -> int:
+        """The job's exit code; 0 without a start where it is finished."""
+        if is_finished(job):
+            print(f"[{job.name}] finished before", flush=True)
+            return 0
+        gpus = slots.get()
+        environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        world = (
+            []
+            if job.one_process
+            else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc_per_node}"]
+        )
+        command = [sys.executable, *world, str(ROOT / "train.py"), *job.words]
+        # A session of its own: what a terminal sends to all goes to the jobs through us, once.
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.processes.add(process)
+        for line in process.stdout:
+            print(f"[{job.name}] {line}", end="", flush=True)
+        code = process.wait()
+        self.processes.discard(process)
+        slots.put(gpus)
+        return code
+
+    @contextlib.contextmanager
+    def _ended_by_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the jobs, which save, and then the sweep; started again it goes on."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def end(number: int, frame: object) -> None:
+            for process in list(self.processes):
+                process.terminate()
+            threading.Thread(target=self._end_for_good, args=(128 + number,)).start()
+
+        for number in before:
+            signal.signal(number, end)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _end_for_good(self, code: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.processes and time.monotonic() < deadline:
+            for process in list(self.processes):
+                if process.poll() is None:
+                    process.terminate()  # also those that another thread has just started
+            time.sleep(0.5)
+        for process in list(self.processes):
+            process.kill()
+        print("the sweep was ended; the same line with its hydra.sweep.dir goes on", flush=True)
+        os._exit(code)
+
+
+def is_finished(job: Job) -> bool:
+    status = read_json(job.run_dir / "status.json")
+    return status is not None and status["status"] == "finished" and status["epoch"] >= job.epochs
+
+
+def describe(job: Job, code: int) -> str:
+    """One line: how it ended, and at what."""
+    status = read_json(job.run_dir / "status.json")
+    metrics = job.run_dir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    if code == 0 and lines:
+        last = json.loads(lines[-1])
+        return f"{job.name}: finished, test accuracy {last['test_accuracy']:.4f}, {last['samples_per_second']:,.0f} samples/s"
+    failure = read_json(job.run_dir / "failure.json")
+    reason = failure["message"].splitlines()[0] if failure else "see its output above"
+    return f"{job.name}: {status['status'] if status else 'did not start'} (exit code {code}): {reason}"

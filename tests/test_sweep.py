@@ -1,0 +1,101 @@
+"""Sweeps: every job a world of its own, started as users start them."""
+
+import json
+import os
+import signal
+import time
+
+from launches import SMALL, finish, launch, read_metrics, start
+
+from ddp_lab.launch.sweep import LONGEST, directory_name
+
+SWEEP = "python train.py -m hydra/launcher=torchrun"
+
+
+def words(tmp_path, *more: str) -> list[str]:
+    return [*SMALL[:-1], "epochs=1", f"hydra.sweep.dir={tmp_path}/sweep", *more]
+
+
+def jobs(tmp_path) -> dict[str, str]:
+    """Status by strategy and learning rate."""
+    found = {}
+    for path in (tmp_path / "sweep").glob("*/status.json"):
+        parts = dict(word.split("=", 1) for word in path.parent.name.split(",") if "=" in word)
+        found[parts["strategy"] + " " + parts.get("optimizer.lr", "")] = json.loads(path.read_text())["status"]
+    return found
+
+
+def test_every_job_is_a_world_and_a_failed_one_does_not_end_the_sweep(tmp_path):
+    line = words(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=scratch,single", "optimizer.lr=0.01,-1")
+    code, output = launch(SWEEP, *line)
+    assert code == 1, output
+    assert jobs(tmp_path) == {"scratch 0.01": "finished", "single 0.01": "finished"}
+    sizes = {
+        path.parent.name.split("strategy=")[1].split(",")[0]: read_metrics(path.parent)[0]["world_size"]
+        for path in (tmp_path / "sweep").glob("*/metrics.jsonl")
+    }
+    assert sizes == {"scratch": 2, "single": 1}, "a strategy of one process gets one"
+    summary = output.strip().splitlines()[-4:]
+    assert [": finished, test accuracy" in row for row in summary] == [True, False, True, False], output
+    assert all("did not start (exit code" in row for row in summary[1::2])
+    assert "optimizer.lr=-1: must be a number above 0" in output
+    code, output = launch(SWEEP, *line)
+    assert code == 1
+    assert output.count("] finished before") == 2
+    assert output.count("must be a number above 0") == 2, "the others are tried again"
+
+
+def test_worlds_side_by_side_have_ports_of_their_own(tmp_path):
+    line = words(tmp_path, "hydra.launcher.nproc_per_node=3", "hydra.launcher.max_parallel=2", "strategy=scratch,ddp")
+    code, output = launch(SWEEP, *line, "optimizer.lr=0.01")
+    assert code == 0, output
+    assert jobs(tmp_path) == {"scratch ": "finished", "ddp ": "finished"}
+    code, output = launch(SWEEP, *line, "optimizer.lr=0.02")
+    assert code == 2
+    assert "strategy=scratch was begun there with another optimizer" in output
+    assert all(line.startswith("[") for line in output.splitlines() if "train loss" in line)
+
+
+def test_a_sweep_that_is_ended_goes_on(tmp_path):
+    line = words(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
+    process = start(SWEEP, *line, "data.dataset.train_size=240000", "checkpoint.every_epochs=1")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "sweep").glob("*/ranks/0.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(5)
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process, timeout=60)
+    assert code == 130, output
+    assert "goes on" in output
+    assert jobs(tmp_path) == {"ddp ": "preempted"}
+
+
+def test_slurm_dry_run_prints_the_script_and_quotes(tmp_path):
+    line = ["hydra.launcher.dry_run=true", "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']", "strategy=ddp,fsdp"]
+    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), *line)
+    assert code == 0, output
+    assert "#SBATCH --requeue" in output
+    submitted = [row for row in output.splitlines() if row.startswith("sbatch --gpus-per-node=4 --time=60 ")]
+    assert ["strategy=ddp" in row for row in submitted] == [True, False]
+    assert all("train.sbatch" in row for row in submitted)
+
+
+def test_a_sweep_under_torchrun_is_refused_with_the_way_out(tmp_path):
+    code, output = launch("torchrun --standalone --nproc_per_node=2 train.py -m strategy=ddp,fsdp", f"runs_dir={tmp_path}")
+    assert code != 0
+    assert output.count("hydra/launcher=torchrun hydra.launcher.nproc_per_node=N") == 1
+
+
+def test_too_few_or_wrong_numbers_are_named():
+    code, output = launch(SWEEP, "hydra.launcher.max_parallel=0", "strategy=ddp,fsdp")
+    assert code == 2
+    assert output.strip() == "error: hydra.launcher.max_parallel=0: must be an integer of at least 1"
+
+
+def test_names_are_plain_short_and_different():
+    assert directory_name(["strategy=ddp", "optimizer.lr=0.1"]) == "strategy=ddp,optimizer.lr=0.1"
+    odd = [directory_name([f"data.mean=[{value}]"]) for value in ("0.1", "0.2")]
+    assert odd[0] != odd[1]
+    assert odd[0].startswith("data.mean=-0.1--")
+    assert len(directory_name(["x=" + 300 * "y"])) < LONGEST + 20
