@@ -124,6 +124,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
             every.on_error,
             cfg.on_nan,
             step.tally,
+            cfg.check_replicas,
         )
         try:
             fit(strategy, step, *loaders, logger, guard, progress, cfg.epochs, cfg.patience)

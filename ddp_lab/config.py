@@ -90,6 +90,7 @@ class Config(NamedTuple):
     resume: Resume
     on_nan: Literal["stop", "skip"]
     patience: Count | None
+    check_replicas: Count | None
     inject: Injection | None
     checkpoint: CheckpointConfig
     data: DataConfig

@@ -7,6 +7,7 @@ from ddp_lab.checkpoint import Checkpoints, Progress
 from ddp_lab.decisions import Decisions, Verdict
 from ddp_lab.errors import TrainingError
 from ddp_lab.logger import log
+from ddp_lab.replicas import first_difference
 from ddp_lab.strategies.base import local
 from ddp_lab.tally import Tally
 from ddp_lab.watch import Watch
@@ -25,6 +26,7 @@ class Guard:
         on_error: of a checkpoint that cannot be written.
         on_nan: of a loss that is not finite.
         tally: where the losses of the steps are.
+        check_replicas: behind how many steps the replicas are compared; None: never.
 
     Attributes:
         progress: where the run was saved last, or stood at the start.
@@ -41,9 +43,11 @@ class Guard:
         on_error: str,
         on_nan: str,
         tally: Tally,
+        check_replicas: int | None,
     ):
         self.checkpoints, self.decisions, self.watch = checkpoints, decisions, watch
         self.every_epochs, self.every_steps, self.on_error, self.on_nan = every_epochs, every_steps, on_error, on_nan
+        self.check_replicas = check_replicas
         self.progress = progress
         decisions.begin(progress.step, tally)
 
@@ -62,6 +66,8 @@ class Guard:
             Preempted, TrainingError: on all ranks alike.
         """
         self._boundary(progress.step, progress, here)
+        if self.check_replicas and progress.step % self.check_replicas == 0:
+            self._compare_replicas(progress.step)
         if self.every_steps and progress.step % self.every_steps == 0:
             self.save(here())
 
@@ -116,6 +122,15 @@ class Guard:
             verdict = self.decisions.after(number, self.checkpoints.problem is not None)
             if verdict and self._must_leave(verdict, progress):
                 self._save_and_leave(here())
+
+    def _compare_replicas(self, step: int) -> None:
+        if difference := first_difference(self.checkpoints.strategy):
+            name, replica = difference
+            raise TrainingError(
+                f"the replicas have drifted apart: behind step {step} {name} is not the same on replicas 0 and {replica} "
+                f"(check_replicas={self.check_replicas}). Some rank computes or changes it by itself; the last checkpoint has "
+                "replica 0's"
+            )
 
     def _save_and_leave(self, progress: Progress) -> None:
         self.save(progress)

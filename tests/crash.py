@@ -5,6 +5,19 @@ import torch
 from ddp_lab.strategies.ddp import DDP
 
 
+class Drifting(DDP):
+    """On rank 1 one weight is another from step 7 on, as by a flipped bit."""
+
+    steps = 0
+
+    def forward_backward(self, inputs, targets, count, accumulate=1):
+        self.steps += 1
+        if self.dp_rank == 1 and self.steps == 7:
+            with torch.no_grad():
+                self.module.head[1].bias[3] += 1e-7
+        return super().forward_backward(inputs, targets, count, accumulate)
+
+
 class Lazy(DDP):
     """Rank 1 takes part in every third step only, as by a bug that makes its epochs shorter than the others'."""
 

@@ -153,6 +153,23 @@ def test_a_rank_that_steps_less_often_ends_the_launch(tmp_path):
     assert steps[1] > steps[0] >= 7, "rank 1 left out steps 7 and 8"
 
 
+def test_drifting_replicas_are_named(tmp_path):
+    line = words(tmp_path, "drifting", "check_replicas=2", "strategy._target_=crash.Drifting")
+    code, output = launch(DDP, *line)
+    assert code == 1, output
+    said = "the replicas have drifted apart: behind step 8 head.1.bias is not the same on replicas 0 and 1"
+    assert output.split("Root Cause")[1].count(said) == 1, output
+
+
+SYNC = "strategy=ddp strategy.batch_norm=sync model=resnet18 data.dataset.image_size=16"
+
+
+@pytest.mark.parametrize("more", ["strategy=fsdp", "strategy=tp strategy.tp=1", "strategy=pipeline", SYNC])
+def test_replicas_that_are_replicas_pass(more, tmp_path):
+    code, output = launch(DDP, *words(tmp_path, "same", "check_replicas=1", "epochs=1", *more.split()))
+    assert code == 0, output
+
+
 def wait_for(path: Path, holds, timeout: float = 60) -> dict:
     """The JSON record, once it is there and as wanted."""
     deadline = time.monotonic() + timeout

@@ -64,6 +64,7 @@ class Strategy(ABC):
         dp_rank, dp_size: which share of every batch this rank reads.
         dp_group: the ranks that hold the same part of the model and other data; None: all ranks.
         batch_norm: what its BatchNorm layers take their statistics over.
+        sharded: the ranks of dp_group hold parts of the model, not replicas.
         levers: which of cuda_graph, compile and channels_last it can take.
         reports: whether this rank's sums count; true on one rank of each replica.
         device: where this rank's batches are wanted.
@@ -75,6 +76,7 @@ class Strategy(ABC):
     """
 
     one_process: ClassVar[bool] = False
+    sharded: ClassVar[bool] = False
     levers: ClassVar[frozenset[str]] = frozenset()
     save_options: ClassVar[StateDictOptions] = WHOLE
 

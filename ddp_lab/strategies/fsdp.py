@@ -27,6 +27,8 @@ class FSDP(Strategy):
         batch_norm: over what BatchNorm takes its statistics while training.
     """
 
+    sharded = True
+
     def __init__(self, runtime: Runtime, reshard_after_forward: bool, batch_norm: BatchNorm):
         super().__init__(runtime)
         self.reshard_after_forward, self.batch_norm = reshard_after_forward, batch_norm

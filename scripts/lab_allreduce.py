@@ -1,0 +1,137 @@
+"""Lab: what an all-reduce costs, by five algorithms, against the library's and against the cost model.
+
+torchrun --standalone --nproc_per_node=4 scripts/lab_allreduce.py [--out runs/lab_allreduce]
+
+First sums of tensors of one size after another, eight tensors together: each algorithm of ddp_lab/strategies/all_reduce.py,
+and one call of `torch.distributed.all_reduce` on all of it, the library's own. The cost model of a ring of k ranks (Patarasuk
+and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth, and 2 (k-1) times its latency; both are taken from the library's
+smallest and largest call, so only what lies between is a prediction.
+
+Then a step of LeNet: the same gradients summed behind backward, or in buckets while it computes. This is the books' exercise,
+how the all-reduce of the first chapter can be made better: fewer messages (flat), no rank that all wait for (ring), and
+communication that hides behind computation (bucketed).
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from ddp_lab.models.lenet import lenet
+from ddp_lab.plot import Curve, bars, beside, curves
+from ddp_lab.runtime import Runtime
+from ddp_lab.strategies.all_reduce import ALGORITHMS, flatten
+from ddp_lab.strategies.ddp import DDP
+from ddp_lab.strategies.scratch import Scratch
+
+PIECES = 8  # tensors, as many as LeNet has
+
+
+def seconds(function: Callable[[], None], device: torch.device, repeat: int) -> float:
+    """Median of `repeat` calls, all ranks together, after two that do not count."""
+    times = []
+    for _ in range(repeat + 2):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def by_size(runtime: Runtime, sizes: list[int], repeat: int) -> dict[str, list[tuple[float, float]]]:
+    """(bytes, seconds) of every algorithm and the library."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ALGORITHMS, "library")}
+    for algorithm in ALGORITHMS.values():
+        algorithm([torch.ones(1000, device=runtime.device)])  # connections are opened when they are first used
+    for size in sizes:
+        tensors = [torch.randn(size // 4 // PIECES, device=runtime.device) for _ in range(PIECES)]
+        whole = flatten(tensors)
+        for name, algorithm in ALGORITHMS.items():
+            found[name].append((size, seconds(lambda run=algorithm, what=tensors: run(what), runtime.device, repeat)))
+        found["library"].append((size, seconds(lambda what=whole: dist.all_reduce(what), runtime.device, repeat)))
+    return found
+
+
+def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, float]]:
+    """Seconds = messages x latency + 2 (k-1)/k bytes / bandwidth, through the library's first and last point."""
+    (small, fast), (large, slow) = library[0], library[-1]
+    moved = 2 * (ranks - 1) / ranks
+    per_byte = (slow - fast) / (moved * (large - small))
+    start = fast - moved * small * per_byte
+    return [(size, max(1e-9, start + moved * size * per_byte)) for size, _ in library]
+
+
+def step_times(runtime: Runtime, batch: int, repeat: int) -> dict[str, float]:
+    """Milliseconds of LeNet's forward, backward and all-reduce, by algorithm; and without any all-reduce."""
+    images = torch.randn(batch, 1, 28, 28, device=runtime.device)
+    targets = torch.randint(10, (batch,), device=runtime.device)
+    found = {}
+    for name in (*ALGORITHMS, "bucketed", "ddp", "none"):
+        torch.manual_seed(0)
+        strategy = Scratch(runtime, name if name in ALGORITHMS or name == "bucketed" else "flat", 0.25, "local")
+        if name == "ddp":
+            strategy = DDP(runtime, "local", 0.25, False, False, "none")
+        strategy.setup(lenet(1, 28, 10, None))
+        if name == "none":
+            strategy.reduce_gradients = lambda: None
+
+        def step(strategy=strategy) -> None:
+            strategy.forward_backward(images, targets, batch * runtime.world_size)
+            for parameter in strategy.parameters():
+                parameter.grad = None
+
+        found[name] = 1000 * seconds(step, runtime.device, repeat)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="runs/lab_allreduce", help="where the picture goes: OUT.png")
+    parser.add_argument("--largest", type=int, default=26, help="log2 of the most bytes")
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=256, help="of LeNet's step, on each rank")
+    arguments = parser.parse_args()
+    with Runtime(timeout=120) as runtime:
+        if runtime.world_size == 1:
+            sys.exit(
+                "error: one rank has nobody to sum with: torchrun --standalone --nproc_per_node=2 scripts/lab_allreduce.py"
+            )
+        runtime.open_group()
+        found = by_size(runtime, [2**power for power in range(12, arguments.largest + 1, 2)], arguments.repeat)
+        steps = step_times(runtime, arguments.batch, arguments.repeat)
+        if runtime.rank == 0:
+            report(found, steps, runtime.world_size, Path(arguments.out).with_suffix(".png"))
+
+
+def report(found: dict, steps: dict[str, float], ranks: int, picture: Path) -> None:
+    found = found | {"model": model(found["library"], ranks)}
+    print(f"milliseconds of a sum over {ranks} ranks, {PIECES} tensors together")
+    print(f"{'bytes':>12}" + "".join(f"{name:>12}" for name in found))
+    for row, (size, _) in enumerate(found["library"]):
+        print(f"{size:>12,}" + "".join(f"{1000 * points[row][1]:>12.3f}" for points in found.values()))
+    print("\nmilliseconds of LeNet's forward, backward and all-reduce")
+    print("".join(f"{name:>12}" for name in steps))
+    print("".join(f"{value:>12.2f}" for value in steps.values()))
+    lines = [Curve(name, points, dashed=name == "model") for name, points in found.items()]
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    plots = [
+        curves(f"All-reduce over {ranks} ranks", "bytes", "seconds", lines, log=True),
+        bars(f"LeNet's step on {ranks} ranks", "ms", steps),
+    ]
+    beside(plots, picture)
+    print(f"\n{picture}")
+
+
+if __name__ == "__main__":
+    main()
