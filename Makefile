@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread a rank: torchrun's own default, said here so that it need not warn.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint bench soak tensorboard
+.PHONY: train test lint compare bench soak tensorboard
 
 train: .venv/installed
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train.py strategy=ddp
@@ -15,6 +15,9 @@ test: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+compare: .venv/installed
+	$(BIN)/python scripts/compare.py
 
 bench: .venv/installed
 	mkdir -p runs

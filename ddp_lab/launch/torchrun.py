@@ -28,6 +28,12 @@ from ddp_lab.rundir import read_json
 PATIENCE = 45.0  # seconds that a job has for its last checkpoint, when the sweep is ended
 
 
+def world_command(words: Sequence[str], ranks: int | None) -> list[str]:
+    """Starts train.py with `words` in a torchrun world of its own, on a port of its own; `ranks` None: as one process."""
+    world = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, *world, str(ROOT / "train.py"), *words]
+
+
 class TorchrunLauncher(SweepLauncher):
     """
     Args:
@@ -91,12 +97,7 @@ class TorchrunLauncher(SweepLauncher):
             return 0
         gpus = slots.get()
         environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
-        world = (
-            []
-            if job.one_process
-            else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc_per_node}"]
-        )
-        command = [sys.executable, *world, str(ROOT / "train.py"), *job.words]
+        command = world_command(job.words, None if job.one_process else self.nproc_per_node)
         # A session of its own: what a terminal sends to all goes to the jobs through us, once.
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -1,0 +1,61 @@
+"""One command that trains under several strategies and reports; opened as a reader does."""
+
+import shutil
+import subprocess
+
+import pytest
+from launches import SMALL, launch
+from PIL import Image
+
+STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Three ranks: what needs pairs cannot run."""
+    out = tmp_path_factory.mktemp("compare")
+    code, output = launch(
+        f"python scripts/compare.py --ranks 3 --out {out} --strategies", *STRATEGIES, "--", *SMALL, "epochs=3", "model=lenet"
+    )
+    assert code == 0, output
+    return out, output
+
+
+def test_the_table_shows_that_they_agree(report):
+    out, output = report
+    rows = {row[1]: row[2:-1] for line in output.splitlines() if len(row := [cell.strip() for cell in line.split("|")]) == 11}
+    assert set(rows) - {"strategy", "---"} == {"single", *STRATEGIES}
+    for name in ("scratch", "pipeline"):
+        assert rows[name][0] == "3"
+        assert float(rows[name][-1]) < 1e-6, "the weights at the end are single's"
+        assert rows[name][5] == rows["single"][5], "and the test accuracy"
+    assert float(rows["scratch"][-1]) > 0, "other sums, other roundings: it is not single's file that was read"
+    assert rows["tp"][1] == "not run: 3 ranks make no pairs"
+    assert (out / "report.md").read_text() in output
+
+
+def test_the_report_needs_nothing_else_and_opens(report, tmp_path):
+    out, _ = report
+    page = (out / "report.html").read_text()
+    assert "http" not in page
+    assert page.count("<tr>") == 2 + len(STRATEGIES)
+    assert Image.open(out / "plots.png").width > 1000
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium here")
+    picture = tmp_path / "page.png"
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={picture}", "--window-size=1200,1200"]
+    subprocess.run(
+        [*command, f"--user-data-dir={tmp_path}/profile", f"file://{out}/report.html"],
+        check=True,
+        timeout=90,
+        capture_output=True,
+    )
+    shown = Image.open(picture).convert("RGB")
+    assert (31, 119, 180) in {colour for _, colour in shown.getcolors(1_000_000)}, "the plots are not to be seen"
+
+
+def test_an_unknown_strategy_is_named():
+    code, output = launch("python scripts/compare.py --strategies magic")
+    assert code == 2
+    assert "--strategies magic: there is no such strategy; allowed: single, scratch, ddp" in output
