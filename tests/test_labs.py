@@ -1,6 +1,6 @@
 """The labs run to their end and find what they are about."""
 
-from launches import launch
+from launches import SMALL, launch, read_metrics
 from PIL import Image
 
 
@@ -23,3 +23,19 @@ def test_lab_allreduce_of_one_rank_is_refused():
     code, output = launch("python scripts/lab_allreduce.py")
     assert code == 1
     assert "one rank has nobody to sum with" in output
+
+
+def test_lab_scaling_rules(tmp_path):
+    line = f"python scripts/lab_scaling_rules.py --ks 1 4 --out {tmp_path} --"
+    code, output = launch(line, *SMALL[:-2], "batch_size=25", "epochs=3", "optimizer.lr=0.02")
+    assert code == 0, output
+    rows = [line.split() for line in output.splitlines()]
+    one, four = (next(row for row in rows if row[:2] == [k, batch]) for k, batch in (("1", "25"), ("4", "100")))
+    assert len(set(one[2:])) == 1
+    rates = {rule: read_metrics(tmp_path / f"k4-{rule}")[0]["lr"] / 0.02 for rule in ("none", "linear", "sqrt")}
+    assert rates["linear"] / rates["none"] == 4
+    assert rates["sqrt"] / rates["none"] == 2
+    assert [float(value) for value in four[2:]] == [
+        round(read_metrics(tmp_path / f"k4-{rule}")[-1]["test_accuracy"], 4) for rule in rates
+    ]
+    assert Image.open(tmp_path / "accuracy.png").width > 600
