@@ -5,8 +5,8 @@ python scripts/lab_scaling_rules.py --ks 1 2 4 8 16 -- model=resnet18 data=fashi
 
 The books' exercises: k devices with a batch of b each train on k x b at once and take a k-th of the steps. Here the batch
 alone grows, on one device, for by the second invariant it does not matter over how many it is spread. `none` leaves the rate,
-`linear` (Goyal et al. 2017, arXiv:1706.02677) multiplies it by k, `sqrt` (Krizhevsky 2014, arXiv:1404.5997) by the root of k. Words are
-train.py's own, for all runs; batch_size is that of k = 1.
+`linear` (Goyal et al. 2017, arXiv:1706.02677) multiplies it by k, `sqrt` (Krizhevsky 2014, arXiv:1404.5997) by the root of k.
+Words are train.py's own, for all runs; batch_size is that of k = 1.
 """
 
 import argparse
