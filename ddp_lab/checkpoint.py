@@ -9,7 +9,7 @@ import hashlib
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -127,7 +127,9 @@ class Checkpoints:
         if word != "auto":
             return None if word == "never" else word
         bad = []
-        for path in reversed(self.files()):
+        # A hash whose file is gone tells of a checkpoint that was lost.
+        lost = {digest.with_suffix("") for digest in self.folder.glob("step_*.pt.sha256")} - set(self.files())
+        for path in reversed(in_order([*self.files(), *lost])):
             problem = damage(path)
             if problem is None:
                 for other, why in bad:
@@ -152,7 +154,7 @@ class Checkpoints:
 
     def files(self) -> list[Path]:
         """Oldest first."""
-        return sorted(self.folder.glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
+        return in_order(self.folder.glob("step_*.pt"))
 
     def save(self, progress: Progress) -> None:
         """Copies the state to the host; rank 0 writes it in the background. Collective.
@@ -189,6 +191,8 @@ class Checkpoints:
                 f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are free there); the last good "
                 f"checkpoint is {whole[-1] if whole else 'none'}. Make room, or lower checkpoint.keep ({self.keep})"
             )
+            if not self.folder.parent.exists():
+                self.problem = f"{path} could not be written: {self.folder.parent} is gone"
             log.error(self.problem)
             return
         # Files of later steps belong to a branch that this run has left, as its records do.
@@ -197,6 +201,10 @@ class Checkpoints:
         for old in files[: max(0, last - self.keep)] + files[last:]:
             old.unlink()
             digest_of(old).unlink(missing_ok=True)
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def digest_of(path: Path) -> Path:

@@ -32,7 +32,7 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
         sys.path.append(str(Path(__file__).parent / "launch"))  # where Hydra's plug-ins are, which it takes by their package
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: Hydra would print them on every rank
         # Hydra takes a comma for a sweep.
-        sys.argv = [re.sub(r"^inject=([\w@=,]+)$", r'inject="\1"', word) for word in sys.argv]
+        sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', word) for word in sys.argv]
         try:
             refuse_sweep()
             main(*args)

@@ -18,6 +18,7 @@ import html
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -211,6 +212,9 @@ def main() -> None:
     if unknown := set(arguments.strategies or ()) - {entry.name for entry in chosen}:
         names = ", ".join(entry.name for entry in entries(arguments.ranks, gpus))
         parser.error(f"--strategies {' '.join(sorted(unknown))}: there is no such strategy; allowed: {names}")
+    for word in arguments.words:
+        if word.partition("=")[0] in ("runs_dir", "name", "strategy"):
+            parser.error(f"{word}: is compare.py's own to choose; see --out and --strategies")
     out = (arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}").resolve()
     out.mkdir(parents=True, exist_ok=True)
     words = arguments.words or ["epochs=6", "scheduler=constant"]
@@ -219,8 +223,9 @@ def main() -> None:
         sys.exit(f"error: nothing ran: {results[0].problem}")
     draw(results, out / "plots.png")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
+    some = f" --strategies {' '.join(arguments.strategies)} --" if arguments.strategies else ""
     head = [
-        f"python scripts/compare.py --ranks {arguments.ranks} {' '.join(words)}",
+        f"python scripts/compare.py --ranks {arguments.ranks}{some} {shlex.join(words)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
     print("\n" + report(rows(results), head, out))

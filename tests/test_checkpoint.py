@@ -268,9 +268,11 @@ def damage(kind: str, path) -> None:
         torch.save({"weights": torch.zeros(3)}, path)
     elif kind == "half-deleted":
         path.with_name(path.name + ".sha256").unlink()
+    elif kind == "lost":
+        path.unlink()
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "half-deleted"])
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "half-deleted", "lost"])
 def test_a_damaged_file_is_passed_over_by_name(kind, tmp_path):
     whole = train(tmp_path, "run", "epochs=3")
     newest, before = (tmp_path / "run" / "checkpoints" / f"step_000000{step}.pt" for step in (15, 10))

@@ -55,6 +55,12 @@ def test_the_report_needs_nothing_else_and_opens(report, tmp_path):
     assert (31, 119, 180) in {colour for _, colour in shown.getcolors(1_000_000)}, "the plots are not to be seen"
 
 
+def test_words_that_are_its_own_are_refused():
+    code, output = launch("python scripts/compare.py runs_dir=elsewhere")
+    assert code == 2
+    assert "runs_dir=elsewhere: is compare.py's own to choose" in output
+
+
 def test_an_unknown_strategy_is_named():
     code, output = launch("python scripts/compare.py --strategies magic")
     assert code == 2

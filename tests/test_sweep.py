@@ -68,6 +68,7 @@ def test_a_sweep_that_is_ended_goes_on(tmp_path):
     code, output = finish(process, timeout=60)
     assert code == 130, output
     assert "goes on" in output
+    assert "strategy=single: did not start" not in output
     assert jobs(tmp_path) == {"ddp ": "preempted"}
 
 

@@ -44,6 +44,7 @@ class TorchrunLauncher(SweepLauncher):
     def __init__(self, nproc_per_node: int, max_parallel: int):
         self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
         self.processes: set[subprocess.Popen] = set()
+        self.ended = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs the jobs that are not finished yet; one that fails does not end the sweep.
@@ -61,7 +62,7 @@ class TorchrunLauncher(SweepLauncher):
         print("\n".join(["", *(describe(job, code) for job, code in zip(jobs, codes, strict=True))]), flush=True)
         if any(codes):
             sys.exit(1)
-        return [job_return(code, job.words) for job, code in zip(jobs, codes, strict=True)]
+        return [job_return(0, job.words) for job in jobs]
 
     def _slots(self) -> "queue.Queue[str | None]":
         """What CUDA_VISIBLE_DEVICES of each job at a time is; None: as it is.
@@ -90,12 +91,15 @@ class TorchrunLauncher(SweepLauncher):
             slots.put(",".join(names[i * self.nproc_per_node : (i + 1) * self.nproc_per_node]))
         return slots
 
-    def _run(self, job: Job, slots: "queue.Queue[str | None]") -> int:
-        """The job's exit code; 0 without a start where it is finished."""
+    def _run(self, job: Job, slots: "queue.Queue[str | None]") -> int | None:
+        """The job's exit code; 0 without a start where it is finished, None where the sweep was ended before."""
         if is_finished(job):
             print(f"[{job.name}] finished before", flush=True)
             return 0
         gpus = slots.get()
+        if self.ended:
+            slots.put(gpus)  # for the next one that waits
+            return None
         environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
         command = world_command(job.words, None if job.one_process else self.nproc_per_node)
         # A session of its own: what a terminal sends to all goes to the jobs through us, once.
@@ -116,6 +120,7 @@ class TorchrunLauncher(SweepLauncher):
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         def end(number: int, frame: object) -> None:
+            self.ended = True
             for process in list(self.processes):
                 process.terminate()
             threading.Thread(target=self._end_for_good, args=(128 + number,)).start()
@@ -146,8 +151,10 @@ def is_finished(job: Job) -> bool:
     return status is not None and status["status"] == "finished" and status["epoch"] >= job.epochs
 
 
-def describe(job: Job, code: int) -> str:
+def describe(job: Job, code: int | None) -> str:
     """One line: how it ended, and at what."""
+    if code is None:
+        return f"{job.name}: not begun"
     status = read_json(job.run_dir / "status.json")
     metrics = job.run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
