@@ -81,12 +81,17 @@ TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool) -> None:
     """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
-    evaluation, run as they are: compiling them would take as long again."""
+    evaluation, run as they are: compiling them would take as long again.
+
+    Args:
+        loader: of a step that is to be recorded. Else its batches come from outside, and the optimizer is left as it is: the
+            learning rate, a number there, would have it compiled anew at every step.
+    """
     torch.compiler.set_stance("default")
     fuse = partial(torch.compile, dynamic=False, options=TUNED if tuned else None)
     step.strategy.compile(fuse)
-    step.optimize = torch.compile(step.optimizer.step)
     if loader is not None:
+        step.optimize = torch.compile(step.optimizer.step)
         loader.take, step.tally.add = fuse(loader.take), fuse(step.tally.add)
 
 

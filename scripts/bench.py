@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -143,6 +144,14 @@ def tutorial(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) 
     return repeated(step, arguments.steps, arguments.batch * ranks, device)
 
 
+def plain_step(model: nn.Module, optimizer, batches: Iterator, backward: Callable[[torch.Tensor], None]) -> None:
+    """As the helpers' guides write it."""
+    inputs, targets = next(batches)
+    optimizer.zero_grad()
+    backward(F.cross_entropy(model(inputs), targets))
+    optimizer.step()
+
+
 def accelerate(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) -> Iterator[float]:
     from accelerate import Accelerator
 
@@ -151,13 +160,7 @@ def accelerate(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace
     model, optimizer, loader = helper.prepare(model, optimizer, loader_of(arguments, runtime.world_size, distributed=False))
     batches = iter(loader)
 
-    def step() -> None:
-        inputs, targets = next(batches)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        helper.backward(loss)
-        optimizer.step()
-
+    step = partial(plain_step, model, optimizer, batches, helper.backward)
     return repeated(step, arguments.steps, arguments.batch * runtime.world_size, runtime.device)
 
 
@@ -176,13 +179,7 @@ def fabric(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) ->
     loader = loader_of(arguments, ranks, distributed=True)
     batches = iter(helper.setup_dataloaders(loader, use_distributed_sampler=False))
 
-    def step() -> None:
-        inputs, targets = next(batches)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        helper.backward(loss)
-        optimizer.step()
-
+    step = partial(plain_step, model, optimizer, batches, helper.backward)
     return repeated(step, arguments.steps, arguments.batch * ranks, runtime.device)
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from hydra.core.utils import JobReturn
 
 from ddp_lab.errors import ConfigError
-from ddp_lab.launch.sweep import ROOT, SweepLauncher, job_return
-from ddp_lab.launch.torchrun import is_finished
+from ddp_lab.launch.sweep import ROOT, SweepLauncher, is_finished, job_return
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 
@@ -51,4 +50,4 @@ class SlurmLauncher(SweepLauncher):
                 if done.returncode:
                     raise ConfigError(f"sbatch refused {job.name}: {done.stderr.strip()}")
                 print(f"[{job.name}] {done.stdout.strip()}")
-        return [job_return(0, job.words) for job in jobs]
+        return [job_return(job.words) for job in jobs]

@@ -13,6 +13,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.errors import ConfigError
+from ddp_lab.rundir import read_json
 
 ROOT = Path(__file__).parent.parent.parent
 LONGEST = 120  # characters of a name
@@ -91,6 +92,11 @@ def quote(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def job_return(code: int, words: Sequence[str]) -> JobReturn:
-    """What Hydra wants of every job; a failed one does not end the sweep."""
-    return JobReturn(overrides=list(words), status=JobStatus.COMPLETED, _return_value=code)
+def is_finished(job: Job) -> bool:
+    status = read_json(job.run_dir / "status.json")
+    return status is not None and status["status"] == "finished" and status["epoch"] >= job.epochs
+
+
+def job_return(words: Sequence[str]) -> JobReturn:
+    """What Hydra wants of every job."""
+    return JobReturn(overrides=list(words), status=JobStatus.COMPLETED)

@@ -22,7 +22,7 @@ import torch
 from hydra.core.utils import JobReturn
 
 from ddp_lab.errors import ConfigError
-from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, job_return
+from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, is_finished, job_return
 from ddp_lab.rundir import read_json
 
 PATIENCE = 45.0  # seconds that a job has for its last checkpoint, when the sweep is ended
@@ -62,7 +62,7 @@ class TorchrunLauncher(SweepLauncher):
         print("\n".join(["", *(describe(job, code) for job, code in zip(jobs, codes, strict=True))]), flush=True)
         if any(codes):
             sys.exit(1)
-        return [job_return(0, job.words) for job in jobs]
+        return [job_return(job.words) for job in jobs]
 
     def _slots(self) -> "queue.Queue[str | None]":
         """What CUDA_VISIBLE_DEVICES of each job at a time is; None: as it is.
@@ -144,11 +144,6 @@ class TorchrunLauncher(SweepLauncher):
             process.kill()
         print("the sweep was ended; the same line with its hydra.sweep.dir goes on", flush=True)
         os._exit(code)
-
-
-def is_finished(job: Job) -> bool:
-    status = read_json(job.run_dir / "status.json")
-    return status is not None and status["status"] == "finished" and status["epoch"] >= job.epochs
 
 
 def describe(job: Job, code: int | None) -> str:
