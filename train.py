@@ -23,7 +23,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_lab.checkpoint import Checkpoints, load_checkpoint
+from ddp_lab.checkpoint import Checkpoints
+from ddp_lab.checkpoint_files import load_checkpoint
 from ddp_lab.cli import user_errors
 from ddp_lab.config import build, check
 from ddp_lab.data.datasets import Dataset
