@@ -38,6 +38,7 @@ from ddp_lab.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.loop import fit, is_over
 from ddp_lab.plan import Plan
 from ddp_lab.preflight import check_network, check_storage, warn
+from ddp_lab.profiler import Profiled, check_steps
 from ddp_lab.rundir import RunDir
 from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import make_scheduler
@@ -67,6 +68,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     runtime.agree("dataset", source.prepare, per_node=True)
     dataset = source.load()
     plan = Plan.make(cfg, runtime.world_size, strategy.replicas, len(dataset.train.targets))
+    if cfg.profile:
+        check_steps(cfg.epochs * plan.steps_per_epoch)
 
     torch.manual_seed(cfg.seed)
     model = build(cfg.model, **dataset.model_shape())
@@ -114,6 +117,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         step = levers.build(step, loaders[0])
         if cfg.inject:
             step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
+        if cfg.profile:
+            step = Profiled(step, runtime, logger, run_dir.path / "profile", levers.cuda_graph, strategy.bubble())
         every = cfg.checkpoint
         guard = Guard(
             checkpoints,

@@ -91,6 +91,7 @@ class Config(NamedTuple):
     on_nan: Literal["stop", "skip"]
     patience: Count | None
     check_replicas: Count | None
+    profile: bool
     inject: Injection | None
     checkpoint: CheckpointConfig
     data: DataConfig

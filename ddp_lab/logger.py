@@ -67,6 +67,9 @@ class Logger:
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
         """A picture of a few test images with what the model takes them for."""
 
+    def text(self, title: str, markdown: str) -> None:
+        """Words for TensorBoard's page of texts."""
+
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
         """The line that closes a run."""
 
@@ -139,6 +142,10 @@ class FileLogger(Logger):
         grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
         with surviving_a_full_disk(self.metrics.parent):
             self.board.add_image("predictions", grid, epoch)
+
+    def text(self, title: str, markdown: str) -> None:
+        with surviving_a_full_disk(self.metrics.parent):
+            self.board.add_text(title, markdown)
 
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
         log.info(

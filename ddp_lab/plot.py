@@ -119,6 +119,26 @@ def bars(title: str, y_label: str, values: dict[str, float]) -> Image.Image:
     return image
 
 
+def stacked(title: str, y_label: str, values: dict[str, dict[str, float]]) -> Image.Image:
+    """One bar for each name, its parts on top of each other; all have the same parts."""
+    image, draw = canvas(title, y_label)
+    names = list(next(iter(values.values())))
+    most, room = max(sum(parts.values()) for parts in values.values()), (WIDTH - LEFT - RIGHT) / len(values)
+    scale = (HEIGHT - TOP - BOTTOM - 44) / most
+    for number, (label, parts) in enumerate(values.items()):
+        left, bottom = LEFT + (number + 0.15) * room, HEIGHT - BOTTOM
+        for colour, name in zip(COLOURS, names, strict=False):
+            draw.rectangle([left, bottom - parts[name] * scale, left + 0.7 * room, bottom], fill=colour)
+            bottom -= parts[name] * scale
+        total = short(float(f"{sum(parts.values()):.3g}"))
+        draw.text((left + 0.35 * room, bottom - 4), total, font=SMALL, fill="black", anchor="mb")
+        draw.text((left + 0.35 * room, HEIGHT - BOTTOM + 6), label, font=SMALL, fill="black", anchor="ma")
+    for number, (colour, name) in enumerate(zip(COLOURS, names, strict=False)):
+        draw.text((LEFT + number * 120, TOP - 10), name, font=SMALL, fill=colour)
+    draw.line([(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, HEIGHT - BOTTOM)], fill="#888888")
+    return image
+
+
 def beside(images: Sequence[Image.Image], path: Path, columns: int = 2) -> None:
     """Writes the plots as one picture, `columns` in a row."""
     columns = min(columns, len(images))

@@ -1,5 +1,7 @@
 """Strategies with faults that cannot be injected from outside."""
 
+import time
+
 import torch
 
 from ddp_lab.strategies.ddp import DDP
@@ -29,4 +31,13 @@ class Lazy(DDP):
             for parameter in self.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             return torch.zeros(3, dtype=torch.float64)
+        return super().forward_backward(inputs, targets, count, accumulate)
+
+
+class Straggling(DDP):
+    """Rank 1 sleeps before every step, as by a slower machine."""
+
+    def forward_backward(self, inputs, targets, count, accumulate=1):
+        if self.dp_rank == 1:
+            time.sleep(0.1)
         return super().forward_backward(inputs, targets, count, accumulate)

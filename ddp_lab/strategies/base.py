@@ -159,6 +159,10 @@ class Strategy(ABC):
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return f"{self.num_devices} x {kind}"
 
+    def bubble(self) -> float | None:
+        """The share of a step that a pipeline's equally busy ranks are idle; None for what is no pipeline. After partition."""
+        return None
+
     def autocast(self) -> AbstractContextManager:
         """Mixed precision for the forward pass; for strategies that do not have their own."""
         return self.runtime.autocast()

@@ -134,16 +134,21 @@ class Pipeline(Strategy):
         """What data parallelism makes of a stage."""
         return stage
 
+    def bubble(self) -> float:
+        # v stages a rank divide it: Narayanan et al. 2021, arXiv:2104.04473, 2.2
+        p, v = self.axes["pp"], self.num_stages // self.axes["pp"]
+        return (p - 1) / (v * self.num_microbatches + p - 1)
+
     def describe(self) -> str:
         p, m, shares = self.axes["pp"], self.num_microbatches, self.parts.shares
-        v = self.num_stages // p  # stages a rank: they divide the bubble, Narayanan et al. 2021, arXiv:2104.04473, 2.2
+        v = self.num_stages // p
         where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
         busiest = max(sum(shares[rank::p]) for rank in range(p))
         below = "below " if "zerobubble" in self.schedule_name else ""
         lines = [
             f"{self.name}: {where}, balance {1 / (p * busiest):.0%} (mean rank / busiest)",
             f"{self.schedule_name}, {m} micro-batches, expected bubble of equally busy ranks {below}"
-            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {(p - 1) / (v * m + p - 1):.0%} of the time, p={p}"
+            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {self.bubble():.0%} of the time, p={p}"
             + (f", v={v} stages a rank" if v > 1 else ""),
         ]
         if self.has_batch_norm and m > 1:

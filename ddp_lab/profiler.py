@@ -1,0 +1,133 @@
+"""profile=true: records some steps on every rank with torch.profiler, and says where their time went.
+
+Nothing is synchronised for it: the kernels' own times are read (time_split.py). The recorded steps are slower than others, by
+what noting each operation costs the host, so shares of a step are to be taken from here and rates from unprofiled epochs.
+"""
+
+import gzip
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ddp_lab.errors import ConfigError
+from ddp_lab.logger import Logger, log, peak_memory_bytes
+from ddp_lab.plot import beside, stacked
+from ddp_lab.runtime import Runtime
+from ddp_lab.time_split import DATA, PARTS, STEP, Call, StepTrace, bytes_per_step, read, split, summarise, union, verdict
+
+SKIP, RECORD = 5, 11  # steps; the first recorded one does not count, because the profiler is still settling in it
+NEEDED = SKIP + RECORD
+
+
+def check_steps(steps: int) -> None:
+    """
+    Raises:
+        ConfigError: a run of so many steps ends before there is something to report.
+    """
+    if steps < NEEDED:
+        raise ConfigError(f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise epochs")
+
+
+class Profiled:
+    """Around a step: a callable like it.
+
+    Args:
+        graph: the step replays a CUDA graph.
+        bubble: of a pipeline, by the formula.
+        folder: gets a trace of each rank, for Perfetto or chrome://tracing, summary.json and time_split.png.
+    """
+
+    def __init__(self, step: Callable, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
+        self.step, self.runtime, self.logger, self.folder, self.graph, self.bubble = (
+            step,
+            runtime,
+            logger,
+            folder,
+            graph,
+            bubble,
+        )
+        self.taken = 0
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr, on every rank, that there is no GPU
+        gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+    def batches(self, loader: Iterable) -> Iterable:
+        batches = iter(self.step.batches(loader))
+        while True:
+            with record_function(DATA):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def __call__(self, batch: Any) -> None:
+        with record_function(STEP):
+            self.step(batch)
+        self.taken += 1
+        if self.taken == SKIP:
+            self.profiler.start()
+        elif self.taken == NEEDED:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.profiler.stop()
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"rank{self.runtime.rank}.json.gz"
+        self.profiler.export_chrome_trace(str(path))
+        self.profiler = None
+        with gzip.open(path) as file:
+            trace = json.load(file)
+        devices = {device: steps[1:] for device, steps in read(trace).items()}
+        mine = {"devices": devices, "peak_memory_bytes": peak_memory_bytes(), "bytes_per_step": bytes_per_step(trace)}
+        if ranks := self.runtime.collect("profile", json.dumps(mine)):
+            self._report([json.loads(rank) for rank in ranks])
+
+    def _report(self, ranks: list[dict[str, Any]]) -> None:
+        rows = split([{device: list(map(restore, steps)) for device, steps in rank["devices"].items()} for rank in ranks])
+        for row in rows:
+            row |= summarise(row)
+        words = verdict(rows, self.graph, self.bubble)
+        kept = {key: [rank[key] for rank in ranks] for key in ("peak_memory_bytes", "bytes_per_step")}
+        (self.folder / "summary.json").write_text(json.dumps({"rows": rows, "verdict": words, **kept}, indent=1))
+        draw(rows, self.folder / "time_split.png")
+        text = table(rows)
+        log.info(f"milliseconds of a step, the medians of {RECORD - 1} (traces for ui.perfetto.dev: {self.folder})\n{text}")
+        for line in words:
+            log.info(line)
+        self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(words))
+
+
+def restore(step: list) -> StepTrace:
+    """What JSON made of it."""
+    start, end, compute, calls, data = step
+    return StepTrace(start, end, union(map(tuple, compute)), [Call(*call) for call in calls], union(map(tuple, data)))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    names = ("rank", "device", "step", *PARTS)
+    lines = ["".join(f"{name:>{max(8, len(name) + 2)}}" for name in names)]
+    for row in rows:
+        cells = (row[name] if name in ("rank", "device") else f"{row[name]:.2f}" for name in names)
+        lines.append("".join(f"{cell:>{max(8, len(name) + 2)}}" for name, cell in zip(names, cells, strict=True)))
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    bars = {f"{row['rank']} {row['device']}": {part: row[part] for part in PARTS} for row in rows}
+    beside([stacked("Where a step's time goes, by rank", "ms", bars)], path)
+
+
+def mean_split(summary: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of PARTS, over all devices of a summary.json."""
+    return {part: statistics.mean(row[part] for row in summary["rows"]) for part in PARTS}

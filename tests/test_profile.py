@@ -1,0 +1,148 @@
+"""Where a step's time goes: the arithmetic on made-up traces, and real ones of real worlds."""
+
+import gzip
+import json
+
+import pytest
+from launches import SMALL, launch
+from PIL import Image
+
+from ddp_lab.models.simple_cnn import simple_cnn
+from ddp_lab.profiler import RECORD
+from ddp_lab.time_split import DATA, STEP, Call, StepTrace, bytes_per_step, length, read, split, summarise, union, verdict
+
+DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
+
+
+def test_union_counts_a_moment_once():
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert length([(0, 4), (2, 6), (8, 20)], 1, 10) == 7
+
+
+def test_who_comes_late_is_waited_for():
+    """An all-reduce that both leave at 40: rank 0 is ready at 10, rank 1, which computes longer, at 30."""
+    early = StepTrace(0, 50, [(0, 10), (35, 38)], [Call("all_reduce", 0, 10, 40)], [(45, 48)])
+    late = StepTrace(1000, 1050, [(1000, 1030)], [Call("all_reduce", 0, 1030, 1040)], [])
+    rows = [row["steps"][0] for row in split([{"cpu": [early]}, {"cpu": [late]}])]
+    microseconds = [{part: round(1000 * value) for part, value in row.items()} for row in rows]
+    assert microseconds[0] == {"compute": 13, "communication": 7, "waiting": 20, "data": 3, "idle": 7}
+    assert microseconds[1] == {"compute": 30, "communication": 10, "waiting": 0, "data": 0, "idle": 10}
+
+
+def test_a_message_is_compared_to_the_shortest_of_its_kind():
+    steps = [StepTrace(0, 100, [], [Call("gloo:recv", 0, 0, 60), Call("gloo:recv", 1, 70, 75)], [])]
+    (row,) = split([{"cpu": steps}])
+    assert row["steps"][0] == pytest.approx({"compute": 0, "communication": 0.01, "waiting": 0.055, "data": 0, "idle": 0.035})
+
+
+def event(name: str, cat: str, ts: float, dur: float, **args) -> dict:
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "args": args}
+
+
+def test_kernels_belong_to_the_step_that_launched_them():
+    """The host is ahead: both steps are launched before the first one's kernels have run."""
+    events = [
+        *(event(DATA, "user_annotation", ts, 2) for ts in (0, 10)),
+        *(event(STEP, "user_annotation", ts, 8) for ts in (2, 12)),
+        *(event("cudaLaunchKernel", "cuda_runtime", 3 + i, 1, correlation=i) for i in range(3)),
+        *(event("cudaLaunchKernel", "cuda_runtime", 13 + i, 1, correlation=3 + i) for i in range(2)),
+        event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 5, 5, correlation=0, device=0),
+        event("gemm", "kernel", 10, 20, correlation=1, device=0),
+        event("ncclDevKernel_AllReduce_Sum_f32", "kernel", 25, 15, correlation=2, device=0),
+        event("gemm", "kernel", 50, 20, correlation=3, device=0),
+        event("gemm", "kernel", 0, 4, correlation=4, device=1),
+    ]
+    found = read({"traceEvents": events})
+    first, second = found["cuda:0"]
+    assert (first.start, first.end, first.compute) == (0, 40, [(10, 30)])
+    assert first.calls == [Call("ncclDevKernel_AllReduce_Sum_f32", 0, 25, 40)]
+    assert (second.start, second.end, second.compute) == (40, 70, [(50, 70)])
+    (row,) = split([{"cuda:0": [first]}])
+    assert row["steps"][0] == pytest.approx(
+        {"compute": 0.02, "communication": 0.01, "waiting": 0.0, "data": 0.007, "idle": 0.003}
+    )
+    assert len(found["cuda:1"]) == 1, "a step without kernels on a device is none of its"
+
+
+def test_bytes_of_nccl_and_of_what_does_not_say():
+    step = event(STEP, "user_annotation", 0, 10)
+    said = {"Collective name": "allreduce", "In msg nelems": 100, "Out msg nelems": 100, "dtype": "Float"}
+    gathered = {"Collective name": "_allgather_base", "In msg nelems": 5, "Out msg nelems": 20, "dtype": "BFloat16"}
+    received = said | {"Collective name": "recv"}
+    calls = [event("record_param_comms", "cpu_op", ts, 1, **args) for ts, args in enumerate((said, gathered, received))]
+    kernel = event("ncclDevKernel_AllReduce", "kernel", 3, 1)
+    before = event("record_param_comms", "cpu_op", -5, 1, **said)
+    assert bytes_per_step({"traceEvents": [step, *calls, kernel, before]}) == 410
+    assert bytes_per_step({"traceEvents": [step, kernel]}) is None
+    assert bytes_per_step({"traceEvents": [step]}) == 0
+
+
+def row(rank: int, **parts: float) -> dict:
+    steps = [{"compute": 0.0, "communication": 0.0, "waiting": 0.0, "data": 0.0, "idle": 0.0} | parts]
+    return {"rank": rank, "device": "cpu"} | summarise({"steps": steps})
+
+
+@pytest.mark.parametrize(
+    ("rows", "bubble", "words"),
+    [
+        ([row(0, compute=9, idle=1)], None, "compute is 90% of a step"),
+        ([row(0, compute=0.04, communication=0.09)] * 2, None, "too small to scale here: 0.04 ms of compute against 0.09 ms"),
+        ([row(0, compute=5, waiting=5), row(1, compute=9, waiting=1)], None, "straggler: rank 1 (cpu)"),
+        ([row(0, compute=6, communication=4)] * 2, None, "communication: 6.00 ms of compute against 4.00"),
+        ([row(0, compute=2, idle=8)], None, "idle: for 80% of a step"),
+        ([row(0, compute=5, data=5)], None, "data: devices wait for it for 50%"),
+        (
+            [row(0, compute=8, waiting=2), row(1, compute=5, waiting=5)],
+            0.11,
+            "bubble: the busiest rank, 0, does not compute for 20%",
+        ),
+    ],
+)
+def test_the_verdict_in_words(rows, bubble, words):
+    (said,) = verdict(rows, graph=False, bubble=bubble)
+    assert words in said
+
+
+def profiled(tmp_path, line: str, *more: str) -> tuple[dict, str]:
+    code, output = launch(line, *SMALL, "profile=true", "epochs=4", f"runs_dir={tmp_path}", "name=run", *more)
+    assert code == 0, output
+    return json.loads((tmp_path / "run" / "profile" / "summary.json").read_text()), output
+
+
+def test_a_profiled_run(tmp_path):
+    summary, output = profiled(tmp_path, DDP)
+    folder = tmp_path / "run" / "profile"
+    assert [(row["rank"], row["device"], len(row["steps"])) for row in summary["rows"]] == [
+        (0, "cpu", RECORD - 1),
+        (1, "cpu", RECORD - 1),
+    ]
+    for row in summary["rows"]:
+        assert row["compute"] > 0
+        assert all(min(step.values()) >= 0 for step in row["steps"])
+        assert all(step["communication"] + step["waiting"] > 0 for step in row["steps"]), "the all-reduce is seen"
+    parameters = sum(parameter.numel() for parameter in simple_cnn(3, 28, 10).parameters())
+    assert summary["bytes_per_step"] == [4 * parameters] * 2, "the gradients, once"
+    assert all(line in output for line in summary["verdict"])
+    with gzip.open(folder / "rank1.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count(STEP) == RECORD
+    assert Image.open(folder / "time_split.png").width > 600
+    assert "profiler_st" not in output, "the profiler's own noise"
+
+
+def test_a_straggler_is_named(tmp_path):
+    summary, _ = profiled(tmp_path, DDP.replace("=2", "=3"), "strategy._target_=crash.Straggling")
+    assert min(summary["rows"], key=lambda row: row["waiting"])["rank"] == 1
+    assert any(line.startswith("straggler: rank 1 (cpu)") for line in summary["verdict"])
+
+
+def test_a_pipelines_bubble_is_set_against_the_formula(tmp_path):
+    summary, _ = profiled(tmp_path, DDP.replace("ddp", "pipeline"), "strategy.num_microbatches=4")
+    assert summary["verdict"][0].startswith("bubble: the busiest rank, ")
+    assert summary["verdict"][0].endswith("formula 20%")
+
+
+def test_a_run_too_short_to_profile_is_refused(tmp_path):
+    code, output = launch("python train.py profile=true epochs=3", *SMALL, f"runs_dir={tmp_path}")
+    assert code == 2
+    assert output.strip() == "error: profile=true: needs 16 steps of training, and this run has 15; raise epochs"
