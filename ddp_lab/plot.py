@@ -1,4 +1,4 @@
-"""Curves and bars as PNG, by Pillow, which torchvision brings along."""
+"""Curves, bars and timelines as PNG, by Pillow, which torchvision brings along."""
 
 import math
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ WIDTH, HEIGHT = 720, 440  # pixels of one plot
 LEFT, RIGHT, TOP, BOTTOM = 80, 24, 40, 52
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#17becf")
 SMALL, LARGE = ImageFont.load_default(size=13), ImageFont.load_default(size=16)
+Boxes = list[tuple[float, float, str]]  # start and end in seconds, and what ran: the row of a timeline
 
 
 class Curve(NamedTuple):
@@ -114,9 +115,15 @@ def bars(title: str, y_label: str, values: dict[str, float]) -> Image.Image:
         left, top = LEFT + (number + 0.15) * room, HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM - 20)
         draw.rectangle([left, top, left + 0.7 * room, HEIGHT - BOTTOM], fill=COLOURS[number % len(COLOURS)])
         draw.text((left + 0.35 * room, top - 4), short(float(f"{value:.3g}")), font=SMALL, fill="black", anchor="mb")
-        draw.text((left + 0.35 * room, HEIGHT - BOTTOM + 6), label, font=SMALL, fill="black", anchor="ma")
+        draw_name(draw, label, number, room)
     draw.line([(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, HEIGHT - BOTTOM)], fill="#888888")
     return image
+
+
+def draw_name(draw: ImageDraw.ImageDraw, name: str, number: int, room: float) -> None:
+    """Under bar `number` of such that have `room` each; where that is little, every second name a line lower."""
+    lower = 16 * (number % 2) if room < 90 else 0
+    draw.text((LEFT + (number + 0.5) * room, HEIGHT - BOTTOM + 6 + lower), name, font=SMALL, fill="black", anchor="ma")
 
 
 def stacked(title: str, y_label: str, values: dict[str, dict[str, float]]) -> Image.Image:
@@ -132,11 +139,58 @@ def stacked(title: str, y_label: str, values: dict[str, dict[str, float]]) -> Im
             bottom -= parts[name] * scale
         total = short(float(f"{sum(parts.values()):.3g}"))
         draw.text((left + 0.35 * room, bottom - 4), total, font=SMALL, fill="black", anchor="mb")
-        draw.text((left + 0.35 * room, HEIGHT - BOTTOM + 6), label, font=SMALL, fill="black", anchor="ma")
-    for number, (colour, name) in enumerate(zip(COLOURS, names, strict=False)):
-        draw.text((LEFT + number * 120, TOP - 10), name, font=SMALL, fill=colour)
+        draw_name(draw, label, number, room)
+    draw_legend(draw, dict(zip(names, COLOURS, strict=False)), LEFT)
     draw.line([(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, HEIGHT - BOTTOM)], fill="#888888")
     return image
+
+
+def timeline(title: str, rows: dict[str, Boxes]) -> Image.Image:
+    """What ran when: a row for each name, a box for each (start, end, label), a colour for each label. x is in ms since the
+    first start; the names take what room they need, at most half of the plot.
+
+    Raises:
+        ValueError: there is no box to draw.
+    """
+    boxes = [box for row in rows.values() for box in row]
+    if not boxes:
+        raise ValueError(f"{title}: no boxes to draw")
+    first = min(start for start, _, _ in boxes)
+    span = 1000 * (max(end for _, end, _ in boxes) - first) or 1.0
+    left = min(WIDTH / 2, max(LEFT, *(SMALL.getlength(name) + 16 for name in rows)))
+    height = (HEIGHT - TOP - BOTTOM) / len(rows)
+
+    def place(seconds: float) -> float:
+        return left + 1000 * (seconds - first) / span * (WIDTH - RIGHT - left)
+
+    image, draw = canvas(title, "")
+    for value in ticks(0, span):
+        x = place(first + value / 1000)
+        draw.line([(x, TOP), (x, HEIGHT - BOTTOM)], fill="#eeeeee")
+        draw.text((x, HEIGHT - BOTTOM + 6), short(value), font=SMALL, fill="black", anchor="ma")
+    draw.text(((left + WIDTH - RIGHT) / 2, HEIGHT - 20), "ms", font=SMALL, fill="black", anchor="ma")
+    labels = list(dict.fromkeys(label for _, _, label in boxes))
+    colours = {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
+    for number, (name, row) in enumerate(rows.items()):
+        top = TOP + number * height
+        draw.text((left - 8, top + height / 2), name, font=SMALL, fill="black", anchor="rm")
+        for start, end, label in row:
+            x0, x1 = place(start), max(place(start) + 1, place(end))
+            outline = "white" if x1 - x0 > 3 else None  # boxes side by side can be counted where there is room
+            draw.rectangle([x0, top + 0.15 * height, x1, top + 0.85 * height], fill=colours[label], outline=outline)
+    draw_legend(draw, colours, left)
+    draw.rectangle([left, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM], outline="#888888")
+    return image
+
+
+def draw_legend(draw: ImageDraw.ImageDraw, colours: dict[str, str], x: float) -> None:
+    """Above the plot, from x on; ends with the last label that there is room for."""
+    for label, colour in colours.items():
+        if x + 16 + SMALL.getlength(label) > WIDTH:
+            return
+        draw.rectangle([x, TOP - 14, x + 10, TOP - 4], fill=colour)
+        draw.text((x + 14, TOP - 9), label, font=SMALL, fill=colour, anchor="lm")
+        x += 30 + SMALL.getlength(label)
 
 
 def beside(images: Sequence[Image.Image], path: Path, columns: int = 2) -> None:

@@ -1,7 +1,16 @@
 """The labs run to their end and find what they are about."""
 
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+import torch
 from launches import SMALL, launch, read_metrics
 from PIL import Image
+
+from ddp_lab.lanes import Thread, once
+from scripts import lab_overlap
 
 
 def test_lab_allreduce(tmp_path):
@@ -39,3 +48,112 @@ def test_lab_scaling_rules(tmp_path):
         round(read_metrics(tmp_path / f"k4-{rule}")[-1]["test_accuracy"], 4) for rule in rates
     ]
     assert Image.open(tmp_path / "accuracy.png").width > 600
+
+
+ON_TWO = {0: ["thread 0", "thread 1"], 1: ["stream 0", "stream 1"], 2: ["cuda:0", "cuda:1"]}
+
+
+def numbers(lines: list[str], title: str) -> dict[str, list[float]]:
+    """The rows of the table below the line that begins with `title` and the one with the columns' names."""
+    at = next(i for i, line in enumerate(lines) if line.startswith(title)) + 2
+    rows = (line for line in lines[at : lines.index("", at)] if not line.startswith("every"))
+    return {line[:24].strip(): [float(word) for word in line[24:].split()] for line in rows}
+
+
+@pytest.mark.parametrize("gpus", [0, pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))])
+def test_lab_overlap(gpus, tmp_path, monkeypatch):
+    if gpus == 1:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    line = "python scripts/lab_overlap.py --size 64 --products 3 --repeat 2"
+    code, output = launch(line, "--out", str(tmp_path / "new" / "lab"), gpus=gpus > 0)
+    assert code == 0, output
+    lines = output.splitlines()
+    assert ("stand for two devices" in lines[0]) == (gpus < 2)
+    on_pair = numbers(lines, "1. 3 products of 64 x 64 on each of two devices")
+    assert list(on_pair) == [*(f"{name} alone" for name in ON_TWO[gpus]), "in turn", "together"]
+    by_size = numbers(lines, "3 products by size")
+    assert list(by_size) == [f"{size} x {size}" for size in (8, 16, 32, 64)]
+    for turn, together, ratio in by_size.values():
+        low, high = (turn - 0.0005) / (together + 0.0005), (turn + 0.0005) / max(1e-9, together - 0.0005)
+        assert low - 0.0005 <= ratio <= high + 0.0005, "the ratio is that of the times, as they are rounded"
+    copies = numbers(lines, "2. 3 products")
+    pageable = ["two, pageable"] if gpus else []
+    assert list(copies) == ["products alone", "copies alone", "in turn", "one stream", "two streams", *pageable]
+    assert "every copy is the product" in lines
+    streams = numbers(lines, "3. 8 independent chains")
+    assert list(streams) == [f"streams: {count}" for count in (1, 2, 4, 8)]
+    assert all(value > 0 for table in (on_pair, copies, streams) for row in table.values() for value in row)
+    picture = Image.open(tmp_path / "new" / "lab.png")
+    assert picture.width > 1000
+    shown = {colour for _, colour in picture.convert("RGB").crop((0, 0, 720, 440)).getcolors(400_000)}
+    assert {(31, 119, 180), (255, 127, 14), (44, 160, 44)} <= shown, "issue, wait and product are in the timeline"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "0"], "error: --size 0: must be at least 1"),
+        (["--repeat", "-1"], "error: --repeat -1: must be at least 1"),
+        (["--out", "/dev/null/lab"], "error: --out /dev/null/lab: no picture can be written there"),
+        (["--size", "100000000"], "error: --size 100000000 --products 10: "),
+    ],
+)
+def test_lab_overlap_says_what_it_cannot_do(words, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lab_overlap.py", "--out", str(tmp_path / "lab"), *words])
+    with pytest.raises(SystemExit) as ended:
+        lab_overlap.main()
+    assert ended.value.code.startswith(message)
+    assert "\n" not in ended.value.code
+
+
+@pytest.fixture
+def threads():
+    """Two lanes, whose threads have one core; so would all others of this process from now on."""
+    before, pair = torch.get_num_threads(), [Thread(name, torch.device("cpu")) for name in ("compute", "copy")]
+    yield pair
+    for one in pair:
+        one.pool.shutdown()
+    torch.set_num_threads(before)
+
+
+def test_a_lane_runs_one_work_after_the_other(threads):
+    variants = lab_overlap.on_two(threads, 32, 5, 1)
+    for name, lanes in (("compute alone", ["compute"]), ("in turn", ["compute", "copy"]), ("together", ["compute", "copy"])):
+        rows = once(threads, variants[name]).rows
+        assert list(rows) == ["host", *lanes]
+        assert all(len(rows[lane]) == 5 for lane in lanes)
+        for row in rows.values():
+            assert all(start <= end for start, end, _ in row)
+            assert all(end <= start for (_, end, _), (start, _, _) in pairwise(row)), "boxes of one row lie on each other"
+        issued = [start for start, _, label in rows["host"] if label == "issue"]
+        assert issued[0] <= rows["compute"][0][0], "nothing runs before it is issued"
+    rows = once(threads, variants["in turn"]).rows
+    assert rows["compute"][-1][1] <= rows["copy"][0][0]
+
+
+def test_a_copy_starts_when_its_product_is_there(threads):
+    found = lab_overlap.with_copies(threads, 32, 4, 2)
+    for name, run in found.items():
+        last = max(end for row in run.rows.values() for _, end, _ in row)
+        assert last <= run.seconds, name
+    one, two = found["one stream"].rows, found["two streams"].rows
+    assert [label for _, _, label in one["compute"]] == ["product", "copy"] * 4
+    assert [label for _, _, label in found["in turn"].rows["compute"]] == ["product"] * 4 + ["copy"] * 4
+    products, copies = two["compute"], two["copy"]
+    assert [label for _, _, label in products + copies] == ["product"] * 4 + ["copy"] * 4
+    assert all(done <= start for (_, done, _), (start, _, _) in zip(products, copies, strict=True))
+
+
+def test_a_copy_that_comes_too_early_is_noticed(threads, monkeypatch):
+    issue = Thread.issue
+
+    def heedless(self, label, work, after=None):
+        def late():
+            time.sleep(0.02)
+            work()
+
+        return issue(self, label, late if label == "product" else work)
+
+    monkeypatch.setattr(Thread, "issue", heedless)
+    with pytest.raises(AssertionError, match="too early"):
+        lab_overlap.with_copies(threads, 32, 2, 1)
