@@ -157,7 +157,8 @@ def make_loaders(cfg: DictConfig, dataset: Dataset, strategy: Strategy, plan: Pl
         std=cfg.data.std,
         seed=cfg.seed,
     )
-    return make(dataset.train, shuffle=True), make(dataset.test, shuffle=False)
+    training = make(dataset.train, shuffle=True, shift=cfg.data.shift, flip=cfg.data.flip)
+    return training, make(dataset.test, shuffle=False)
 
 
 def open_logger(

@@ -58,6 +58,8 @@ class DataConfig(NamedTuple):
     root: str
     loader: Literal["device", "workers"]
     num_workers: NaturalNumber
+    shift: NaturalNumber
+    flip: bool
     mean: list[float]
     std: list[Positive]
 

@@ -3,10 +3,16 @@ from itertools import chain
 
 import pytest
 import torch
+from test_config import config
 
+import train
+from ddp_lab.config import build
+from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
 from ddp_lab.data.loaders import IGNORE, LOADERS
 from ddp_lab.errors import ConfigError, NodeError
+from ddp_lab.plan import Plan
+from ddp_lab.runtime import Runtime
 
 
 def numbered(samples: int) -> Split:
@@ -16,11 +22,20 @@ def numbered(samples: int) -> Split:
     return Split(images, numbers % 10)
 
 
-def loader(kind: str, rank: int, size: int, *, samples: int = 103, batch_size: int = 24, shuffle: bool = True, **other):
+def loader(
+    kind: str,
+    rank: int,
+    size: int,
+    *,
+    samples: int = 103,
+    split: Split | None = None,
+    batch_size: int = 24,
+    shuffle: bool = True,
+    **other,
+):
     settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": 0} | other
-    return LOADERS[kind](
-        numbered(samples), batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), shuffle=shuffle, **settings
-    )
+    split = split or numbered(samples)
+    return LOADERS[kind](split, batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), shuffle=shuffle, **settings)
 
 
 def read(loader, epoch: int, start: int = 0) -> list[list[int]]:
@@ -99,6 +114,119 @@ def test_evaluation_counts_every_sample_once(size, samples):
 def test_count_is_that_of_the_global_batch(size):
     for rank in range(size):
         assert [batch.count for batch in loader("device", rank, size, samples=50)] == [24, 24, 2]
+
+
+AUGMENTED = {"shift": 2, "flip": True}
+
+
+def pictures() -> Split:
+    """103 images of three channels, 5 pixels high and 7 wide, no two alike and none with a pixel of 0, as the border has."""
+    images = torch.randint(1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return Split(images, torch.arange(103) % 10)
+
+
+def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
+    """What augment does, pixel by pixel."""
+    _, height, width = image.shape
+    result = torch.zeros_like(image)
+    for y in range(height):
+        for x in range(width):
+            if 0 <= y - dy < height and 0 <= x - dx < width:
+                result[:, y, x] = image[:, y - dy, width - 1 - (x - dx) if flip else x - dx]
+    return result
+
+
+def test_augment_moves_and_mirrors_every_image_by_its_own():
+    moves = [(dy, dx, flip) for dy in range(-4, 5) for dx in range(-6, 7) for flip in (0, 1)]
+    images = pictures().images[torch.arange(len(moves)) % 103]
+    dy, dx, flip = torch.tensor(moves).T
+    expected = torch.stack([moved(image, *move) for image, move in zip(images, moves, strict=True)])
+    for kind in (torch.int64, torch.bool):
+        result = augment(images, dy, dx, flip.to(kind))
+        assert result.dtype == torch.uint8
+        assert result.is_contiguous()
+        assert torch.equal(result, expected)
+
+
+def test_draws_repeat_and_are_others_for_other_epochs_and_seeds():
+    first = draw(1000, 2, True, seed=5, epoch=1)
+    assert torch.equal(draw(1000, 2, True, seed=5, epoch=1), first)
+    for seed, epoch in [(5, 2), (6, 1), (6, 0), (5 + 2**31, 1)]:
+        assert (draw(1000, 2, True, seed, epoch) != first).any(dim=1).all()
+    dy, dx, flip = first
+    assert dy.unique().tolist() == dx.unique().tolist() == [-2, -1, 0, 1, 2]
+    assert not torch.equal(dy, dx)
+    assert 400 < flip.sum() < 600
+    assert draw(1000, 0, True, 5, 1)[:2].count_nonzero() == 0
+    assert draw(1000, 2, False, 5, 1)[2].count_nonzero() == 0
+
+
+def images_of_world(size: int, kind: str, epoch: int, start: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The global batches in the order of the permutation: `dealt` is what a graph takes from the device loader."""
+    ranks = []
+    for rank in range(size):
+        own = loader("device" if kind == "dealt" else kind, rank, size, split=pictures(), **AUGMENTED)
+        own.set_epoch(epoch, start)
+        if kind == "dealt":
+            own.deal()
+            ranks.append([own.take(turn.size) for turn in own.turns()])
+        else:
+            ranks.append([(inputs, targets) for inputs, targets, _ in own])
+    batches = []
+    for shares in zip(*ranks, strict=True):
+        inputs, targets = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shares, strict=True))
+        batches.append((inputs[targets != IGNORE], targets[targets != IGNORE]))
+    return batches
+
+
+@pytest.mark.parametrize("kind", ["device", "workers", "dealt"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("start", [0, 48, 96])
+def test_a_sample_is_augmented_alike_for_any_world_size_and_loader(kind, size, start):
+    split, order = pictures(), torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
+    moves = draw(103, **AUGMENTED, seed=5, epoch=3).T.tolist()
+    expected = torch.stack([moved(split.images[i], *moves[i]) for i in order.tolist()])
+    batches = images_of_world(size, kind, epoch=3, start=start)
+    assert [len(targets) for _, targets in batches] == [24, 24, 24, 24, 7][start // 24 :]
+    assert torch.equal(torch.cat([inputs for inputs, _ in batches]).round().to(torch.uint8), expected[start:])
+    assert torch.equal(torch.cat([targets for _, targets in batches]), split.targets[order[start:]])
+
+
+@pytest.mark.parametrize("kind", ["device", "workers", "dealt"])
+def test_an_image_is_another_in_another_epoch(kind):
+    def by_target(epoch: int) -> torch.Tensor:
+        (inputs, targets), *_ = images_of_world(1, kind, epoch)
+        return inputs[targets.argsort(stable=True)]
+
+    assert torch.equal(by_target(3), by_target(3))
+    assert not torch.equal(by_target(3), by_target(4))
+
+
+@pytest.mark.parametrize("kind", ["device", "workers"])
+def test_images_stay_as_they_are_unless_asked(kind):
+    split, own = pictures(), loader(kind, 1, 2, split=pictures())
+    assert own.moves() is None
+    seen = torch.cat([inputs for inputs, _, _ in own]).round().to(torch.uint8)
+    assert torch.equal(seen, split.images[own.sampler.indices()])
+
+
+@pytest.mark.parametrize("kind", ["device", "workers"])
+def test_the_test_split_is_never_augmented(kind):
+    cfg = config("data.shift=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
+    dataset, strategy = build(cfg.data.dataset).load(), build(cfg.strategy, Runtime("cpu"))
+    plan = Plan.make(cfg, 1, 1, len(dataset.train.targets))
+    for loader, split, augmented in zip(
+        train.make_loaders(cfg, dataset, strategy, plan), (dataset.train, dataset.test), (True, False), strict=True
+    ):
+        seen = torch.cat([inputs for inputs, _, _ in loader])
+        assert torch.equal(seen, loader.normalise(split.images[loader.sampler.indices()])) is not augmented
+
+
+@pytest.mark.parametrize(("shift", "allowed"), [(5, "0 to 4"), (7, "0 to 4")])
+def test_a_shift_must_leave_something_of_the_image(shift, allowed):
+    loader("device", 0, 1, split=pictures(), shift=4)
+    with pytest.raises(ConfigError, match=rf"data.shift={shift}: .* 5 x 7 pixels; allowed: {allowed}"):
+        loader("device", 0, 1, split=pictures(), shift=shift)
 
 
 def test_normalisation():

@@ -209,6 +209,7 @@ REFUSED = {  # on two ranks
     "evaluation needs the stages of one rank apart, so at least 2 ranks in a pipeline; use gpipe or 1f1b for one",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
+    "strategy=ddp data.shift=28": "data.shift=28: must be smaller than the images, which are 28 x 28 pixels; allowed: 0 to 27",
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14, these are 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",

@@ -75,12 +75,17 @@ def test_indices_are_the_distributed_samplers(size, ranks, shuffle):
         assert shard.indices().tolist() == list(shard)
 
 
-@pytest.mark.parametrize("samples", [0, 48])
-def test_taking_is_iterating(samples):
-    """What a graph does on the device: the batches of the eager loop, from the middle of an epoch, too."""
+def taken(augmented: bool) -> DeviceLoader:
     split = Synthetic(101, 8, 1, 8, 10).load().train
     options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    loader = DeviceLoader(split, 24, num_workers=0, **options)
+    return DeviceLoader(split, 24, num_workers=0, **options, **({"shift": 2, "flip": True} if augmented else {}))
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+@pytest.mark.parametrize("samples", [0, 48])
+def test_taking_is_iterating(samples, augmented):
+    """What a graph does on the device: the batches of the eager loop, from the middle of an epoch, too."""
+    loader = taken(augmented)
     loader.set_epoch(3, samples)
     eager = list(loader)
     loader.deal()
@@ -91,6 +96,21 @@ def test_taking_is_iterating(samples):
         assert turn.count == batch.count
         assert torch.equal(inputs, batch.inputs)
         assert torch.equal(targets, batch.targets)
+
+
+@needs_compiler
+def test_taking_is_compiled_once_for_all_epochs():
+    """As graph.compile_step has it; what a new epoch deals lies where the old one's did."""
+    loader = taken(augmented=True)
+    take = torch.compile(loader.take, dynamic=False, fullgraph=True)
+    for epoch in (1, 2):
+        loader.set_epoch(epoch)
+        loader.deal()
+        for turn, batch in zip(loader.turns(), list(loader), strict=True):
+            with torch.compiler.set_stance("default" if epoch == 1 else "fail_on_recompile"):
+                inputs, targets = take(turn.size)
+            assert torch.allclose(inputs, batch.inputs, rtol=0, atol=1e-6)  # compiled, a product and a sum may be one operation
+            assert torch.equal(targets, batch.targets)
 
 
 @pytest.mark.parametrize("in_graph", [False, True])

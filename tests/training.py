@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class Case:
     epochs: int = 3
     lr: float = 0.05
     loader: str = "device"
+    shift: int = 0
+    flip: bool = False
     accumulate: int = 1
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.float32
@@ -105,7 +108,8 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
         "mean": [0.5],
         "std": [0.2],
     }
-    loaders = [LOADERS[case.loader](split, shuffle=split is train, **share) for split in (train, test)]
+    make = partial(LOADERS[case.loader], **share)
+    loaders = [make(train, shuffle=True, shift=case.shift, flip=case.flip), make(test, shuffle=False)]
     model = make_model(case.model, seed=SEED + (case.start if runtime.rank else 0))
     strategy.partition(model, case.batch_size // strategy.dp_size // case.accumulate)
     strategy.setup(case.levers.shape(model, runtime))

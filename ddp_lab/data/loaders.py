@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Split
 from ddp_lab.errors import ConfigError
 
@@ -76,9 +77,11 @@ class Loader(ABC):
         batch_size: GLOBAL; divisible by `dp_size`.
         dp_rank, dp_size: which share of every batch is this rank's.
         mean, std: one value, or one for each channel, of images scaled to [0, 1].
+        shift: up to how many pixels each image is moved, in each direction.
+        flip: whether half of the images are mirrored.
 
     Raises:
-        ConfigError: as many means or standard deviations as no image has channels.
+        ConfigError: as many means or standard deviations as no image has channels; a shift that moves whole images out.
     """
 
     def __init__(
@@ -93,20 +96,28 @@ class Loader(ABC):
         std: Sequence[float],
         shuffle: bool,
         seed: int = 0,
+        shift: int = 0,
+        flip: bool = False,
     ):
-        channels = split.images.shape[1]
+        channels, height, width = split.images.shape[1:]
         for key, values in {"data.mean": mean, "data.std": std}.items():
             if len(values) not in (1, channels):
                 raise ConfigError(
                     f"{key}={list(values)}: has {len(values)} values; give 1, or 1 for each channel of the images ({channels})"
                 )
+        if shift > 0 and shift >= min(height, width):
+            raise ConfigError(
+                f"data.shift={shift}: must be smaller than the images, which are {height} x {width} pixels; "
+                f"allowed: 0 to {min(height, width) - 1}"
+            )
         self.split, self.batch_size, self.device = split, batch_size, device
+        self.shift, self.flip = shift, flip
         self.local_batch_size = batch_size // dp_size
         self.dp_size = dp_size
         self.sampler = Shard(split.targets, dp_size, dp_rank, shuffle=shuffle, seed=seed)
         self.real = len(range(dp_rank, len(split.targets), dp_size))  # what this rank reads, less the repetitions
         mean, std = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
-        self.scale, self.shift = 1 / (255 * std), mean / std
+        self.scale, self.offset = 1 / (255 * std), mean / std
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -134,15 +145,26 @@ class Loader(ABC):
             yield Turn(size, min(self.batch_size, len(self.split.targets) - first * self.dp_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        first = self.sampler.start
+        start, moves = self.sampler.start, self.moves()
+        first = start
         for turn, (images, targets) in zip(self.turns(), self._raw_batches(), strict=True):
+            if moves is not None:
+                images = augment(images, *moves[:, first - start : first - start + turn.size])
             first += turn.size
             if first > self.real:
                 targets[self.real - first :] = IGNORE
             yield Batch(self.normalise(images), targets, turn.count)
 
+    def moves(self) -> torch.Tensor | None:
+        """What `augment` is to do with what is left of the epoch: int64 [3, n] as `draw` has it, for the samples of
+        `Shard.indices`, on the device. None where images stay as they are."""
+        if not (self.shift or self.flip):
+            return None
+        drawn = draw(len(self.split.targets), self.shift, self.flip, self.sampler.seed, self.sampler.epoch)
+        return drawn[:, self.sampler.indices()].to(self.device)
+
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
-        return images * self.scale - self.shift
+        return images * self.scale - self.offset
 
     @abstractmethod
     def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,9 +177,10 @@ class DeviceLoader(Loader):
     def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
         super().__init__(split, batch_size, device=device, **share)
         self.images, self.targets = split.images.to(device), split.targets.to(device)
-        # For `take`: the epoch's order and its targets, where graphs expect them, and how far the epoch is.
+        # For `take`: the epoch's order, its targets and moves, where graphs expect them, and how far the epoch is.
         self._order = torch.zeros(self.sampler.num_samples, dtype=torch.int64, device=device)
         self._wanted = torch.zeros_like(self._order)
+        self._moves = self._order.new_zeros(3, len(self._order)) if self.shift or self.flip else None
         self._places = torch.arange(self.local_batch_size, device=device)
         self._first = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -174,13 +197,18 @@ class DeviceLoader(Loader):
         self._order[start:] = indices.to(self.device)
         self._wanted[start:] = self.targets[self._order[start:]]
         self._wanted[self.real :] = IGNORE
+        if self._moves is not None:
+            self._moves[:, start:] = self.moves()
         self._first.fill_(start)
 
     def take(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch's inputs and targets. Nothing of it is decided on the host, so that a CUDA graph can hold it."""
         places = self._places[:size] + self._first
         self._first += size
-        return self.normalise(self.images[self._order[places]]), self._wanted[places]
+        images = self.images[self._order[places]]
+        if self._moves is not None:  # never changes: a graph holds either way
+            images = augment(images, *self._moves[:, places])
+        return self.normalise(images), self._wanted[places]
 
 
 def ignore_signals(worker: int) -> None:
