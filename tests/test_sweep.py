@@ -5,9 +5,15 @@ import os
 import signal
 import time
 
-from launches import SMALL, finish, launch, read_metrics, start
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from launches import ROOT, SMALL, finish, launch, read_metrics, start
+from omegaconf import OmegaConf
 
-from ddp_lab.launch.sweep import LONGEST, directory_name
+from ddp_lab.errors import ConfigError
+from ddp_lab.launch.sweep import LONGEST, Job, directory_name, quote
+from ddp_lab.launch.torchrun import TorchrunLauncher, describe
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"
 
@@ -82,6 +88,22 @@ def test_slurm_dry_run_prints_the_script_and_quotes(tmp_path):
     assert all("train.sbatch" in row for row in submitted)
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_a_sweep_directory_that_cannot_be_is_one_message(launcher, tmp_path):
+    (tmp_path / "file").touch()
+    where = f"{tmp_path}/file/sweep"
+    code, output = launch(f"python train.py -m hydra/launcher={launcher} strategy=ddp,fsdp hydra.sweep.dir={where}")
+    assert code == 2, output
+    assert output == f"error: hydra.sweep.dir={where}: cannot write there (Not a directory); choose another directory\n"
+
+
+def test_a_sweep_directory_that_is_deleted_meanwhile_is_told(tmp_path):
+    job = Job("strategy=ddp", [], tmp_path / "sweep" / "strategy=ddp", 1, False)
+    assert describe(job, 1) == "strategy=ddp: its directory is gone (exit code 1): see its output above"
+    job.run_dir.parent.mkdir()
+    assert describe(job, 1) == "strategy=ddp: did not start (exit code 1): see its output above"
+
+
 def test_a_sweep_under_torchrun_is_refused_with_the_way_out(tmp_path):
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py -m strategy=ddp,fsdp", f"runs_dir={tmp_path}")
     assert code != 0
@@ -92,6 +114,33 @@ def test_too_few_or_wrong_numbers_are_named():
     code, output = launch(SWEEP, "hydra.launcher.max_parallel=0", "strategy=ddp,fsdp")
     assert code == 2
     assert output.strip() == "error: hydra.launcher.max_parallel=0: must be an integer of at least 1"
+
+
+def slots(nproc_per_node: int, max_parallel: int, device: str = "auto") -> list[str | None]:
+    launcher = TorchrunLauncher(nproc_per_node, max_parallel)
+    launcher.config = OmegaConf.create({"device": device})
+    return list(launcher._slots().queue)
+
+
+def test_jobs_side_by_side_have_gpus_of_their_own_or_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert slots(2, 2) == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert slots(1, 3) == ["7", "5", "3"]
+    with pytest.raises(ConfigError) as told:
+        slots(2, 3)
+    assert str(told.value) == (
+        "hydra.launcher.max_parallel=3: that many jobs of 2 ranks need 6 GPUs, here are 4; "
+        "lower max_parallel or nproc_per_node, or set device=cpu"
+    )
+    assert slots(2, 3, device="cpu") == [None, None, None]
+
+
+@pytest.mark.parametrize("value", ["a b", "a'b", "a\\b", "a\\", "a\\'b", "a\\\\b'\\\\", '$(x) `y` "z", {k: v} [1]=#'])
+def test_quoted_values_reach_hydra_as_they_are(value):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        assert compose("config", overrides=[f"runs_dir={quote(value)}"]).runs_dir == value
 
 
 def test_names_are_plain_short_and_different():
