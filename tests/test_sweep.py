@@ -79,13 +79,32 @@ def test_a_sweep_that_is_ended_goes_on(tmp_path):
 
 
 def test_slurm_dry_run_prints_the_script_and_quotes(tmp_path):
-    line = ["hydra.launcher.dry_run=true", "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']", "strategy=ddp,fsdp"]
+    line = [
+        "hydra.launcher.dry_run=true",
+        "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']",
+        "strategy=ddp,fsdp,single",
+    ]
     code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), *line)
     assert code == 0, output
     assert "#SBATCH --requeue" in output
+    assert "env NPROC_PER_NODE=1 sbatch --gpus-per-node=4 --time=60 --nodes=1 " in output, "a strategy of one process gets one"
     submitted = [row for row in output.splitlines() if row.startswith("sbatch --gpus-per-node=4 --time=60 ")]
     assert ["strategy=ddp" in row for row in submitted] == [True, False]
     assert all("train.sbatch" in row for row in submitted)
+
+
+def test_options_of_sbatch_are_a_list(tmp_path):
+    line = ["hydra.launcher.dry_run=true", "hydra.launcher.sbatch='--time=60'", "strategy=ddp,fsdp"]
+    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), *line)
+    assert code == 2, output
+    assert output == "error: hydra.launcher.sbatch=--time=60: must be a list: ['--gpus-per-node=4','--time=60']\n"
+
+
+def test_without_sbatch_there_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), "strategy=ddp,fsdp")
+    assert (code, output.count("\n")) == (2, 1), output
+    assert output.startswith("error: hydra/launcher=slurm: there is no sbatch here; ")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
