@@ -115,7 +115,7 @@ class Cluster:
             plugins = next(Path(root).glob("usr/lib/*/slurm-wlm"))
             self.env["LD_LIBRARY_PATH"] = f"{plugins.parent}:{plugins}"
             self.plugins = f"PluginDir={plugins}"
-        names = ("slurmctld", "slurmd", "slurmstepd", "munged", "sbatch", "srun", "scontrol", "scancel", "sinfo")
+        names = ("slurmctld", "slurmd", "slurmstepd", "munged", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
         self.programs = {name: find(name, search) for name in names}
         self.daemons: dict[str, subprocess.Popen] = {}
 

@@ -5,14 +5,18 @@ The nodes are on this machine (slurm_cluster.py). What Slurm kills, requeues and
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launches import ROOT, SMALL, read_metrics
+import yaml
+from launches import ROOT, SMALL, launch, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
+
+from ddp_lab.launch.sweep import quote
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 EPOCHS = 8
@@ -208,3 +212,98 @@ def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
         os.kill(daemon, signal.SIGKILL)
         cluster.start_node(node)
     job.wait("end of what the lost node ran", lambda: not Path(f"/proc/{writer}").exists(), 20)
+
+
+SWEEP = "python train.py -m hydra/launcher=slurm"
+
+
+def at(cluster, monkeypatch) -> None:
+    """The tests' Slurm is the one that a launch here finds."""
+    for key, value in cluster.env.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+
+
+def submitted(output: str) -> dict[str, str]:
+    """Job id by name."""
+    return dict(re.findall(r"^\[(.*)\] Submitted batch job (\d+)$", output, re.MULTILINE))
+
+
+def test_a_sweep_is_submitted_once(cluster, tmp_path, monkeypatch):
+    at(cluster, monkeypatch)
+    sweep = tmp_path / "it's a, sweep"
+    odd = f"""{tmp_path}/a  b 'c' "d" \\e $HOME $(touch {tmp_path}/bad) `touch {tmp_path}/bad`; #é"""
+    line = [
+        *SMALL,
+        "epochs=2",
+        f"hydra.sweep.dir={quote(str(sweep))}",
+        f"data.root={quote(odd)}",
+        "strategy=scratch,ddp,single",
+    ]
+    output_option = f"'--output={tmp_path}/%j.out'"
+    names = {f"strategy={name}" for name in ("scratch", "ddp", "single")}
+
+    def told() -> str:
+        return "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.out")) + cluster.logs()
+
+    hang = ["inject=hang@rank=0,step=3", f"hydra.launcher.sbatch=['--hold',{output_option}]"]
+    code, output = launch(SWEEP, *line, *hang)
+    assert code == 0, output
+    assert f"3 jobs in {sweep}" in output
+    first = submitted(output)
+    assert first.keys() == names, output
+
+    cluster.run("scontrol", "release", first["strategy=ddp"])
+    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 60, told)
+    code, output = launch(SWEEP, *line, *hang)
+    assert code == 0, output
+    states = {"strategy=scratch": "PENDING", "strategy=ddp": "RUNNING", "strategy=single": "PENDING"}
+    assert all(f"[{name}] in the queue before, job {first[name]} {states[name]}\n" in output for name in names), output
+    assert submitted(output) == {}
+    cluster.run("scancel", first["strategy=scratch"], first["strategy=single"])
+    os.kill(json.loads((sweep / "strategy=ddp" / "ranks" / "0.json").read_text())["pid"], signal.SIGKILL)
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 60, told)
+
+    go = f"hydra.launcher.sbatch=[{output_option}]"
+    code, output = launch(SWEEP, *line, go)
+    assert code == 0, output
+    second = submitted(output)
+    assert second.keys() == names
+    assert not set(second.values()) & set(first.values())
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 120, told)
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == names, told()
+    for name in names:
+        assert json.loads((sweep / name / "status.json").read_text())["status"] == "finished", told()
+        assert [row["epoch"] for row in read_metrics(sweep / name)] == [1, 2]
+        assert {row["world_size"] for row in read_metrics(sweep / name)} == {1 if name == "strategy=single" else 2}
+        assert yaml.safe_load((sweep / name / "config.yaml").read_text())["data"]["root"] == odd
+        assert cluster.job(second[name])["JobState"] == "COMPLETED"
+    assert not (tmp_path / "bad").exists()
+
+    code, output = launch(SWEEP, *line, go)
+    assert code == 0, output
+    assert output.count("] finished before\n") == 3
+    assert submitted(output) == {}
+
+
+def test_what_slurm_refuses_is_told_for_every_job(cluster, tmp_path, monkeypatch):
+    at(cluster, monkeypatch)
+    words = [*SMALL, f"hydra.sweep.dir={tmp_path}/sweep", "strategy=scratch,ddp"]
+    code, output = launch(SWEEP, *words, "hydra.launcher.sbatch=['--partition=nonsense']")
+    assert code == 1, output
+    assert "Traceback" not in output
+    refused = [row for row in output.splitlines() if "nonsense" in row]
+    assert [row.split("]")[0] for row in refused] == ["[strategy=scratch", "[strategy=ddp"], output
+    assert all("] not submitted: sbatch: error: invalid partition specified: nonsense" in row for row in refused), output
+    assert cluster.run("squeue", "--noheader") == ""
+
+
+def test_a_slurm_that_does_not_answer_is_one_message(cluster, tmp_path, monkeypatch):
+    at(cluster, monkeypatch)
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", Path(cluster.env["SLURM_CONF"]).read_text()))
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    code, output = launch(SWEEP, *SMALL, f"hydra.sweep.dir={tmp_path}/sweep", "strategy=scratch,ddp")
+    assert code == 2, output
+    assert output.startswith("error: hydra/launcher=slurm: Slurm does not answer: ")
+    assert output.count("\n") == 1, output

@@ -5,9 +5,15 @@ import os
 import signal
 import time
 
-from launches import SMALL, finish, launch, read_metrics, start
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from launches import ROOT, SMALL, finish, launch, read_metrics, start
+from omegaconf import OmegaConf
 
-from ddp_lab.launch.sweep import LONGEST, directory_name
+from ddp_lab.errors import ConfigError
+from ddp_lab.launch.sweep import LONGEST, Job, directory_name, quote
+from ddp_lab.launch.torchrun import TorchrunLauncher, describe
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"
 
@@ -73,13 +79,48 @@ def test_a_sweep_that_is_ended_goes_on(tmp_path):
 
 
 def test_slurm_dry_run_prints_the_script_and_quotes(tmp_path):
-    line = ["hydra.launcher.dry_run=true", "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']", "strategy=ddp,fsdp"]
+    line = [
+        "hydra.launcher.dry_run=true",
+        "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']",
+        "strategy=ddp,fsdp,single",
+    ]
     code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), *line)
     assert code == 0, output
     assert "#SBATCH --requeue" in output
+    assert "env NPROC_PER_NODE=1 sbatch --gpus-per-node=4 --time=60 --nodes=1 " in output, "a strategy of one process gets one"
     submitted = [row for row in output.splitlines() if row.startswith("sbatch --gpus-per-node=4 --time=60 ")]
     assert ["strategy=ddp" in row for row in submitted] == [True, False]
     assert all("train.sbatch" in row for row in submitted)
+
+
+def test_options_of_sbatch_are_a_list(tmp_path):
+    line = ["hydra.launcher.dry_run=true", "hydra.launcher.sbatch='--time=60'", "strategy=ddp,fsdp"]
+    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), *line)
+    assert code == 2, output
+    assert output == "error: hydra.launcher.sbatch=--time=60: must be a list: ['--gpus-per-node=4','--time=60']\n"
+
+
+def test_without_sbatch_there_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), "strategy=ddp,fsdp")
+    assert (code, output.count("\n")) == (2, 1), output
+    assert output.startswith("error: hydra/launcher=slurm: there is no sbatch here; ")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_a_sweep_directory_that_cannot_be_is_one_message(launcher, tmp_path):
+    (tmp_path / "file").touch()
+    where = f"{tmp_path}/file/sweep"
+    code, output = launch(f"python train.py -m hydra/launcher={launcher} strategy=ddp,fsdp hydra.sweep.dir={where}")
+    assert code == 2, output
+    assert output == f"error: hydra.sweep.dir={where}: cannot write there (Not a directory); choose another directory\n"
+
+
+def test_a_sweep_directory_that_is_deleted_meanwhile_is_told(tmp_path):
+    job = Job("strategy=ddp", [], tmp_path / "sweep" / "strategy=ddp", 1, False)
+    assert describe(job, 1) == "strategy=ddp: its directory is gone (exit code 1): see its output above"
+    job.run_dir.parent.mkdir()
+    assert describe(job, 1) == "strategy=ddp: did not start (exit code 1): see its output above"
 
 
 def test_a_sweep_under_torchrun_is_refused_with_the_way_out(tmp_path):
@@ -92,6 +133,33 @@ def test_too_few_or_wrong_numbers_are_named():
     code, output = launch(SWEEP, "hydra.launcher.max_parallel=0", "strategy=ddp,fsdp")
     assert code == 2
     assert output.strip() == "error: hydra.launcher.max_parallel=0: must be an integer of at least 1"
+
+
+def slots(nproc_per_node: int, max_parallel: int, device: str = "auto") -> list[str | None]:
+    launcher = TorchrunLauncher(nproc_per_node, max_parallel)
+    launcher.config = OmegaConf.create({"device": device})
+    return list(launcher._slots().queue)
+
+
+def test_jobs_side_by_side_have_gpus_of_their_own_or_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert slots(2, 2) == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert slots(1, 3) == ["7", "5", "3"]
+    with pytest.raises(ConfigError) as told:
+        slots(2, 3)
+    assert str(told.value) == (
+        "hydra.launcher.max_parallel=3: that many jobs of 2 ranks need 6 GPUs, here are 4; "
+        "lower max_parallel or nproc_per_node, or set device=cpu"
+    )
+    assert slots(2, 3, device="cpu") == [None, None, None]
+
+
+@pytest.mark.parametrize("value", ["a b", "a'b", "a\\b", "a\\", "a\\'b", "a\\\\b'\\\\", '$(x) `y` "z", {k: v} [1]=#'])
+def test_quoted_values_reach_hydra_as_they_are(value):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        assert compose("config", overrides=[f"runs_dir={quote(value)}"]).runs_dir == value
 
 
 def test_names_are_plain_short_and_different():

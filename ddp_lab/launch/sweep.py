@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,18 @@ class SweepLauncher(Launcher):
     """A Hydra launcher whose jobs are launches of train.py."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """
+        Raises:
+            ConfigError: the sweep's directory cannot be made or written.
+        """
         self.config, self.hydra_context = config, hydra_context
+        try:  # Hydra writes there next, and would answer by a traceback
+            self.sweep_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.sweep_dir).close()
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.sweep.dir={self.sweep_dir}: cannot write there ({error.strerror}); choose another directory"
+            ) from None
 
     @property
     def sweep_dir(self) -> Path:
@@ -88,8 +100,8 @@ def directory_name(words: Sequence[str]) -> str:
 
 
 def quote(value: str) -> str:
-    """For Hydra's grammar, in which commas and equal signs mean something."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """For Hydra's grammar, in which commas and equal signs mean something, and backslashes only before a quote."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value) + "'"
 
 
 def is_finished(job: Job) -> bool:

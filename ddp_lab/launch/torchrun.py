@@ -55,7 +55,6 @@ class TorchrunLauncher(SweepLauncher):
         """
         slots = self._slots()
         jobs = self.jobs(job_overrides)
-        self.sweep_dir.mkdir(parents=True, exist_ok=True)
         print(f"{len(jobs)} jobs in {self.sweep_dir}", flush=True)
         with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:
             codes = list(pool.map(lambda job: self._run(job, slots), jobs))
@@ -158,4 +157,5 @@ def describe(job: Job, code: int | None) -> str:
         return f"{job.name}: finished, test accuracy {last['test_accuracy']:.4f}, {last['samples_per_second']:,.0f} samples/s"
     failure = read_json(job.run_dir / "failure.json")
     reason = failure["message"].splitlines()[0] if failure else "see its output above"
-    return f"{job.name}: {status['status'] if status else 'did not start'} (exit code {code}): {reason}"
+    state = status["status"] if status else "did not start" if job.run_dir.parent.exists() else "its directory is gone"
+    return f"{job.name}: {state} (exit code {code}): {reason}"
