@@ -42,7 +42,7 @@ def short(value: float) -> str:
 def canvas(title: str, y_label: str) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     image = Image.new("RGB", (WIDTH, HEIGHT), "white")
     draw = ImageDraw.Draw(image)
-    draw.text((LEFT, 8), title, font=LARGE, fill="black")
+    draw.text((LEFT, 3), title, font=LARGE, fill="black")
     draw.text((8, TOP - 18), y_label, font=SMALL, fill="black")
     return image, draw
 

@@ -1,13 +1,17 @@
 """Trains the same model on the same batches under every strategy that this machine can run, and reports side by side.
 
 python scripts/compare.py                                    LeNet on the digits, on the GPUs that are there or two CPU ranks
-python scripts/compare.py --ranks 4 model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
+python scripts/compare.py --ranks 2 4 model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
 
 Words are train.py's own and hold for all strategies: the same seed, so the same first weights; the same GLOBAL batch, so the
 same samples in every step. `--out` gets a run directory for each strategy (`tensorboard --logdir OUT` shows them side by side),
 report.md, report.html, which needs no network, and the plots.
 
 speed-up      samples a second against `single`; efficiency: that by the number of devices
+memory        the most that one device had allocated; without GPUs, what one process had resident, PyTorch itself included
+sent          what a rank hands to collectives and sends in a step
+time split    of a step, the mean over devices: see ddp_lab/time_split.py. Ten steps of the first epoch are recorded for it
+              (profile=true); so for speed and clock that epoch counts as the median of the others, where there are others
 difference    of the weights from `single`'s, the largest: after the first epoch, and at the end. Sums of float32 in another
               order round otherwise, and training makes that grow; models with BatchNorm differ by more (docs/strategies.md)
 """
@@ -15,6 +19,7 @@ difference    of the weights from `single`'s, the largest: after the first epoch
 import argparse
 import base64
 import html
+import itertools
 import json
 import os
 import platform
@@ -34,7 +39,8 @@ sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.sweep import quote  # noqa: E402
 from ddp_lab.launch.torchrun import world_command  # noqa: E402
-from ddp_lab.plot import Curve, bars, beside, curves  # noqa: E402
+from ddp_lab.plot import Curve, bars, beside, curves, short, stacked  # noqa: E402
+from ddp_lab.profiler import mean_split  # noqa: E402
 from ddp_lab.rundir import read_json  # noqa: E402
 
 COLUMNS = (
@@ -44,6 +50,8 @@ COLUMNS = (
     "samples/s",
     "speed-up",
     "efficiency",
+    "memory a device",
+    "sent a step",
     "test accuracy",
     "difference after epoch 1",
     "difference at the end",
@@ -59,19 +67,29 @@ class Entry(NamedTuple):
     devices: int
     why_not: str | None = None
 
+    @property
+    def label(self) -> str:
+        """Names its directory, its bar and its curve."""
+        return self.name if self.ranks is None else f"{self.name}-{self.ranks}"
 
-def entries(ranks: int, gpus: int) -> list[Entry]:
-    pairs = None if ranks % 2 == 0 else f"{ranks} ranks make no pairs"
-    fours = None if ranks >= 4 and ranks % 2 == 0 else "needs four ranks: two pipelines of two"
+
+def entries(counts: list[int], gpus: int) -> list[Entry]:
+    """All strategies, those of several processes with each count of ranks."""
     one = "cuda:0" if gpus else "cpu"
-    return [
+    alone = [
         Entry("single", [f"device={one}"], None, 1),
-        Entry("scratch", [], ranks, ranks),
-        Entry("ddp", [], ranks, ranks),
-        Entry("fsdp", [], ranks, ranks),
         Entry("dp", [], None, max(1, gpus), None if gpus else "is one replica without GPUs"),
         Entry("split", [], None, max(2, gpus) if gpus else 1, "needs two GPUs" if gpus == 1 else None),
-        Entry("pipeline", [], ranks, ranks),
+    ]
+    return alone[:1] + [entry for ranks in counts for entry in of_ranks(ranks)] + alone[1:]
+
+
+def of_ranks(ranks: int) -> list[Entry]:
+    pairs = None if ranks % 2 == 0 else f"{ranks} ranks make no pairs"
+    fours = None if ranks >= 4 and ranks % 2 == 0 else "needs four ranks: two pipelines of two"
+    plain = [Entry(name, [], ranks, ranks) for name in ("scratch", "ddp", "fsdp", "pipeline")]
+    return [
+        *plain,
         Entry("ddp_pipeline", ["strategy.pp=2"], ranks, ranks, fours),
         Entry("tp", ["strategy.tp=2"], ranks, ranks, pairs),
     ]
@@ -82,6 +100,11 @@ class Result(NamedTuple):
     records: list[dict]
     weights: list[dict[str, torch.Tensor]]  # after the first epoch, and at the end
     problem: str | None
+    profile: dict | None = None
+
+    @property
+    def name(self) -> str:
+        return self.entry.label
 
     @property
     def seconds(self) -> float:
@@ -100,16 +123,16 @@ class Result(NamedTuple):
 def run(entry: Entry, words: list[str], out: Path) -> Result:
     if entry.why_not:
         return Result(entry, [], [], entry.why_not)
-    run_dir = out / entry.name
-    given = [*words, f"strategy={entry.name}", *entry.words, f"runs_dir={quote(str(out))}", f"name={entry.name}"]
+    run_dir = out / entry.label
+    given = [*words, f"strategy={entry.name}", *entry.words, f"runs_dir={quote(str(out))}", f"name={entry.label}"]
     given += ["checkpoint.every_epochs=1", "checkpoint.keep=100000"]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     start = time.perf_counter()
-    print(f"{entry.name} ...", end=" ", flush=True)
+    print(f"{entry.label} ...", end=" ", flush=True)
     command = world_command(given, entry.ranks)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
-    (run_dir if run_dir.exists() else out).joinpath(f"{entry.name}.output.txt").write_text(done.stdout)
+    (run_dir if run_dir.exists() else out).joinpath(f"{entry.label}.output.txt").write_text(done.stdout)
     if done.returncode:
         failure = read_json(run_dir / "failure.json")
         said = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
@@ -118,7 +141,7 @@ def run(entry: Entry, words: list[str], out: Path) -> Result:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     files = sorted((run_dir / "checkpoints").glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
     weights = [torch.load(path, weights_only=True)["model"] for path in (files[0], files[-1])]
-    return Result(entry, records, weights, None)
+    return Result(entry, records, weights, None, read_json(run_dir / "profile" / "summary.json"))
 
 
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
@@ -128,7 +151,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
     for result in results:
         entry = result.entry
         if result.problem:
-            table.append((entry.name, "", f"not run: {result.problem}", *[""] * (len(COLUMNS) - 3)))
+            table.append((entry.name, str(entry.devices), f"not run: {result.problem}", *[""] * (len(COLUMNS) - 3)))
             continue
         speed_up = result.rate / single.rate if not single.problem else float("nan")
         differences = ("", "") if single.problem else tuple(f"{result.difference(single, when):.1e}" for when in (0, 1))
@@ -140,6 +163,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
                 f"{result.rate:,.0f}",
                 f"{speed_up:.2f}",
                 f"{speed_up / entry.devices:.0%}",
+                *used(result.profile),
                 f"{result.records[-1]['test_accuracy']:.4f}",
                 *differences,
             )
@@ -147,24 +171,52 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
     return table
 
 
+def used(profile: dict | None) -> tuple[str, str]:
+    """Memory and bytes sent, in words."""
+    if profile is None:
+        return "", ""
+    sent = profile["bytes_per_step"]
+    return (
+        f"{max(profile['peak_memory_bytes']) / 2**20:,.0f} MiB",
+        "not seen" if None in sent else f"{short(float(f'{max(sent):.3g}'))}B",
+    )
+
+
 def draw(results: list[Result], path: Path) -> None:
     ran = [result for result in results if not result.problem]
     by_epoch, by_time = [], []
     for result in ran:
         accuracy = [record["test_accuracy"] for record in result.records]
-        clock = [sum(record["seconds"] for record in result.records[: i + 1]) for i in range(len(accuracy))]
-        by_epoch.append(Curve(result.entry.name, [(record["epoch"], record["test_accuracy"]) for record in result.records]))
-        by_time.append(Curve(result.entry.name, list(zip(clock, accuracy, strict=True))))
+        clock = itertools.accumulate([result.seconds, *(record["seconds"] for record in result.records[1:])])
+        by_epoch.append(Curve(result.name, [(record["epoch"], record["test_accuracy"]) for record in result.records]))
+        by_time.append(Curve(result.name, list(zip(clock, accuracy, strict=True))))
     plots = [
         curves("Test accuracy by epoch: one curve", "epoch", "accuracy", by_epoch),
         curves("and by seconds of training", "s", "accuracy", by_time),
-        bars("Samples a second", "samples/s", {result.entry.name: result.rate for result in ran}),
-        bars("of which each device's", "samples/s", {result.entry.name: result.rate / result.entry.devices for result in ran}),
+        bars("Samples a second", "samples/s", {result.name: result.rate for result in ran}),
+        curves("Samples a second by devices", "devices", "samples/s", scaling(ran)),
     ]
+    split = {result.name: mean_split(result.profile) for result in ran if result.profile}
+    plots += [stacked("Where a step's time goes", "ms", split)] if split else []
     beside(plots, path)
 
 
-def report(table: list[tuple[str, ...]], head: list[str], out: Path) -> str:
+def scaling(ran: list[Result]) -> list[Curve]:
+    """A line for each strategy of several processes, from single's point on; and the ideal one."""
+    start = [(1, result.rate) for result in ran if result.name == "single"]
+    most = max(result.entry.devices for result in ran)
+    lines = [Curve("ideal", [(1, start[0][1]), (most, most * start[0][1])], dashed=True)] if start and most > 1 else []
+    for name in dict.fromkeys(result.entry.name for result in ran if result.entry.ranks is not None):
+        lines.append(Curve(name, start + [(r.entry.devices, r.rate) for r in ran if r.entry.name == name]))
+    return lines or [Curve("single", start or [(result.entry.devices, result.rate) for result in ran])]
+
+
+def verdicts(results: list[Result]) -> list[str]:
+    """What the profiles say, a line for each run."""
+    return [f"{result.name}: {'. '.join(result.profile['verdict'])}" for result in results if result.profile]
+
+
+def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out: Path) -> str:
     """Writes report.md and report.html; returns the first."""
     text = "\n".join(
         [
@@ -175,6 +227,8 @@ def report(table: list[tuple[str, ...]], head: list[str], out: Path) -> str:
             "| " + " | ".join(COLUMNS) + " |",
             "|---" * len(COLUMNS) + "|",
             *("| " + " | ".join(row) + " |" for row in table),
+            "",
+            *(f"- {line}" for line in words),
             "",
             "![accuracy and speed](plots.png)",
             "",
@@ -191,7 +245,8 @@ def report(table: list[tuple[str, ...]], head: list[str], out: Path) -> str:
     (out / "report.html").write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Every strategy on the same work</title><style>{style}</style>"
         f"<h1>Every strategy on the same work</h1>{''.join(f'<p>{html.escape(line)}</p>' for line in head)}"
-        f"<table>{cells}</table><p><img alt='accuracy and speed' src='data:image/png;base64,{picture}'></p></html>"
+        f"<table>{cells}</table><ul>{''.join(f'<li>{html.escape(line)}' for line in words)}</ul>"
+        f"<p><img alt='accuracy and speed' src='data:image/png;base64,{picture}'></p></html>"
     )
     return text
 
@@ -199,7 +254,10 @@ def report(table: list[tuple[str, ...]], head: list[str], out: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpus = torch.cuda.device_count()
-    parser.add_argument("--ranks", type=int, default=max(2, gpus), help="of the strategies of several processes")
+    powers = [2**power for power in range(1, 10) if 2**power <= gpus]
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=powers or [2], help="of the strategies of several processes, each in turn"
+    )
     parser.add_argument("--strategies", nargs="+", help="some of them; single always runs")
     parser.add_argument("--out", type=Path, default=None, help="else runs/compare-<time>")
     parser.add_argument("words", nargs="*", help="of train.py, for all strategies")
@@ -210,7 +268,7 @@ def main() -> None:
         if not arguments.strategies or entry.name in ("single", *arguments.strategies)
     ]
     if unknown := set(arguments.strategies or ()) - {entry.name for entry in chosen}:
-        names = ", ".join(entry.name for entry in entries(arguments.ranks, gpus))
+        names = ", ".join(dict.fromkeys(entry.name for entry in entries(arguments.ranks, gpus)))
         parser.error(f"--strategies {' '.join(sorted(unknown))}: there is no such strategy; allowed: {names}")
     for word in arguments.words:
         if word.partition("=")[0] in ("runs_dir", "name", "strategy"):
@@ -218,17 +276,22 @@ def main() -> None:
     out = (arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}").resolve()
     out.mkdir(parents=True, exist_ok=True)
     words = arguments.words or ["epochs=6", "scheduler=constant"]
-    results = [run(entry, words, out) for entry in chosen]
+    results = [run(chosen[0], [*words, "profile=true"], out)]
+    profile = ["profile=true"]
+    if "profile=true: needs" in (results[0].problem or ""):
+        print(f"without profiles: {results[0].problem}")
+        profile, results = [], [run(chosen[0], words, out)]
+    results += [run(entry, words + profile, out) for entry in chosen[1:]]
     if all(result.problem for result in results):
         sys.exit(f"error: nothing ran: {results[0].problem}")
     draw(results, out / "plots.png")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
-    some = f" --strategies {' '.join(arguments.strategies)} --" if arguments.strategies else ""
+    some = f" --strategies {' '.join(arguments.strategies)}" if arguments.strategies else ""
     head = [
-        f"python scripts/compare.py --ranks {arguments.ranks}{some} {shlex.join(words)}",
+        f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(words)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    print("\n" + report(rows(results), head, out))
+    print("\n" + report(rows(results), head, verdicts(results), out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 
 

@@ -15,7 +15,13 @@ def report(tmp_path_factory):
     """Three ranks: what needs pairs cannot run."""
     out = tmp_path_factory.mktemp("compare")
     code, output = launch(
-        f"python scripts/compare.py --ranks 3 --out {out} --strategies", *STRATEGIES, "--", *SMALL, "epochs=3", "model=lenet"
+        f"python scripts/compare.py --ranks 3 --out {out} --strategies",
+        *STRATEGIES,
+        "--",
+        *SMALL,
+        "epochs=4",
+        "model=lenet",
+        "data.dataset.channels=1",
     )
     assert code == 0, output
     return out, output
@@ -23,15 +29,26 @@ def report(tmp_path_factory):
 
 def test_the_table_shows_that_they_agree(report):
     out, output = report
-    rows = {row[1]: row[2:-1] for line in output.splitlines() if len(row := [cell.strip() for cell in line.split("|")]) == 11}
+    rows = {row[1]: row[2:-1] for line in output.splitlines() if len(row := [cell.strip() for cell in line.split("|")]) == 13}
     assert set(rows) - {"strategy", "---"} == {"single", *STRATEGIES}
     for name in ("scratch", "pipeline"):
         assert rows[name][0] == "3"
         assert float(rows[name][-1]) < 1e-6, "the weights at the end are single's"
-        assert rows[name][5] == rows["single"][5], "and the test accuracy"
+        assert rows[name][7] == rows["single"][7], "and the test accuracy"
+        assert int(rows[name][5].removesuffix(" MiB").replace(",", "")) > 100
     assert float(rows["scratch"][-1]) > 0, "other sums, other roundings: it is not single's file that was read"
+    assert rows["scratch"][6] == "516kB", "LeNet's 129,068 gradients of 4 bytes"
+    assert rows["single"][6] == "0B"
     assert rows["tp"][1] == "not run: 3 ranks make no pairs"
     assert (out / "report.md").read_text() in output
+    assert "- pipeline-3: bubble: the busiest rank" in output
+
+
+def test_a_run_too_short_for_a_profile_is_compared_without(tmp_path):
+    code, output = launch(f"python scripts/compare.py --out {tmp_path} --strategies single --", *SMALL, "epochs=1")
+    assert code == 0, output
+    assert "without profiles: profile=true: needs 16 steps" in output
+    assert "| single | 1 |" in output
 
 
 def test_the_report_needs_nothing_else_and_opens(report, tmp_path):

@@ -9,7 +9,20 @@ from PIL import Image
 
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.profiler import RECORD
-from ddp_lab.time_split import DATA, STEP, Call, StepTrace, bytes_per_step, length, read, split, summarise, union, verdict
+from ddp_lab.time_split import (
+    DATA,
+    STEP,
+    Call,
+    StepTrace,
+    bytes_per_step,
+    length,
+    read,
+    split,
+    straggler,
+    summarise,
+    union,
+    verdict,
+)
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 
@@ -79,7 +92,7 @@ def test_bytes_of_nccl_and_of_what_does_not_say():
 
 def row(rank: int, **parts: float) -> dict:
     steps = [{"compute": 0.0, "communication": 0.0, "waiting": 0.0, "data": 0.0, "idle": 0.0} | parts]
-    return {"rank": rank, "device": "cpu"} | summarise({"steps": steps})
+    return {"rank": rank, "device": "cpu", "steps": steps} | summarise({"steps": steps})
 
 
 @pytest.mark.parametrize(
@@ -101,6 +114,19 @@ def row(rank: int, **parts: float) -> dict:
 def test_the_verdict_in_words(rows, bubble, words):
     (said,) = verdict(rows, graph=False, bubble=bubble)
     assert words in said
+
+
+def test_who_is_late_only_now_and_then_is_no_straggler():
+    def rows(*waits: tuple[float, float]) -> list[dict]:
+        rows = []
+        for rank in (0, 1):
+            steps = [row(rank, compute=10 - wait[rank], waiting=wait[rank])["steps"][0] for wait in waits]
+            rows.append({"rank": rank, "device": "cpu", "steps": steps} | summarise({"steps": steps}))
+        return rows
+
+    assert straggler(rows((4, 0), (5, 0), (4, 0), (0, 1), (4, 0))) == 1
+    assert straggler(rows((4, 0), (5, 0), (4, 0), (0, 1), (0, 1))) is None
+    assert straggler(rows((0.5, 0), (0.5, 0))) is None, "half a millisecond of ten"
 
 
 def profiled(tmp_path, line: str, *more: str) -> tuple[dict, str]:
