@@ -1,0 +1,161 @@
+"""docs/tutorial.md does what it says: every command in it is run, and prints what is shown.
+
+```bash blocks are run in order, in one fresh copy of the tree, on the CPU. Each stands before an ```output block: all that was
+printed, where a line `...` stands for any lines and `...` in a line for any text. Numbers have as many decimals. Those before a
+unit of time or speed may be any, and those with a decimal point in ```output timings; all others have to be the same, decimals
+within TOLERANCE. ```text is not run. A ```python block is an excerpt of the file that its first line names.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from launches import ROOT, finish
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+FENCED = re.compile(r"^```(\S.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?"
+RATE = re.compile(r" (s|ms|samples/s|s/epoch)\b")
+TOLERANCE = 0.006  # of losses and accuracies: two of 360 test images; versions of torch round otherwise
+SMALL = 1e-5  # of numbers like 1.2e-07, which say that something is as good as the same
+LIMIT = 240  # seconds for a block, on a machine that does other things too
+
+
+class Block(NamedTuple):
+    info: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    return [Block(*found) for found in FENCED.findall(TUTORIAL.read_text())]
+
+
+def close(shown: str, real: str, timings: bool) -> bool:
+    if "." not in shown and "e" not in shown:
+        return shown == real
+    difference = abs(float(shown.replace(",", "")) - float(real.replace(",", "")))
+    return timings or difference <= (SMALL if "e" in shown else TOLERANCE)
+
+
+def shape(number: str) -> str:
+    """A pattern of all numbers with as many decimals."""
+    decimals = number.partition("e")[0].partition(".")[2]
+    return r"(\d+(?:,\d{3})*" + (rf"\.\d{{{len(decimals)}}}" if decimals else "") + (r"e[-+]\d+)" if "e" in number else ")")
+
+
+def same_line(shown: str, real: str, timings: bool = False) -> bool:
+    """Whether a line says what is shown. Runs of blanks count as one."""
+    shown, real = " ".join(shown.split()), " ".join(real.split())
+    parts = re.split(rf"(\.\.\.|{NUMBER})", shown)
+    pattern = "".join(
+        re.escape(part) if i % 2 == 0 else ".*?" if part == "..." else shape(part) for i, part in enumerate(parts)
+    )
+    match = re.fullmatch(pattern, real)
+    if not match:
+        return False
+    behind = [(part, parts[i + 1]) for i, part in enumerate(parts) if i % 2 and part != "..."]
+    pairs = zip(behind, match.groups(), strict=True)
+    return all(RATE.match(after) or close(number, found, timings) for (number, after), found in pairs)
+
+
+def missing(shown: str, real: str, timings: bool = False) -> str | None:
+    """The first shown line that is not where it should be; None where all are."""
+    lines, at, floating = real.splitlines(), 0, False
+    for line in shown.splitlines():
+        if line == "...":
+            floating = True
+            continue
+        start = at
+        while at < len(lines) and not same_line(line, lines[at], timings):
+            at += 1
+        if at == len(lines) or (at > start and not floating):
+            return line
+        at, floating = at + 1, False
+    return f"(the end, before {lines[at]!r})" if at < len(lines) and not floating else None
+
+
+def copy_tree(to: Path) -> None:
+    """What a clone would have, with what is not committed yet."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():  # not what was deleted, and not a link to a folder
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+
+
+def run(command: str, exported: str, tree: Path) -> tuple[int, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", exported + command],
+        cwd=tree,
+        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    code, output = finish(process, LIMIT)
+    output = re.sub(rf"\bon {re.escape(socket.gethostname())}\b", "on laptop", output)
+    return code, output.replace(str(tree), "~/ddp_lab")
+
+
+def test_every_command_prints_what_is_shown(tmp_path):
+    tree = tmp_path / "ddp_lab"
+    copy_tree(tree)
+    exported, wrong = "", []
+    found = blocks()
+    for block, shown in pairwise(found):
+        if block.info != "bash":
+            continue
+        code, output = run(block.text, exported, tree)
+        exported += "".join(line + "\n" for line in block.text.splitlines() if line.startswith("export "))
+        stated = re.search(r"# exits with (\d+)", block.text)
+        line = missing(shown.text, output, "timings" in shown.info)
+        if code != int(stated[1] if stated else 0) or line is not None:
+            wrong.append(f"$ {block.text}exit code {code}; not as shown: {line}\n--- printed\n{output}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_a_block_may_be():
+    found = blocks()
+    assert {block.info for block in found} <= {"bash", "output", "output timings", "python", "text"}
+    followed = list(pairwise(found))
+    assert all((block.info == "bash") == after.info.startswith("output") for block, after in followed)
+    assert sum(block.info == "bash" for block in found) >= 15, "the fences are parsed"
+    for block in found:
+        if block.info == "python":
+            named, _, excerpt = block.text.partition("\n")
+            assert excerpt in (ROOT / named.removeprefix("# ")).read_text(), named
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "line"),
+    [
+        ("a\n...\nloss 0.5017 in 1.20 s\n", "a\nb\nloss 0.5019 in 7.00 s\n", None),
+        ("a\nloss 0.5017 in 1.20 s\n", "a\nb\nloss 0.5017 in 1.20 s\n", "loss 0.5017 in 1.20 s"),
+        ("loss 0.5017\n", "loss 0.5117\n", "loss 0.5017"),
+        ("| ... | 0.92 |...\n", "| 0.4 | 12 | 0.92 | 7 |\n", None),
+        ("2 ranks\n", "4 ranks\n", "2 ranks"),
+        ("resumed ... step 40\n", "resumed from there, step 40\n", None),
+        ("resumed ... step 40\n", "resumed from there, step 41\n", "resumed ... step 40"),
+        ("differs by 1.2e-07\n", "differs by 3.4e-08\n", None),
+        ("differs by 1.2e-07\n", "differs by 1.2e-03\n", "differs by 1.2e-07"),
+        ("a\n", "a\nb\n", "(the end, before 'b')"),
+        ("a\n...\n", "a\nb\n", None),
+    ],
+)
+def test_what_counts_as_the_same(shown, real, line):
+    assert missing(shown, real) == line
