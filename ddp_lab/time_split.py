@@ -66,7 +66,7 @@ def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
     """The steps of every device in a trace of torch.profiler (Chrome's format)."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    ranges = {name: sorted(span(event) for event in events if event["name"] == name) for name in (STEP, DATA)}
+    ranges = {name: host_ranges(events, name) for name in (STEP, DATA)}
     if not kernels:
         return {"cpu": read_cpu(events, ranges[STEP], ranges[DATA])}
     launched = {
@@ -80,6 +80,11 @@ def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
 
 def span(event: dict) -> Span:
     return event["ts"], event["ts"] + event["dur"]
+
+
+def host_ranges(events: list[dict], name: str) -> list[Span]:
+    """The trace has ranges of this name on the GPU, too."""
+    return sorted(span(event) for event in events if event["name"] == name and event["cat"] == "user_annotation")
 
 
 def read_cpu(events: list[dict], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
@@ -106,17 +111,19 @@ def read_gpu(kernels: list[tuple[float, dict]], steps: list[Span], loading: list
         if not mine:
             continue
         start, end = max(before, asked), max(span(kernel)[1] for kernel in mine)
-        between = [kernel for kernel in mine if is_between_devices(kernel)]
-        copies = [span(kernel) for kernel in mine if "HtoD" in kernel["name"]]
-        compute = union(span(kernel) for kernel in mine if kernel not in between and "HtoD" not in kernel["name"])
-        calls = numbered([(kernel["name"], *span(kernel)) for kernel in between])
-        found.append(StepTrace(start, end, compute, calls, copies + within(loading, start, end)))
+        kinds = {"compute": [], "copy": [], "call": []}
+        for kernel in mine:
+            kinds[kind_of(kernel["name"])].append((kernel["name"], *span(kernel)))
+        compute, copies = ([(begin, until) for _, begin, until in kinds[kind]] for kind in ("compute", "copy"))
+        found.append(StepTrace(start, end, union(compute), numbered(kinds["call"]), copies + within(loading, start, end)))
         before = end
     return found
 
 
-def is_between_devices(kernel: dict) -> bool:
-    return "nccl" in kernel["name"].lower() or "PtoP" in kernel["name"]
+def kind_of(name: str) -> str:
+    if "nccl" in name.lower() or "PtoP" in name:
+        return "call"
+    return "copy" if "HtoD" in name else "compute"
 
 
 def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:
@@ -136,7 +143,7 @@ def bytes_per_step(trace: dict[str, Any]) -> float | None:
     """What a rank hands to collectives and sends, in bytes a step: all of it to an all-reduce, its share to a gather. None
     where the trace does not say: a CUDA graph's replay names no sizes."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [span(event) for event in events if event["name"] == STEP]
+    steps = host_ranges(events, STEP)
     each = [sum(bytes_of(event) for event in events if start <= event["ts"] < end) for start, end in steps]
     if not any(each) and any("nccl" in event["name"].lower() for event in events):
         return None

@@ -216,6 +216,15 @@ def test_a_recorded_run_goes_on_from_a_checkpoint(tmp_path):
     assert largest_difference(outcome.weights, reference(first.reference()).weights) < 1e-6
 
 
+@pytest.mark.gpu(2)
+def test_split_goes_on_from_a_checkpoint_of_one_gpu(tmp_path):
+    run_world(1, run_cases, [Case(Single, epochs=2, save=str(tmp_path))], "cuda", timeout=120)
+    case = Case(Split, (devices(2), ("num_microbatches", 2)), resume=str(tmp_path / "step_00000010.pt"))
+    outcome, expected = run_world(1, run_cases, [case], "cuda", timeout=120)[0][case], reference(case.reference())
+    assert largest_difference(outcome.weights, expected.weights) < 1e-6
+    assert largest_difference(outcome.momentum, expected.momentum) < 1e-5
+
+
 def decide_without_waiting() -> int:
     """Fails where a step's decisions make the host wait for the GPU; the number of exchanges in 300 steps."""
     runtime = Runtime("cuda")

@@ -59,6 +59,7 @@ def test_kernels_belong_to_the_step_that_launched_them():
         *(event(STEP, "user_annotation", ts, 8) for ts in (2, 12)),
         *(event("cudaLaunchKernel", "cuda_runtime", 3 + i, 1, correlation=i) for i in range(3)),
         *(event("cudaLaunchKernel", "cuda_runtime", 13 + i, 1, correlation=3 + i) for i in range(2)),
+        event(STEP, "gpu_user_annotation", 10, 30),
         event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 5, 5, correlation=0, device=0),
         event("gemm", "kernel", 10, 20, correlation=1, device=0),
         event("ncclDevKernel_AllReduce_Sum_f32", "kernel", 25, 15, correlation=2, device=0),

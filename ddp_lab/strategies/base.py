@@ -79,6 +79,7 @@ class Strategy(ABC):
     sharded: ClassVar[bool] = False
     levers: ClassVar[frozenset[str]] = frozenset()
     save_options: ClassVar[StateDictOptions] = WHOLE
+    load_options: ClassVar[StateDictOptions] = WHOLE
 
     module: nn.Module
     forward: nn.Module
@@ -265,12 +266,12 @@ class Strategy(ABC):
         model = {name: tensor for name, tensor in state["model"].items() if name in held}
         if not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0:
             # Without momentum SGD keeps no state, which torch's set_state_dict cannot take on either side.
-            set_model_state_dict(self.module, model, options=WHOLE)
+            set_model_state_dict(self.module, model, options=self.load_options)
             return
         set_state_dict(
             self.module,
             optimizer,
             model_state_dict=model,
             optim_state_dict=state["optimizer"],
-            options=WHOLE,
+            options=self.load_options,
         )
