@@ -218,7 +218,7 @@ def test_a_recorded_run_goes_on_from_a_checkpoint(tmp_path):
 
 @pytest.mark.gpu(2)
 def test_split_goes_on_from_a_checkpoint_of_one_gpu(tmp_path):
-    run_world(1, run_cases, [Case(Single, epochs=2, save=str(tmp_path))], "cuda", timeout=120)
+    run_world(1, run_cases, [Case(Single, save=str(tmp_path))], "cuda", timeout=120)
     case = Case(Split, (devices(2), ("num_microbatches", 2)), resume=str(tmp_path / "step_00000010.pt"))
     outcome, expected = run_world(1, run_cases, [case], "cuda", timeout=120)[0][case], reference(case.reference())
     assert largest_difference(outcome.weights, expected.weights) < 1e-6
