@@ -74,12 +74,18 @@ def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
     }
     by_device = defaultdict(list)
     for kernel in kernels:
-        by_device[kernel["args"]["device"]].append((launched.get(kernel["args"].get("correlation"), -1.0), kernel))
+        device = kernel["args"].get("device", kernel["pid"])  # a copy between devices names none
+        by_device[device].append((launched.get(kernel["args"].get("correlation"), -1.0), kernel))
     return {f"cuda:{device}": read_gpu(mine, ranges[STEP], ranges[DATA]) for device, mine in sorted(by_device.items())}
 
 
 def span(event: dict) -> Span:
     return event["ts"], event["ts"] + event["dur"]
+
+
+def launches(events: list[dict]) -> dict[int, float]:
+    """When the host launched what, by the number that a kernel and its launch have in common."""
+    return {event["args"]["correlation"]: event["ts"] for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")}
 
 
 def host_ranges(events: list[dict], name: str) -> list[Span]:
@@ -143,8 +149,11 @@ def bytes_per_step(trace: dict[str, Any]) -> float | None:
     """What a rank hands to collectives and sends, in bytes a step: all of it to an all-reduce, its share to a gather. None
     where the trace does not say: a CUDA graph's replay names no sizes."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = host_ranges(events, STEP)
-    each = [sum(bytes_of(event) for event in events if start <= event["ts"] < end) for start, end in steps]
+    launched = launches(events)
+    sent = [
+        (launched.get(event["args"].get("correlation"), event["ts"]), bytes_of(event)) for event in events if bytes_of(event)
+    ]
+    each = [sum(size for ts, size in sent if start <= ts < end) for start, end in host_ranges(events, STEP)]
     if not any(each) and any("nccl" in event["name"].lower() for event in events):
         return None
     return statistics.median(each)  # of no step in which the ranks also agreed on something

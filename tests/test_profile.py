@@ -49,7 +49,7 @@ def test_a_message_is_compared_to_the_shortest_of_its_kind():
 
 
 def event(name: str, cat: str, ts: float, dur: float, **args) -> dict:
-    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "args": args}
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": args.get("device", 7), "args": args}
 
 
 def test_kernels_belong_to_the_step_that_launched_them():
@@ -64,7 +64,7 @@ def test_kernels_belong_to_the_step_that_launched_them():
         event("gemm", "kernel", 10, 20, correlation=1, device=0),
         event("ncclDevKernel_AllReduce_Sum_f32", "kernel", 25, 15, correlation=2, device=0),
         event("gemm", "kernel", 50, 20, correlation=3, device=0),
-        event("gemm", "kernel", 0, 4, correlation=4, device=1),
+        event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 0, 4, correlation=4, bytes=12) | {"pid": 1},
     ]
     found = read({"traceEvents": events})
     first, second = found["cuda:0"]
@@ -75,7 +75,9 @@ def test_kernels_belong_to_the_step_that_launched_them():
     assert row["steps"][0] == pytest.approx(
         {"compute": 0.02, "communication": 0.01, "waiting": 0.0, "data": 0.007, "idle": 0.003}
     )
-    assert len(found["cuda:1"]) == 1, "a step without kernels on a device is none of its"
+    (on_the_other,) = found["cuda:1"]  # a step without kernels on a device is none of its
+    assert [call.name for call in on_the_other.calls] == ["Memcpy PtoP (Device -> Device)"]
+    assert bytes_per_step({"traceEvents": events}) == 6, "12 bytes, launched in one step of two"
 
 
 def test_bytes_of_nccl_and_of_what_does_not_say():

@@ -34,8 +34,10 @@ class FSDP(Strategy):
         self.reshard_after_forward, self.batch_norm = reshard_after_forward, batch_norm
 
     def setup(self, model: Chain) -> None:
-        self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm)
         mesh = self.runtime.mesh(self.axes)
+        # In the mesh's own group: one communicator keeps one order. Statistics in another one and gathers in this one run at the
+        # same time, and two GPUs were seen to begin with one each, and wait for each other for ever.
+        self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, mesh.get_group("dp"))
         policy = MixedPrecisionPolicy()
         if self.runtime.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
