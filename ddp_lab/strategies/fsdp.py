@@ -35,8 +35,8 @@ class FSDP(Strategy):
 
     def setup(self, model: Chain) -> None:
         mesh = self.runtime.mesh(self.axes)
-        # In the mesh's own group: one communicator keeps one order. Statistics in another one and gathers in this one run at the
-        # same time, and two GPUs were seen to begin with one each, and wait for each other for ever.
+        # In the mesh's own group: a communicator keeps an order. Statistics in one and gathers in another run at the same
+        # time, and two GPUs were seen to begin with one each, and to wait for each other for ever.
         self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, mesh.get_group("dp"))
         policy = MixedPrecisionPolicy()
         if self.runtime.precision == "bf16":
