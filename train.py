@@ -87,7 +87,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     log.info(f"{run_dir.path}: {choices.model} on {choices.data}, {cfg.precision}")
     log.info(plan)
     levers = Levers.choose(cfg, strategy)
-    if run_dir.failure:
+    if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
 
     decisions = Decisions(runtime)

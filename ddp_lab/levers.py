@@ -65,7 +65,7 @@ def refused(name: str, cfg: DictConfig, strategy: Strategy) -> bool:
     elif name == "cuda_graph" and cfg.data.loader != "device":
         reason = f"data.loader={cfg.data.loader} has the batches on the host; data.loader=device has them on the GPU"
     elif name == "cuda_graph" and strategy.batch_norm == "sync":
-        reason = "strategy.batch_norm=sync has the host wait for every layer's statistics"
+        reason = "strategy.batch_norm=sync sends statistics inside forward and backward, which was never recorded"
     if reason:
         log.info(f"{name}={str(cfg[name]).lower()}: left off, because {reason}")
     return reason is not None

@@ -147,14 +147,15 @@ def numbered(calls: Iterable[tuple[str, float, float]]) -> list[Call]:
 
 def bytes_per_step(trace: dict[str, Any]) -> float | None:
     """What a rank hands to collectives and sends, in bytes a step: all of it to an all-reduce, its share to a gather. None
-    where the trace does not say: a CUDA graph's replay names no sizes."""
+    where the trace does not say: neither a CUDA graph's replay nor nn.DataParallel's calls of NCCL name sizes."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     launched = launches(events)
     sent = [
         (launched.get(event["args"].get("correlation"), event["ts"]), bytes_of(event)) for event in events if bytes_of(event)
     ]
     each = [sum(size for ts, size in sent if start <= ts < end) for start, end in host_ranges(events, STEP)]
-    if not any(each) and any("nccl" in event["name"].lower() for event in events):
+    named = any(event["name"] == "record_param_comms" for event in events)
+    if not named and any("nccl" in event["name"].lower() for event in events):
         return None
     return statistics.median(each)  # of no step in which the ranks also agreed on something
 

@@ -117,7 +117,8 @@ class Result(NamedTuple):
 
     def difference(self, other: "Result", when: int) -> float:
         mine, others = self.weights[when], other.weights[when]
-        return max((mine[name].double() - others[name].double()).abs().max().item() for name in others)
+        weights = [name for name, tensor in others.items() if tensor.is_floating_point()]  # not BatchNorm's counts of batches
+        return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
 
 
 def run(entry: Entry, words: list[str], out: Path) -> Result:

@@ -26,16 +26,18 @@ from ddp_lab.plot import Curve, beside, curves  # noqa: E402
 RULES = ("none", "linear", "sqrt")
 
 
-def accuracies(k: int, rule: str, batch: int, words: list[str], out: Path) -> list[float]:
-    """Test accuracy after each epoch."""
+def accuracy(k: int, rule: str, batch: int, words: list[str], out: Path) -> float | None:
+    """Test accuracy at the end; None where the loss was not finite before."""
     name = f"k{k}-{rule}"
     given = [*words, f"batch_size={k * batch}", f"lr_scaling={rule}", f"lr_base_batch_size={batch}"]
     given += [f"runs_dir={quote(str(out))}", f"name={name}"]
     done = subprocess.run(world_command(given, None), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if "is not finite" in done.stdout:
+        return None
     if done.returncode:
         said = [line for line in done.stdout.splitlines() if "error: " in line]
         sys.exit(said[-1] if said else done.stdout)
-    return [json.loads(line)["test_accuracy"] for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1])["test_accuracy"]
 
 
 def main() -> None:
@@ -52,15 +54,17 @@ def main() -> None:
     ends: dict[str, list[tuple[float, float]]] = {rule: [] for rule in RULES}
     for k in arguments.ks:
         print(f"{k:>4}{k * batch:>8}", end="", flush=True)
-        alone: list[float] = []  # with k = 1 the rules are one
         for rule in RULES:
-            alone = alone if k == 1 and alone else accuracies(k, rule, batch, words, out)
-            ends[rule].append((k, alone[-1]))
-            print(f"{alone[-1]:>10.4f}", end="", flush=True)
+            if k > 1 or rule == RULES[0]:  # with k = 1 the rules are one
+                found = accuracy(k, rule, batch, words, out)
+            if found is not None:
+                ends[rule].append((k, found))
+            print(f"{'diverged' if found is None else f'{found:.4f}':>10}", end="", flush=True)
         print()
-    lines = [Curve(rule, points) for rule, points in ends.items()]
-    beside([curves("Test accuracy at the end", "k times the batch", "accuracy", lines)], out / "accuracy.png")
-    print(f"\n{out}/accuracy.png")
+    lines = [Curve(rule, points) for rule, points in ends.items() if points]
+    if lines:
+        beside([curves("Test accuracy at the end", "k times the batch", "accuracy", lines)], out / "accuracy.png")
+        print(f"\n{out}/accuracy.png")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ BY_SIZE = [
     for size, cases in MODEL_PARALLEL.items()
     for case in [*(REPLICAS if size < 8 else []), *cases]
 ]
-# On GPUs `sync` is torch's own SyncBatchNorm. In float64, because in float32 a rounding error can push a ReLU over its edge:
+# In float64, because in float32 a rounding error can push a ReLU over its edge:
 # after one step the first layers' weights were 3e-5 apart in all strategies that sum over ranks, and 4e-16 in float64.
 ONE_STEP = {"model": "resnet18", "samples": 24, "epochs": 1, "dtype": torch.float64}
 SYNC = [scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **ONE_STEP), fsdp(batch_norm="sync", **ONE_STEP)]

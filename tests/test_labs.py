@@ -50,6 +50,14 @@ def test_lab_scaling_rules(tmp_path):
     assert Image.open(tmp_path / "accuracy.png").width > 600
 
 
+def test_lab_scaling_rules_goes_on_behind_a_run_that_diverges(tmp_path):
+    line = f"python scripts/lab_scaling_rules.py --ks 1 2 --out {tmp_path} --"
+    code, output = launch(line, *SMALL[:-2], "batch_size=25", "epochs=3", "optimizer.lr=1e20")
+    assert code == 0, output
+    assert output.count("diverged") == 6
+    assert not (tmp_path / "accuracy.png").exists(), "there is nothing to draw"
+
+
 ON_TWO = {0: ["thread 0", "thread 1"], 1: ["stream 0", "stream 1"], 2: ["cuda:0", "cuda:1"]}
 
 

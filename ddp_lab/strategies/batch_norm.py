@@ -18,7 +18,10 @@ BatchNorm = Literal["local", "sync"]
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
-    """torch.nn.SyncBatchNorm for devices that it has no kernels for: CPUs."""
+    """Normalises by the statistics of all ranks' shares.
+
+    In place of torch.nn.SyncBatchNorm, which has no kernels for CPUs, and whose backward gives a rank without samples no
+    gradient at all: under FSDP that rank left out collectives, and both waited for ever (two H200s, torch 2.11)."""
 
     group: dist.ProcessGroup | None
 
@@ -26,7 +29,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         if not self.training:
             return super().forward(inputs)
         dtype, inputs = inputs.dtype, inputs.to(self.running_mean.dtype)  # sums of bf16 would lose the statistics
-        size = torch.tensor([inputs.numel() // inputs.size(1)], dtype=inputs.dtype, device=inputs.device)
+        size = inputs.new_full((1,), inputs.numel() // inputs.size(1))
         total = sum_over_ranks(torch.cat([inputs.sum((0, 2, 3)), size]), self.group)
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = inputs - mean.view(-1, 1, 1)
@@ -43,8 +46,6 @@ def set_batch_norm(model: Chain, mode: BatchNorm, group: dist.ProcessGroup | Non
     """Makes the BatchNorm layers of `model` (on its device) what `mode` says, over the ranks of `group`; names stay."""
     if mode == "local":
         return model
-    if next(model.parameters()).device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.__class__, layer.group = SyncBatchNorm, group  # the same parameters, another forward

@@ -35,8 +35,7 @@ class FSDP(Strategy):
 
     def setup(self, model: Chain) -> None:
         mesh = self.runtime.mesh(self.axes)
-        # In the mesh's own group: a communicator keeps an order. Statistics in one and gathers in another run at the same
-        # time, and two GPUs were seen to begin with one each, and to wait for each other for ever.
+        # In the mesh's own group: a communicator keeps an order, which several on one GPU need not.
         self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, mesh.get_group("dp"))
         policy = MixedPrecisionPolicy()
         if self.runtime.precision == "bf16":
