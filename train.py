@@ -38,7 +38,7 @@ from ddp_lab.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.loop import fit, is_over
 from ddp_lab.plan import Plan
 from ddp_lab.preflight import check_network, check_storage, warn
-from ddp_lab.profiler import Profiled, check_steps
+from ddp_lab.profiler import NEEDED, Profiled, check_steps
 from ddp_lab.rundir import RunDir
 from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import make_scheduler
@@ -117,7 +117,11 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         step = levers.build(step, loaders[0])
         if cfg.inject:
             step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
-        if cfg.profile:
+        left = cfg.epochs * plan.steps_per_epoch - plan.steps_before(progress)
+        profiling = cfg.profile and left >= NEEDED
+        if cfg.profile and not profiling:
+            log.info(f"profile=true: left off, because {left} steps are left and it needs {NEEDED}")
+        if profiling:
             step = Profiled(step, runtime, logger, run_dir.path / "profile", levers.cuda_graph, strategy.bubble())
         every = cfg.checkpoint
         guard = Guard(
@@ -140,6 +144,9 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         except TrainingError:
             checkpoints.wait()  # the last good one may still be on its way
             raise
+        finally:
+            if profiling:
+                step.end()
         logger.close()
         guard.finish()
         return watch.end(status, guard.progress if status == "finished" else checkpoints.kept)

@@ -7,6 +7,7 @@ what noting each operation costs the host, so shares of a step are to be taken f
 import gzip
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -53,6 +54,8 @@ class Profiled:
             bubble,
         )
         self.taken = 0
+        if runtime.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier launch's, of more ranks maybe
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr, on every rank, that there is no GPU
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
         self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
@@ -77,6 +80,13 @@ class Profiled:
             self.profiler.start()
         elif self.taken == NEEDED:
             self._finish()
+
+    def end(self) -> None:
+        """Behind the last step, however it was reached."""
+        if self.profiler is not None:
+            if self.taken >= SKIP:
+                self.profiler.stop()
+            log.info(f"profile=true: this launch ended before its {NEEDED}th step; there is no profile")
 
     def _finish(self) -> None:
         if self.runtime.device.type == "cuda":

@@ -11,7 +11,8 @@ Each moment of a step counts once, for the first of these that was going on:
 | idle | nothing: Python launches, or waits | Python between operations |
 
 So communication that hides behind compute costs nothing here. A collective ends on all ranks at about the same time and
-begins when a rank is ready for it: what it takes longer than on the rank where it was shortest, a rank waited. A
+begins when a rank is ready for it: what it takes longer than on the rank where it was shortest, a rank waited. Traces of
+gloo and of recorded graphs do not say which ranks belong together; there the same call of all groups is compared. A
 message between two ranks is compared to the shortest of its kind, of any rank and step.
 """
 
@@ -66,17 +67,14 @@ def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
     """The steps of every device in a trace of torch.profiler (Chrome's format)."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    ranges = {name: host_ranges(events, name) for name in (STEP, DATA)}
+    steps, loading = spans_of_steps(events), host_ranges(events, DATA)
     if not kernels:
-        return {"cpu": read_cpu(events, ranges[STEP], ranges[DATA])}
-    launched = {
-        event["args"]["correlation"]: event["ts"] for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")
-    }
-    by_device = defaultdict(list)
+        return {"cpu": read_cpu(events, steps, loading)}
+    by_device, launched = defaultdict(list), launches(events)
     for kernel in kernels:
         device = kernel["args"].get("device", kernel["pid"])  # a copy between devices names none
         by_device[device].append((launched.get(kernel["args"].get("correlation"), -1.0), kernel))
-    return {f"cuda:{device}": read_gpu(mine, ranges[STEP], ranges[DATA]) for device, mine in sorted(by_device.items())}
+    return {f"cuda:{device}": read_gpu(mine, steps, loading) for device, mine in sorted(by_device.items())}
 
 
 def span(event: dict) -> Span:
@@ -93,8 +91,18 @@ def host_ranges(events: list[dict], name: str) -> list[Span]:
     return sorted(span(event) for event in events if event["name"] == name and event["cat"] == "user_annotation")
 
 
+def spans_of_steps(events: list[dict]) -> list[Span]:
+    """By the host's clock. A step begins when its batch is asked for; what lies between an epoch's last step, after which
+    a batch is asked for in vain, and the next epoch's first is no step's."""
+    found, before, loading = [], 0.0, host_ranges(events, DATA)
+    for start, end in host_ranges(events, STEP):
+        asked = [begin for begin, until in loading if before <= begin and until <= start]
+        found.append((asked[-1] if asked else start, end))
+        before = end
+    return found
+
+
 def read_cpu(events: list[dict], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
-    """A step begins when its batch is asked for."""
     compute = [span(event) for event in events if event["cat"] == "cpu_op" and event["name"].startswith("aten::")]
     calls = [
         (f"{event['name']} {event['args'].get('Input Dims')}", *span(event))
@@ -102,7 +110,7 @@ def read_cpu(events: list[dict], steps: list[Span], loading: list[Span]) -> list
         if event["name"].startswith("gloo:")
     ]
     found = []
-    for (asked, _), (_, end) in zip(loading, steps, strict=False):
+    for asked, end in steps:
         inside = [call for call in calls if asked <= call[1] < end]
         found.append(StepTrace(asked, end, within(compute, asked, end), numbered(inside), within(loading, asked, end)))
     return found
@@ -112,14 +120,15 @@ def read_gpu(kernels: list[tuple[float, dict]], steps: list[Span], loading: list
     """A step's kernels are those launched in it, whenever they run; it ends with the last of them. A step without any on
     this device is left out."""
     found, before = [], 0.0
-    for (asked, _), (_, launched_until) in zip(loading, steps, strict=False):
+    for asked, launched_until in steps:
         mine = [kernel for launched, kernel in kernels if asked <= launched < launched_until]
         if not mine:
             continue
         start, end = max(before, asked), max(span(kernel)[1] for kernel in mine)
         kinds = {"compute": [], "copy": [], "call": []}
         for kernel in mine:
-            kinds[kind_of(kernel["name"])].append((kernel["name"], *span(kernel)))
+            ranks = kernel["args"].get("Process Group Ranks", "")
+            kinds[kind_of(kernel["name"])].append((kernel["name"] + ranks, *span(kernel)))
         compute, copies = ([(begin, until) for _, begin, until in kinds[kind]] for kind in ("compute", "copy"))
         found.append(StepTrace(start, end, union(compute), numbered(kinds["call"]), copies + within(loading, start, end)))
         before = end
@@ -250,6 +259,8 @@ def verdict(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> li
             f"straggler: rank {rows[rank]['rank']} ({rows[rank]['device']}). Others wait for it up to {max(waits):.2f} ms of a "
             f"step's {mean['step']:.2f}; it waits {waits[rank]:.2f}"
         )
+    elif bubble is None and share["waiting"] > 0.15:
+        said.append(f"waiting: {share['waiting']:.0%} of a step, and not always for the same rank: their speed varies")
     against = f"{mean['compute']:.2f} ms of compute against {mean['communication']:.2f} ms of communication in every step"
     if mean["communication"] > mean["compute"]:
         said.append(

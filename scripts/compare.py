@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.sweep import quote  # noqa: E402
-from ddp_lab.launch.torchrun import world_command  # noqa: E402
+from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
 from ddp_lab.plot import Curve, bars, beside, curves, short, stacked  # noqa: E402
 from ddp_lab.profiler import mean_split  # noqa: E402
 from ddp_lab.rundir import read_json  # noqa: E402
@@ -55,6 +55,15 @@ COLUMNS = (
     "test accuracy",
     "difference after epoch 1",
     "difference at the end",
+)
+
+
+NOTES = (
+    "difference: the largest of any weight from single's. Sums in another order round otherwise, and training makes that grow: "
+    "the longer the run and the larger its learning rate, the more. Under BatchNorm each rank normalises its own share of a "
+    "batch, which is another function. docs/strategies.md has both, and the tests ask for 1e-6.",
+    "speed: the median of the epochs behind the first, in which steps are profiled; of a run of one epoch, that one.",
+    "memory: allocated on one GPU; without GPUs what one process had resident, PyTorch itself included.",
 )
 
 
@@ -217,6 +226,11 @@ def verdicts(results: list[Result]) -> list[str]:
     return [f"{result.name}: {'. '.join(result.profile['verdict'])}" for result in results if result.profile]
 
 
+def wide(cell: str) -> str:
+    """HTML for a cell that is a sentence and has the rest of its row."""
+    return f" colspan={len(COLUMNS) - 2} style='text-align:left'" if cell.startswith("not run") else ""
+
+
 def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out: Path) -> str:
     """Writes report.md and report.html; returns the first."""
     text = "\n".join(
@@ -231,6 +245,7 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
             "",
             *(f"- {line}" for line in words),
             "",
+            *(f"*{note}*\n" for note in NOTES),
             "![accuracy and speed](plots.png)",
             "",
         ]
@@ -238,7 +253,9 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
     (out / "report.md").write_text(text)
     picture = base64.b64encode((out / "plots.png").read_bytes()).decode()
     cells = "".join(
-        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        "<tr>"
+        + "".join(f"<{tag}{wide(cell)}>{html.escape(cell)}</{tag}>" for cell in row[: 3 if wide(row[2]) else None])
+        + "</tr>"
         for tag, row in [("th", COLUMNS), *(("td", row) for row in table)]
     )
     style = "body{font:15px sans-serif;margin:2em;max-width:80em}td,th{padding:.3em .8em;text-align:right}"
@@ -247,6 +264,7 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Every strategy on the same work</title><style>{style}</style>"
         f"<h1>Every strategy on the same work</h1>{''.join(f'<p>{html.escape(line)}</p>' for line in head)}"
         f"<table>{cells}</table><ul>{''.join(f'<li>{html.escape(line)}' for line in words)}</ul>"
+        f"{''.join(f'<p><i>{html.escape(note)}</i></p>' for note in NOTES)}"
         f"<p><img alt='accuracy and speed' src='data:image/png;base64,{picture}'></p></html>"
     )
     return text
@@ -254,7 +272,7 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpus = torch.cuda.device_count()
+    gpus = 0 if "device=cpu" in sys.argv else torch.cuda.device_count()
     powers = [2**power for power in range(1, 10) if 2**power <= gpus]
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=powers or [2], help="of the strategies of several processes, each in turn"
@@ -263,6 +281,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="else runs/compare-<time>")
     parser.add_argument("words", nargs="*", help="of train.py, for all strategies")
     arguments = parser.parse_intermixed_args()
+    if min(arguments.ranks) < 1:
+        parser.error(f"--ranks {' '.join(map(str, arguments.ranks))}: each must be at least 1")
     chosen = [
         entry
         for entry in entries(arguments.ranks, gpus)
@@ -270,13 +290,13 @@ def main() -> None:
     ]
     if unknown := set(arguments.strategies or ()) - {entry.name for entry in chosen}:
         names = ", ".join(dict.fromkeys(entry.name for entry in entries(arguments.ranks, gpus)))
-        parser.error(f"--strategies {' '.join(sorted(unknown))}: there is no such strategy; allowed: {names}")
+        words = " ".join(sorted(unknown))
+        parser.error(f"--strategies {words}: there is no such strategy; allowed: {names}. Words of train.py go behind --")
     for word in arguments.words:
         if word.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{word}: is compare.py's own to choose; see --out and --strategies")
-    out = (arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}").resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    words = arguments.words or ["epochs=6", "scheduler=constant"]
+    out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
+    words = arguments.words or ["epochs=4", "model.init_std=null"]
     results = [run(chosen[0], [*words, "profile=true"], out)]
     profile = ["profile=true"]
     if "profile=true: needs" in (results[0].problem or ""):
@@ -297,4 +317,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.sweep import quote  # noqa: E402
-from ddp_lab.launch.torchrun import world_command  # noqa: E402
+from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
 from ddp_lab.plot import Curve, beside, curves  # noqa: E402
 
 RULES = ("none", "linear", "sqrt")
@@ -32,9 +32,10 @@ def accuracy(k: int, rule: str, batch: int, words: list[str], out: Path) -> floa
     given = [*words, f"batch_size={k * batch}", f"lr_scaling={rule}", f"lr_base_batch_size={batch}"]
     given += [f"runs_dir={quote(str(out))}", f"name={name}"]
     done = subprocess.run(world_command(given, None), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if "is not finite" in done.stdout:
+    if done.returncode and "is not finite" in done.stdout:
         return None
     if done.returncode:
+        print()
         said = [line for line in done.stdout.splitlines() if "error: " in line]
         sys.exit(said[-1] if said else done.stdout)
     return json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1])["test_accuracy"]
@@ -46,9 +47,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="else runs/lab-scaling-rules-<time>")
     parser.add_argument("words", nargs="*", help="of train.py, for all runs")
     arguments = parser.parse_args()
-    out = (arguments.out or ROOT / "runs" / f"lab-scaling-rules-{datetime.now():%Y%m%d-%H%M%S}").resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    batch = next((int(word.partition("=")[2]) for word in arguments.words if word.startswith("batch_size=")), 64)
+    given = next((word.partition("=")[2] for word in arguments.words if word.startswith("batch_size=")), "64")
+    if not given.isdecimal() or min(int(given), *arguments.ks) < 1:
+        parser.error(f"batch_size={given} --ks {' '.join(map(str, arguments.ks))}: must be integers of at least 1")
+    batch, out = int(given), new_folder(arguments.out or ROOT / "runs" / f"lab-scaling-rules-{datetime.now():%Y%m%d-%H%M%S}")
     words = [word for word in arguments.words if not word.startswith("batch_size=")]
     print("test accuracy at the end\n" + f"{'k':>4}{'batch':>8}" + "".join(f"{rule:>10}" for rule in RULES))
     ends: dict[str, list[tuple[float, float]]] = {rule: [] for rule in RULES}

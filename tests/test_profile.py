@@ -77,7 +77,28 @@ def test_kernels_belong_to_the_step_that_launched_them():
     )
     (on_the_other,) = found["cuda:1"]  # a step without kernels on a device is none of its
     assert [call.name for call in on_the_other.calls] == ["Memcpy PtoP (Device -> Device)"]
-    assert bytes_per_step({"traceEvents": events}) == 6, "12 bytes, launched in one step of two"
+    without = [event for event in events if "nccl" not in event["name"]]
+    assert bytes_per_step({"traceEvents": without}) == 6, "12 bytes, launched in one step of two"
+
+
+def test_what_lies_between_two_epochs_is_no_steps():
+    """Behind the first step a batch was asked for in vain; then came an evaluation."""
+    ranges = [(DATA, 0, 2), (STEP, 2, 8), (DATA, 11, 1), (DATA, 90, 2), (STEP, 92, 8)]
+    events = [event(name, "user_annotation", ts, dur) for name, ts, dur in ranges]
+    first, second = read({"traceEvents": [*events, event("aten::mm", "cpu_op", 50, 10)]})["cpu"]
+    assert (first.start, first.end) == (0, 10)
+    assert (second.start, second.end, second.compute) == (90, 100, [])
+
+
+def test_collectives_of_other_ranks_are_not_compared():
+    def of_group(ranks: str, dur: float) -> dict:
+        step = event(STEP, "user_annotation", 0, 10)
+        launch = event("cudaLaunchKernel", "cuda_runtime", 1, 1, correlation=1)
+        kernel = event("ncclDevKernel_AllReduce", "kernel", 2, dur, correlation=1, device=0, **{"Process Group Ranks": ranks})
+        return read({"traceEvents": [step, launch, kernel]})
+
+    rows = split([of_group("[0, 1]", 10), of_group("[0, 1]", 10), of_group("[2, 3]", 1), of_group("[2, 3]", 4)])
+    assert [round(1000 * row["steps"][0]["waiting"]) for row in rows] == [0, 0, 0, 3]
 
 
 def test_bytes_of_nccl_and_of_what_does_not_say():
@@ -104,6 +125,7 @@ def row(rank: int, **parts: float) -> dict:
         ([row(0, compute=9, idle=1)], None, "compute is 90% of a step"),
         ([row(0, compute=0.04, communication=0.09)] * 2, None, "too small to scale here: 0.04 ms of compute against 0.09 ms"),
         ([row(0, compute=5, waiting=5), row(1, compute=9, waiting=1)], None, "straggler: rank 1 (cpu)"),
+        ([row(0, compute=7, waiting=3)] * 2, None, "waiting: 30% of a step, and not always for the same rank"),
         ([row(0, compute=6, communication=4)] * 2, None, "communication: 6.00 ms of compute against 4.00"),
         ([row(0, compute=2, idle=8)], None, "idle: for 80% of a step"),
         ([row(0, compute=5, data=5)], None, "data: devices wait for it for 50%"),
@@ -169,6 +191,30 @@ def test_a_pipelines_bubble_is_set_against_the_formula(tmp_path):
     summary, _ = profiled(tmp_path, DDP.replace("ddp", "pipeline"), "strategy.num_microbatches=4")
     assert summary["verdict"][0].startswith("bubble: the busiest rank, ")
     assert summary["verdict"][0].endswith("formula 20%")
+
+
+def test_a_run_that_ends_before_is_told(tmp_path):
+    words = [*SMALL, "epochs=4", f"runs_dir={tmp_path}", "name=run", "profile=true"]
+    code, output = launch("python train.py", *words, "inject=sigterm@rank=0,step=10")
+    assert "profile=true: this launch ended before its 16th step; there is no profile" in output
+    assert "record_function" not in output
+    code, output = launch("python train.py", *words)
+    assert code == 0, output
+    assert "profile=true: left off, because 10 steps are left and it needs 16" in output
+
+
+def test_epochs_shorter_than_the_profile(tmp_path):
+    """Steps of two samples between long evaluations: none of these is in a step."""
+    more = [
+        "epochs=6",
+        "data.dataset.train_size=6",
+        "data.dataset.test_size=3000",
+        "batch_size=2",
+        "data.dataset.image_size=28",
+    ]
+    summary, _ = profiled(tmp_path, "python train.py", *more)
+    evaluation = max(part for step in summary["rows"][0]["steps"] for part in step.values())
+    assert evaluation < 20, "milliseconds"
 
 
 def test_a_run_too_short_to_profile_is_refused(tmp_path):

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from hydra.core.utils import JobReturn
@@ -32,6 +33,17 @@ def world_command(words: Sequence[str], ranks: int | None) -> list[str]:
     """Starts train.py with `words` in a torchrun world of its own, on a port of its own; `ranks` None: as one process."""
     world = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [sys.executable, *world, str(ROOT / "train.py"), *words]
+
+
+def new_folder(path: Path) -> Path:
+    """Makes the folder that a script's --out names; ends the script where runs of before would be taken for its own."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            sys.exit(f"error: --out {path}: is not empty; choose another")
+    except OSError as error:
+        sys.exit(f"error: --out {path}: cannot be made ({error.strerror}); choose another")
+    return path.resolve()
 
 
 class TorchrunLauncher(SweepLauncher):
