@@ -296,7 +296,11 @@ def main() -> None:
         if word.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{word}: is compare.py's own to choose; see --out and --strategies")
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
-    words = arguments.words or ["epochs=4", "model.init_std=null"]
+    words = arguments.words or [
+        "epochs=4",
+        "model.init_std=null",
+        "optimizer.lr=0.03",
+    ]  # so few steps that rounding stays small
     results = [run(chosen[0], [*words, "profile=true"], out)]
     profile = ["profile=true"]
     if "profile=true: needs" in (results[0].problem or ""):
