@@ -20,7 +20,8 @@ from ddp_lab.errors import ConfigError
 from ddp_lab.logger import Logger, log, peak_memory_bytes
 from ddp_lab.plot import beside, stacked
 from ddp_lab.runtime import Runtime
-from ddp_lab.time_split import DATA, PARTS, STEP, Call, StepTrace, bytes_per_step, read, split, summarise, union, verdict
+from ddp_lab.time_split import PARTS, split, summarise, verdict
+from ddp_lab.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
 
 SKIP, RECORD = 5, 11  # steps; the first recorded one does not count, because the profiler is still settling in it
 NEEDED = SKIP + RECORD

@@ -9,20 +9,8 @@ from PIL import Image
 
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.profiler import RECORD
-from ddp_lab.time_split import (
-    DATA,
-    STEP,
-    Call,
-    StepTrace,
-    bytes_per_step,
-    length,
-    read,
-    split,
-    straggler,
-    summarise,
-    union,
-    verdict,
-)
+from ddp_lab.time_split import length, split, straggler, summarise, verdict
+from ddp_lab.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 
