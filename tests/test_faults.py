@@ -132,7 +132,7 @@ def test_a_frozen_rank_is_named(tmp_path):
     frozen = wait_for(tmp_path / "frozen" / "ranks" / "1.json", lambda record: record["step"] > 10)
     os.kill(frozen["pid"], signal.SIGSTOP)
     try:
-        code, output = finish(process, timeout=60)
+        code, output = finish(process, timeout=120)  # torchrun gives a rank 30 s to end
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(frozen["pid"], signal.SIGKILL)
