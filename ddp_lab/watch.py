@@ -46,8 +46,9 @@ def is_alive(pid: int) -> bool:
 
 
 def suspicion(record: dict[str, Any]) -> tuple:
-    """The least of the ranks that stand still is the one that the others wait for: it has come the least far."""
-    return record["step"], PHASES.index(record["doing"]), record["waits"], record["since"]
+    """The least of the ranks that stand still is the one that the others wait for: it has come the least far. Within a step
+    those that wait come last: a rank can be frozen behind a collective that its peers are still in, for want of its bytes."""
+    return record["step"], record["waits"], PHASES.index(record["doing"]), record["since"]
 
 
 class Watch:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from launches import SMALL, finish, launch, read_metrics, start
 
+from ddp_lab.watch import suspicion
+
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 STEPS = 5  # an epoch of SMALL has
 
@@ -139,6 +141,15 @@ def test_a_frozen_rank_is_named(tmp_path):
     assert code == 1, output
     assert "holds up the others" in failure(tmp_path / "frozen")["message"]
     assert failure(tmp_path / "frozen")["rank"] == 1
+
+
+def test_a_rank_frozen_behind_a_collective_is_suspected_and_not_who_is_still_in_it():
+    """As seen once: gloo had the sum on rank 1, which was frozen then, and not yet on rank 0."""
+    waiting = {"rank": 0, "step": 16, "doing": "loading", "waits": True, "since": 0.0}
+    frozen = {"rank": 1, "step": 16, "doing": "deciding", "waits": False, "since": 0.1}
+    assert min([waiting, frozen], key=suspicion) is frozen
+    behind = {"rank": 2, "step": 15, "doing": "training", "waits": True, "since": 0.2}
+    assert min([waiting, frozen, behind], key=suspicion) is behind
 
 
 def test_a_rank_that_steps_less_often_ends_the_launch(tmp_path):
