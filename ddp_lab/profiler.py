@@ -1,7 +1,7 @@
 """profile=true: records some steps on every rank with torch.profiler, and says where their time went.
 
-Nothing is synchronised for it: the kernels' own times are read (time_split.py). The recorded steps are slower than others, by
-what noting each operation costs the host, so shares of a step are to be taken from here and rates from unprofiled epochs.
+Nothing is synchronised within these steps: the kernels' own times are read (trace.py). The recorded steps are slower than
+others, by what noting each operation costs the host; so shares of a step are to be taken from here, and rates from other epochs.
 """
 
 import gzip
@@ -46,14 +46,8 @@ class Profiled:
     """
 
     def __init__(self, step: Callable, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
-        self.step, self.runtime, self.logger, self.folder, self.graph, self.bubble = (
-            step,
-            runtime,
-            logger,
-            folder,
-            graph,
-            bubble,
-        )
+        self.step, self.runtime, self.logger, self.folder = step, runtime, logger, folder
+        self.graph, self.bubble = graph, bubble
         self.taken = 0
         if runtime.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # an earlier launch's, of more ranks maybe

@@ -138,7 +138,7 @@ def bytes_per_step(trace: dict[str, Any]) -> float | None:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     launched = launches(events)
     sent = [
-        (launched.get(event["args"].get("correlation"), event["ts"]), bytes_of(event)) for event in events if bytes_of(event)
+        (launched.get(event["args"].get("correlation"), event["ts"]), size) for event in events if (size := bytes_of(event))
     ]
     each = [sum(size for ts, size in sent if start <= ts < end) for start, end in host_ranges(events, STEP)]
     named = any(event["name"] == "record_param_comms" for event in events)

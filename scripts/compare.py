@@ -1,7 +1,7 @@
 """Trains the same model on the same batches under every strategy that this machine can run, and reports side by side.
 
 python scripts/compare.py                                    LeNet on the digits, on the GPUs that are there or two CPU ranks
-python scripts/compare.py --ranks 2 4 model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
+python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
 
 Words are train.py's own and hold for all strategies: the same seed, so the same first weights; the same GLOBAL batch, so the
 same samples in every step. `--out` gets a run directory for each strategy (`tensorboard --logdir OUT` shows them side by side),

@@ -82,3 +82,18 @@ def test_an_unknown_strategy_is_named():
     code, output = launch("python scripts/compare.py --strategies magic")
     assert code == 2
     assert "--strategies magic: there is no such strategy; allowed: single, scratch, ddp" in output
+
+
+def test_a_folder_with_other_runs_is_refused(tmp_path):
+    """Their numbers would be taken for this one's."""
+    (tmp_path / "other").touch()
+    code, output = launch(f"python scripts/compare.py --out {tmp_path}")
+    assert (code, output) == (1, f"error: --out {tmp_path}: is not empty; choose another\n")
+    code, output = launch(f"python scripts/compare.py --out {tmp_path}/other")
+    assert (code, output) == (1, f"error: --out {tmp_path}/other: cannot be made (File exists); choose another\n")
+
+
+def test_no_ranks_are_refused():
+    code, output = launch("python scripts/compare.py --ranks 2 0 -- epochs=2")
+    assert code == 2
+    assert "--ranks 2 0: each must be at least 1" in output

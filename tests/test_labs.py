@@ -58,6 +58,12 @@ def test_lab_scaling_rules_goes_on_behind_a_run_that_diverges(tmp_path):
     assert not (tmp_path / "accuracy.png").exists(), "there is nothing to draw"
 
 
+def test_lab_scaling_rules_of_no_batch_is_refused():
+    code, output = launch("python scripts/lab_scaling_rules.py --ks 1 2 -- batch_size=many")
+    assert code == 2
+    assert "batch_size=many --ks 1 2: must be integers of at least 1" in output
+
+
 ON_TWO = {0: ["thread 0", "thread 1"], 1: ["stream 0", "stream 1"], 2: ["cuda:0", "cuda:1"]}
 
 

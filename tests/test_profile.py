@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 
 import pytest
 from launches import SMALL, launch
@@ -10,7 +11,7 @@ from PIL import Image
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.profiler import RECORD
 from ddp_lab.time_split import length, split, straggler, summarise, verdict
-from ddp_lab.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
+from ddp_lab.trace import DATA, STEP, Call, StepTrace, bytes_per_step, host_ranges, read, spans_of_steps, union
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 
@@ -192,17 +193,16 @@ def test_a_run_that_ends_before_is_told(tmp_path):
 
 
 def test_epochs_shorter_than_the_profile(tmp_path):
-    """Steps of two samples between long evaluations: none of these is in a step."""
-    more = [
-        "epochs=6",
-        "data.dataset.train_size=6",
-        "data.dataset.test_size=3000",
-        "batch_size=2",
-        "data.dataset.image_size=28",
-    ]
+    """Three steps an epoch, and evaluations between: each step of the trace has its own batch, and none the next one's."""
+    more = ["epochs=6", "data.dataset.train_size=6", "batch_size=2"]
     summary, _ = profiled(tmp_path, "python train.py", *more)
-    evaluation = max(part for step in summary["rows"][0]["steps"] for part in step.values())
-    assert evaluation < 20, "milliseconds"
+    assert len(summary["rows"][0]["steps"]) == RECORD - 1
+    with gzip.open(tmp_path / "run" / "profile" / "rank0.json.gz") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    steps, asked = spans_of_steps(events), host_ranges(events, DATA)
+    assert len(asked) > len(steps) == RECORD, "at an epoch's end a batch is asked for in vain"
+    assert all(until <= begin for (_, until), (begin, _) in pairwise(steps))
+    assert all(sum(start <= begin < end for begin, _ in asked) == 1 for start, end in steps)
 
 
 def test_a_run_too_short_to_profile_is_refused(tmp_path):
