@@ -1,7 +1,7 @@
 """profile=true: records some steps on every rank with torch.profiler, and says where their time went.
 
 Nothing is synchronised within these steps: the kernels' own times are read (trace.py). The recorded steps are slower than
-others, by what noting each operation costs the host; so shares of a step are to be taken from here, and rates from other epochs.
+others, by what noting each operation costs the host; take shares of a step from here, and rates from other epochs.
 """
 
 import gzip
