@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -218,6 +219,9 @@ def check(cfg: DictConfig) -> None:
 def build(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     """hydra.utils.instantiate, but an exception of the constructor is raised as it is."""
     try:
-        return instantiate(node, *args, **kwargs)
+        built = instantiate(node, *args, **kwargs)
     except InstantiationException as error:
         raise error.__cause__ or error from None
+    if isinstance(built, partial):  # Hydra's own kind checks who may be called at every call: 0.2 ms, and a step has one
+        return partial(built.func, *built.args, **built.keywords)
+    return built

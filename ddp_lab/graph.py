@@ -77,9 +77,12 @@ class GraphStep:
 
 # What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+# Where all convolutions have few channels (LeNet, and ResNet's first blocks alone) Inductor would go back to channels first,
+# and copy the gradients of the largest activations on the way.
+CHANNELS_LAST = {"force_layout_optimization": True}
 
 
-def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool) -> None:
+def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> None:
     """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
     evaluation, run as they are: compiling them would take as long again.
 
@@ -88,7 +91,8 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool) -> None:
             learning rate, a number there, would have it compiled anew at every step.
     """
     torch.compiler.set_stance("default")
-    fuse = partial(torch.compile, dynamic=False, options=TUNED if tuned else None)
+    options = (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
+    fuse = partial(torch.compile, dynamic=False, options=options)
     step.strategy.compile(fuse)
     if loader is not None:
         step.optimize = torch.compile(step.optimizer.step)
@@ -100,9 +104,19 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     with unchanged(step):
         for batch in batches:
+            try_out(step, batch())
             for _ in range(times):
                 step.compute(batch())
             torch.compiler.set_stance("eager_on_recompile")
+
+
+def try_out(step: Step, batch: Batch) -> None:
+    """The first forward and backward, in which kernels are timed and chosen. Without the collectives: beside them, which hold
+    some of the multiprocessors until the slowest rank is there, a rank would choose wrongly, and all would wait for it."""
+    inputs, targets, count = batch
+    with step.strategy.no_sync():
+        step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)
+    step.optimizer.zero_grad()
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Levers(NamedTuple):
     def build(self, step: Step, loader: Loader) -> Step | GraphStep:
         """The step to train with, compiled and recorded. Collective."""
         if self.compile:
-            compile_step(step, loader if self.cuda_graph else None, self.compile == "tuned")
+            compile_step(step, loader if self.cuda_graph else None, self.compile == "tuned", self.channels_last)
         if self.cuda_graph:
             graph = GraphStep(step, loader)
             graph.record()

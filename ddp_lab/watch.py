@@ -105,13 +105,14 @@ class Watch:
         """Progress: the main thread begins something."""
         self.epoch, self.step = self.epoch if epoch is None else epoch, self.step if step is None else step
         self.doing, self.since = doing, time.time()
-        self._show()
+        if doing != "loading":  # every step begins with it; where it takes long, the thread shows it
+            self._show()
 
     def stop(self) -> None:
         """This rank is leaving as it should."""
-        self.at("done")
         self._stop.set()
         self._thread.join()
+        self.at("done")
 
     def _show(self) -> None:
         # In one small write over the last one: what a killed rank did last is on record, for some microseconds a step.
@@ -129,6 +130,7 @@ class Watch:
     def _look(self) -> None:
         since, still = self.since, 0.0
         while not self._stop.wait(BEAT):
+            self._show()
             still = still + BEAT if since == self.since else 0.0  # not the clock: a process that was suspended is not late
             since = self.since
             if (self.run_dir / "failure.json").exists():

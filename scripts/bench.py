@@ -90,6 +90,7 @@ def words(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, 
         *chosen[1:],
         f"batch_size={arguments.batch}",
         "scaling=weak",
+        "optimizer.lr=0.01",  # as the other loops': with dead ReLUs a CPU computes with denormal numbers, slowly
         *levers,
     ]
 

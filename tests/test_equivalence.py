@@ -27,7 +27,7 @@ HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # what 4 does not divide:
 
 
 def scratch(algorithm: str = "flat", batch_norm: str = "local", **case) -> Case:
-    """Buckets of 16 KiB: LeNet has five."""
+    """Buckets of at least 16 KiB: LeNet has three."""
     return Case(Scratch, (("algorithm", algorithm), ("bucket_mb", 1 / 64), ("batch_norm", batch_norm)), **case)
 
 

@@ -1,5 +1,6 @@
 """What makes steps faster leaves results alone; what cannot be had is said. On GPUs: test_gpu.py."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -8,15 +9,19 @@ import sys
 import pytest
 import torch
 from launches import ROOT, SMALL, launch, read_metrics
+from omegaconf import OmegaConf
 from PIL import Image
 from test_equivalence import assert_equal, ddp, scratch
 from training import Case, run_cases
 from worlds import run_world
 
+from ddp_lab.config import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader, Shard
 from ddp_lab.levers import Levers
+from ddp_lab.models.resnet import resnet18
 from ddp_lab.plot import BOTTOM, LEFT, RIGHT, TOP, Curve, beside, curves, short, ticks, timeline
+from ddp_lab.strategies.all_reduce import MiB, flatten, unflatten
 from ddp_lab.strategies.single import Single
 from ddp_lab.tally import LONGEST, Tally
 
@@ -96,6 +101,52 @@ def test_taking_is_iterating(samples, augmented):
         assert turn.count == batch.count
         assert torch.equal(inputs, batch.inputs)
         assert torch.equal(targets, batch.targets)
+
+
+LAYOUTS = [
+    torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last),
+    torch.randn(8, 1, 3, 3).to(memory_format=torch.channels_last),
+    torch.randn(5, 6, 7, 8).permute(3, 2, 1, 0),
+    torch.randn(9, 4).t(),
+    torch.randn(300, 300),  # more than one piece
+    torch.tensor(3.0),
+]
+
+
+def test_gradients_that_travel_together_come_back_as_views():
+    together = flatten(LAYOUTS)
+    back = unflatten(together, LAYOUTS)
+    assert together.shape == (sum(tensor.numel() for tensor in LAYOUTS),)
+    for tensor, view in zip(LAYOUTS, back, strict=True):
+        assert torch.equal(tensor, view)
+        assert view.untyped_storage().data_ptr() == together.untyped_storage().data_ptr()
+    assert back[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("size", "starts"),
+    [
+        (1, ["stem", *(f"layer{i}_{j}" for i in (1, 2, 3, 4) for j in (0, 1)), "head"]),
+        (10 * MiB, ["stem", "layer2_0", "layer4_0", "layer4_1"]),
+        (25 * MiB, ["stem", "layer4_0"]),
+        (1000 * MiB, ["stem"]),
+    ],
+)
+def test_a_chain_is_cut_where_a_bucket_is_full(size, starts):
+    chain = resnet18(1, 28, 10, None)
+    names = {block: name for name, block in chain.named_children()}
+    pieces = chain.pieces(size)
+    assert [names[piece[0]] for piece in pieces] == starts
+    assert [block for piece in pieces for block in piece] == list(chain)
+    for piece in pieces[1:]:
+        assert sum(parameter.nbytes for parameter in piece.parameters()) >= size
+
+
+def test_what_a_step_calls_is_free_of_hydra():
+    """Whose own partial looks up its policy at every call, 0.1 ms and more."""
+    shape = build(OmegaConf.create({"_target_": "ddp_lab.schedule.cosine", "_partial_": True}))
+    assert type(shape) is functools.partial
+    assert shape(0.5) == pytest.approx(0.5)
 
 
 @needs_compiler

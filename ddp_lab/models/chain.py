@@ -14,6 +14,16 @@ class Chain(nn.Sequential):
         super().__init__(OrderedDict(blocks))
         self.input_shape = input_shape
 
+    def pieces(self, size: float) -> list[nn.Sequential]:
+        """Cut between blocks, from the last to the first, whenever a piece has parameters of `size` bytes. In forward order."""
+        pieces, held = [[]], 0
+        for block in reversed(self):
+            if held >= size:
+                pieces, held = [[], *pieces], 0
+            pieces[0].insert(0, block)
+            held += sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
+        return [nn.Sequential(*piece) for piece in pieces]
+
 
 def init_normal(model: nn.Module, std: float) -> None:
     """Weights of convolutions and linear layers from N(0, std), their biases zero, as the textbooks have it."""

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_lab.config import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
+from ddp_lab.strategies.all_reduce import MiB
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
@@ -59,7 +60,7 @@ class DDP(Strategy):
         self._settle_buckets(model)
 
     def compile(self, fuse: Callable) -> None:
-        self.compile_blocks(fuse)
+        self.compile_pieces(fuse, self.options["bucket_cap_mb"] * MiB)
 
     def _settle_buckets(self, model: Chain) -> None:
         """DDP lays out its buckets anew after its first backward, in the order that gradients came in. With more than two ranks

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ddp_lab.config import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
-from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB
+from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, replace_gradients
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
@@ -31,7 +31,7 @@ class Scratch(Strategy):
 
     Args:
         algorithm: how the gradients are summed over the ranks.
-        bucket_mb: MiB in a bucket of `bucketed`.
+        bucket_mb: MiB that a bucket of `bucketed` has at least, all but the first; it begins and ends between two blocks.
         batch_norm: over what BatchNorm takes its statistics while training.
     """
 
@@ -54,10 +54,10 @@ class Scratch(Strategy):
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, src=0)  # whatever a rank started with, all start as rank 0
         if self.algorithm == "bucketed":
-            self.buckets = Buckets(model.parameters(), self.bucket_bytes)
+            self.buckets = Buckets(list(piece.parameters()) for piece in self.module.pieces(self.bucket_bytes))
 
     def compile(self, fuse: Callable) -> None:
-        super().compile(fuse) if self.buckets is None else self.compile_blocks(fuse)
+        super().compile(fuse) if self.buckets is None else self.compile_pieces(fuse, self.bucket_bytes)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -72,4 +72,4 @@ class Scratch(Strategy):
         if self.buckets is not None:
             self.buckets.finish()
         else:
-            ALGORITHMS[self.algorithm]([parameter.grad for parameter in self.parameters()])
+            replace_gradients(self.parameters(), ALGORITHMS[self.algorithm])

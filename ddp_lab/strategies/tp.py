@@ -118,8 +118,8 @@ class TP(Strategy):
 
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
-            gradients = [parameter.grad for parameter in self.parameters()]
-            flat([local(gradient) for gradient in gradients], self.dp_group)
+            gradients = [local(parameter.grad) for parameter in self.parameters()]
+            torch._foreach_copy_(gradients, flat(gradients, self.dp_group))
 
     def param_groups(self) -> list[dict[str, Any]]:
         # DTensors and tensors (BatchNorm's, say) are mixed, which the optimizers' one call for all parameters cannot take.
