@@ -217,11 +217,11 @@ def check(cfg: DictConfig) -> None:
 
 
 def build(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """hydra.utils.instantiate, but an exception of the constructor is raised as it is."""
+    """hydra.utils.instantiate, but an exception of the constructor is raised as it is, and a partial is Python's own."""
     try:
         built = instantiate(node, *args, **kwargs)
     except InstantiationException as error:
         raise error.__cause__ or error from None
-    if isinstance(built, partial):  # Hydra's own kind checks who may be called at every call: 0.2 ms, and a step has one
+    if isinstance(built, partial):  # Hydra 1.3.8's looks up its policy at every call: 0.1 ms, and a step has one
         return partial(built.func, *built.args, **built.keywords)
     return built

@@ -77,8 +77,8 @@ class GraphStep:
 
 # What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
-# Where all convolutions have few channels (LeNet, and ResNet's first blocks alone) Inductor would go back to channels first,
-# and copy the gradients of the largest activations on the way.
+# Where all convolutions of what it compiles have at most 64 channels (LeNet, or a piece with ResNet's first blocks) Inductor
+# would go back to channels first, and copy the gradients of the largest activations on the way.
 CHANNELS_LAST = {"force_layout_optimization": True}
 
 
@@ -89,6 +89,8 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
     Args:
         loader: of a step that is to be recorded. Else its batches come from outside, and the optimizer is left as it is: the
             learning rate, a number there, would have it compiled anew at every step.
+        tuned: tries out more kernels, which takes minutes.
+        channels_last: the model is in that format, and stays in it.
     """
     torch.compiler.set_stance("default")
     options = (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
@@ -111,8 +113,8 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
 
 
 def try_out(step: Step, batch: Batch) -> None:
-    """The first forward and backward, in which kernels are timed and chosen. Without the collectives: beside them, which hold
-    some of the multiprocessors until the slowest rank is there, a rank would choose wrongly, and all would wait for it."""
+    """The first forward and backward, in which kernels are timed and chosen. No gradients are summed in it: a collective
+    occupies a part of the GPU until the slowest rank is there, and kernels timed beside it would be misjudged."""
     inputs, targets, count = batch
     with step.strategy.no_sync():
         step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Watch:
         self.waits = False
         self.place = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
         self.place["attempt"] = run_dir.attempt
-        self._stop = threading.Event()
+        self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
     def __enter__(self) -> "Watch":
@@ -115,8 +116,10 @@ class Watch:
         self.at("done")
 
     def _show(self) -> None:
-        # In one small write over the last one: what a killed rank did last is on record, for some microseconds a step.
-        os.pwrite(self._file, json.dumps(self._me()).ljust(512).encode(), 0)
+        # In one small write over the last one: what a killed rank did last is on record, for some microseconds a step. (That it
+        # was loading, half a second later.)
+        with self._lock:
+            os.pwrite(self._file, json.dumps(self._me()).ljust(512).encode(), 0)
 
     def _me(self) -> dict[str, Any]:
         now = {"epoch": self.epoch, "step": self.step, "doing": self.doing, "since": self.since, "waits": self.waits}
@@ -130,7 +133,8 @@ class Watch:
     def _look(self) -> None:
         since, still = self.since, 0.0
         while not self._stop.wait(BEAT):
-            self._show()
+            with suppress(OSError):  # which the main thread meets, too, and tells
+                self._show()
             still = still + BEAT if since == self.since else 0.0  # not the clock: a process that was suspended is not late
             since = self.since
             if (self.run_dir / "failure.json").exists():

@@ -10,7 +10,7 @@ tutorial      DistributedDataParallel, float32, 4 DataLoader workers, `loss.item
 accelerate    the same by Hugging Face Accelerate, bf16; where it is installed
 fabric        the same by Lightning Fabric, bf16; where it is installed
 bare          hand-written, eager, float32, images on the device: the kernels of `ours eager` and nothing else
-ours eager    train.py with its defaults
+ours eager    train.py with its defaults, and the other loops' learning rate
 ours          train.py with every lever: cuda_graph, compile, channels_last, bf16 (float32 on the CPU, where bf16 is slower)
 kernels       the graph of `ours`, replayed without the loop
 

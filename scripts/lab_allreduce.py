@@ -7,7 +7,7 @@ and one call of `torch.distributed.all_reduce` on all of it, the library's own. 
 and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth, and 2 (k-1) times its latency; both are taken from the library's
 smallest and largest call, so only what lies between is a prediction.
 
-Then a step of LeNet: the same gradients summed behind backward, or in buckets while it computes. This is the books' exercise,
+Then a step of LeNet: the same gradients summed after backward, or in buckets while it computes. This is the books' exercise,
 how the all-reduce of the first chapter can be made better: fewer messages (flat), no rank that all wait for (ring), and
 communication that hides behind computation (bucketed).
 """

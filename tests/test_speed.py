@@ -19,9 +19,10 @@ from ddp_lab.config import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader, Shard
 from ddp_lab.levers import Levers
+from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.plot import BOTTOM, LEFT, RIGHT, TOP, Curve, beside, curves, short, ticks, timeline
-from ddp_lab.strategies.all_reduce import MiB, flatten, unflatten
+from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
 from ddp_lab.strategies.single import Single
 from ddp_lab.tally import LONGEST, Tally
 
@@ -140,6 +141,13 @@ def test_a_chain_is_cut_where_a_bucket_is_full(size, starts):
     assert [block for piece in pieces for block in piece] == list(chain)
     for piece in pieces[1:]:
         assert sum(parameter.nbytes for parameter in piece.parameters()) >= size
+
+
+def test_what_has_no_parameters_has_no_bucket():
+    chain = Chain((1, 4, 4), flat=torch.nn.Flatten(), fc=torch.nn.Linear(16, 4))
+    groups = [list(piece.parameters()) for piece in chain.pieces(1)]
+    assert [len(group) for group in groups] == [0, 2]
+    assert [bucket.parameters for bucket in Buckets(groups).buckets] == [groups[1]]
 
 
 def test_what_a_step_calls_is_free_of_hydra():

@@ -15,7 +15,8 @@ class Chain(nn.Sequential):
         self.input_shape = input_shape
 
     def pieces(self, size: float) -> list[nn.Sequential]:
-        """Cut between blocks, from the last to the first, whenever a piece has parameters of `size` bytes. In forward order."""
+        """Cut between blocks, from the last to the first, as soon as a piece holds parameters of at least `size` bytes; what is
+        left is the first piece. In forward order."""
         pieces, held = [[]], 0
         for block in reversed(self):
             if held >= size:

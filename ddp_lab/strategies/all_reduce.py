@@ -14,7 +14,6 @@ With W ranks and n bytes of gradients, a rank sends and receives about
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -84,7 +83,7 @@ ALGORITHMS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One after the other, [n], each in the order of its own memory.
+    """One after the other, [n], each in the order of `in_memory_order`.
 
     In pieces, because torch.cat gives all its inputs as many thread blocks as the largest needs: ResNet-18's 62 gradients took
     an H200 160 us as they are.
@@ -103,7 +102,7 @@ def unflatten(together: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Te
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that is contiguous: channels_last costs a copy otherwise, in each direction."""
+    """A view that is contiguous where the tensor is, channels first or channels last: else flattening would be a copy."""
     return tensor if tensor.is_contiguous() or tensor.dim() != 4 else tensor.permute(0, 2, 3, 1)
 
 
@@ -123,12 +122,12 @@ class Buckets:
     parameter's gradient count them. What is left to wait for after backward is the first bucket.
 
     Args:
-        groups: the parameters of each bucket.
+        groups: the parameters of each bucket; those without any are left out.
     """
 
     def __init__(self, groups: Iterable[list[nn.Parameter]]):
         self.active = True
-        self.buckets = [Bucket(parameters) for parameters in groups]
+        self.buckets = [Bucket(parameters) for parameters in groups if parameters]
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._count(bucket))
@@ -138,19 +137,21 @@ class Buckets:
             return
         bucket.missing -= 1
         if bucket.missing == 0:
-            bucket.together = flatten(parameter.grad for parameter in bucket.parameters)
+            bucket.together = flatten(gradients_of(bucket.parameters))
             bucket.work = dist.all_reduce(bucket.together, async_op=True)
 
     def finish(self) -> None:
-        """Behind backward: waits for what is on its way; the sums become the gradients."""
+        """After backward: waits for what is on its way; the sums become the gradients."""
         for bucket in self.buckets:
             bucket.work.wait()
-            replace_gradients(bucket.parameters, partial(unflatten, bucket.together))
+            set_gradients(bucket.parameters, unflatten(bucket.together, gradients_of(bucket.parameters)))
             bucket.missing, bucket.together, bucket.work = len(bucket.parameters), None, None
 
 
-def replace_gradients(parameters: Iterable[nn.Parameter], summed: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
-    """Gives each parameter what `summed` makes of its gradient."""
-    parameters = list(parameters)
-    for parameter, gradient in zip(parameters, summed([parameter.grad for parameter in parameters]), strict=True):
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters]
+
+
+def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

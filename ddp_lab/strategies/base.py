@@ -144,8 +144,8 @@ class Strategy(ABC):
         self.forward = fuse(self.module)
 
     def compile_pieces(self, fuse: Callable, size: float) -> None:
-        """As `compile`, but in pieces with parameters of `size` bytes, so that a piece's gradients are there when its own
-        backward ends. Block by block would cost fusion: 4 % of ResNet-18's speed on an H200."""
+        """As `compile`, but in pieces with parameters of at least `size` bytes, so that a piece's gradients are there when its
+        own backward ends. Every cut costs fusion (docs/benchmarks.md)."""
         torch._dynamo.config.recompile_limit = 64  # the pieces are one function to it, and each has its own shape
         self.measure = fuse(measure)
         self.module.forward = nn.Sequential(*map(fuse, self.module.pieces(size))).forward

@@ -21,7 +21,8 @@ class DDP(Strategy):
 
     Args:
         batch_norm: over what BatchNorm takes its statistics while training.
-        bucket_cap_mb: gradients travel in buckets of so many MiB, each as soon as its last one is computed.
+        bucket_cap_mb: gradients travel in buckets of so many MiB, each as soon as its last one is computed; compiled, the model
+            is cut into pieces of that size.
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
         static_graph: promises that every step uses the same parameters in the same order, which saves bookkeeping.
         comm_hook: what travels: the gradients, their bf16 roundings, or a low-rank approximation whose error is fed back

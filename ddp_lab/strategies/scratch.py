@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ddp_lab.config import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
-from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, replace_gradients
+from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of, set_gradients
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
@@ -31,7 +31,7 @@ class Scratch(Strategy):
 
     Args:
         algorithm: how the gradients are summed over the ranks.
-        bucket_mb: MiB that a bucket of `bucketed` has at least, all but the first; it begins and ends between two blocks.
+        bucket_mb: a bucket of `bucketed` is whole blocks, from the last to the first, and is full when it holds so many MiB.
         batch_norm: over what BatchNorm takes its statistics while training.
     """
 
@@ -72,4 +72,4 @@ class Scratch(Strategy):
         if self.buckets is not None:
             self.buckets.finish()
         else:
-            replace_gradients(self.parameters(), ALGORITHMS[self.algorithm])
+            set_gradients(self.parameters(), ALGORITHMS[self.algorithm](gradients_of(self.parameters())))

@@ -119,7 +119,7 @@ class TP(Strategy):
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
             gradients = [local(parameter.grad) for parameter in self.parameters()]
-            torch._foreach_copy_(gradients, flat(gradients, self.dp_group))
+            torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # in place: some are a DTensor's own part
 
     def param_groups(self) -> list[dict[str, Any]]:
         # DTensors and tensors (BatchNorm's, say) are mixed, which the optimizers' one call for all parameters cannot take.
