@@ -10,12 +10,13 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from launches import SMALL, finish, launch, read_metrics, start
 
-from ddp_lab.watch import suspicion
+from ddp_lab.watch import Watch, suspicion
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 STEPS = 5  # an epoch of SMALL has
@@ -150,6 +151,19 @@ def test_a_rank_frozen_behind_a_collective_is_suspected_and_not_who_is_still_in_
     assert min([waiting, frozen], key=suspicion) is frozen
     behind = {"rank": 2, "step": 15, "doing": "training", "waits": True, "since": 0.2}
     assert min([waiting, frozen, behind], key=suspicion) is behind
+
+
+def test_a_rank_that_loads_for_long_shows_it(tmp_path):
+    """By its thread: the loop writes nothing before a batch is there."""
+    run_dir, runtime = SimpleNamespace(path=tmp_path, attempt=0), SimpleNamespace(rank=0, world_size=1)
+    watch = Watch(run_dir, runtime, timeout=60).__enter__()  # `with` would end this process by an assertion that fails
+    try:
+        watch.at("training", 1, 7)
+        watch.at("loading", 1, 8)
+        wait_for(tmp_path / "ranks" / "0.json", lambda record: (record["doing"], record["step"]) == ("loading", 8), 10)
+    finally:
+        watch.stop()
+    assert json.loads((tmp_path / "ranks" / "0.json").read_text())["doing"] == "done"
 
 
 def test_a_rank_that_steps_less_often_ends_the_launch(tmp_path):

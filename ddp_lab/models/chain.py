@@ -22,7 +22,7 @@ class Chain(nn.Sequential):
             if held >= size:
                 pieces, held = [[], *pieces], 0
             pieces[0].insert(0, block)
-            held += sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
+            held += sum(parameter.nbytes for parameter in block.parameters())
         return [nn.Sequential(*piece) for piece in pieces]
 
 
