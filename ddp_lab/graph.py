@@ -4,8 +4,10 @@ Launched kernel by kernel, a step of LeNet takes the host ten times as long as t
 replayed by one call; what changes from step to step (the batch, the learning rate) it reads from memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from functools import partial
 
 import torch
@@ -14,6 +16,8 @@ from ddp_lab.data.loaders import Batch, DeviceLoader, Turn
 from ddp_lab.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
+CHOICES = 5  # sets of kernels that cuDNN chooses, of which the fastest is taken
+REPLAYS = 50  # forward and backward passes that a set is judged by
 
 
 class GraphStep:
@@ -41,19 +45,42 @@ class GraphStep:
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = self.rate  # read at every replay
-        warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
-        pool = torch.cuda.graph_pool_handle()
-        for turn in turns:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                self.step.compute(self._batch(turn))
-            self.graphs[turn] = graph
+        threads = [OwnThread() for _ in range(CHOICES)]
+        self.thread = min(threads, key=lambda thread: thread.run(partial(self._time, turns[0])))
+        self.thread.run(partial(self._record, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def batches(self, loader: DeviceLoader) -> Iterable[Turn]:
+    def _time(self, turn: Turn) -> float:
+        """Milliseconds of forward and backward, of `REPLAYS` of them, with the kernels that this thread chooses."""
+        batch = self._first_batch(turn)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with unchanged(self.step):
+            for _ in range(3):
+                try_out(self.step, batch)
+            graph = torch.cuda.CUDAGraph()
+            with recording(graph):
+                try_out(self.step, batch)
+            graph.replay()
+            start.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+        return start.elapsed_time(end)
+
+    def _record(self, turns: list[Turn]) -> None:
+        warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
+        pool = torch.cuda.graph_pool_handle()
+        for turn in turns:
+            self.graphs[turn] = torch.cuda.CUDAGraph()
+            with recording(self.graphs[turn], pool):
+                self.step.compute(self._batch(turn))
+
+    def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
         loader.deal()
-        return loader.turns()
+        yield from loader.turns()
+        loader.look_ahead()
 
     def __call__(self, turn: Turn) -> None:
         if turn in self.graphs:
@@ -73,6 +100,30 @@ class GraphStep:
 
     def _batch(self, turn: Turn) -> Batch:
         return Batch(*self.loader.take(turn.size), turn.count)
+
+
+class OwnThread:
+    """A thread that does as it is told, on the device and stream of the one that made it.
+
+    cuDNN keeps, for each thread, the kernel of each convolution that was the fastest in ONE run of all it has. That is little
+    to judge by: what it chooses differs by 5 to 10 % of a step. A new thread chooses anew.
+    """
+
+    def __init__(self):
+        stream = torch.cuda.current_stream()
+
+        def settle() -> None:
+            torch.cuda.set_stream(stream)
+            torch.autograd.set_multithreading_enabled(False)  # backward has a thread of its own else, the same for all
+
+        self.executor = ThreadPoolExecutor(1, initializer=settle)
+
+    def run(self, task: Callable):
+        return self.executor.submit(copy_context().run, task).result()  # torch.compile's options belong to the context
+
+
+def recording(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> AbstractContextManager:
+    return torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local")
 
 
 # What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
@@ -103,7 +154,6 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
     """Steps that do not count: behind them all is compiled, tuned and allocated, and the state is what it was. Collective."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     with unchanged(step):
         for batch in batches:
             try_out(step, batch())
@@ -115,6 +165,7 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
 def try_out(step: Step, batch: Batch) -> None:
     """The first forward and backward, in which kernels are timed and chosen. No gradients are summed in it: a collective
     occupies a part of the GPU until the slowest rank is there, and kernels timed beside it would be misjudged."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     inputs, targets, count = batch
     with step.strategy.no_sync():
         step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)

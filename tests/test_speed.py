@@ -81,6 +81,22 @@ def test_indices_are_the_distributed_samplers(size, ranks, shuffle):
         assert shard.indices().tolist() == list(shard)
 
 
+@pytest.mark.parametrize("augmented", [False, True])
+def test_the_next_epoch_is_drawn_ahead(augmented, monkeypatch):
+    expected = taken(augmented)
+    expected.set_epoch(4)
+    expected.deal()
+    loader = taken(augmented)
+    loader.set_epoch(3, 48)
+    loader.look_ahead()
+    loader.set_epoch(4)
+    for name in ("randperm", "randint"):
+        monkeypatch.setattr(torch, name, None)
+    loader.deal()
+    for turn in loader.turns():
+        assert all(map(torch.equal, loader.take(turn.size), expected.take(turn.size)))
+
+
 def taken(augmented: bool) -> DeviceLoader:
     split = Synthetic(101, 8, 1, 8, 10).load().train
     options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
