@@ -4,6 +4,8 @@ Launched kernel by kernel, a step of LeNet takes the host ten times as long as t
 replayed by one call; what changes from step to step (the batch, the learning rate) it reads from memory.
 """
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -16,8 +18,7 @@ from ddp_lab.data.loaders import Batch, DeviceLoader, Turn
 from ddp_lab.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
-CHOICES = 5  # sets of kernels that cuDNN chooses, of which the fastest is taken
-REPLAYS = 50  # forward and backward passes that a set is judged by
+CHOOSING = 2.0  # seconds in which cuDNN may choose kernels once more
 
 
 class GraphStep:
@@ -45,29 +46,31 @@ class GraphStep:
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = self.rate  # read at every replay
-        threads = [OwnThread() for _ in range(CHOICES)]
-        self.thread = min(threads, key=lambda thread: thread.run(partial(self._time, turns[0])))
+        self.thread = self._choose(turns[0])
         self.thread.run(partial(self._record, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _time(self, turn: Turn) -> float:
-        """Milliseconds of forward and backward, of `REPLAYS` of them, with the kernels that this thread chooses."""
-        batch = self._first_batch(turn)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with unchanged(self.step):
+    def _choose(self, turn: Turn) -> "OwnThread":
+        """The thread that chose the kernels with the fastest forward and backward."""
+        batch, pool = self._first_batch(turn), torch.cuda.graph_pool_handle()
+
+        def sketch() -> torch.cuda.CUDAGraph:
             for _ in range(3):
                 try_out(self.step, batch)
             graph = torch.cuda.CUDAGraph()
-            with recording(graph):
+            with recording(graph, pool):
                 try_out(self.step, batch)
-            graph.replay()
-            start.record()
-            for _ in range(REPLAYS):
-                graph.replay()
-            end.record()
-            end.synchronize()
-        return start.elapsed_time(end)
+            return graph
+
+        with unchanged(self.step):
+            first = OwnThread()
+            sketches = {first: first.run(sketch)}  # compiles, too
+            end = time.perf_counter() + CHOOSING
+            while time.perf_counter() < end:
+                thread = OwnThread()
+                sketches[thread] = thread.run(sketch)
+            return fastest(sketches)
 
     def _record(self, turns: list[Turn]) -> None:
         warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
@@ -120,6 +123,21 @@ class OwnThread:
 
     def run(self, task: Callable):
         return self.executor.submit(copy_context().run, task).result()  # torch.compile's options belong to the context
+
+
+def fastest(graphs: dict[OwnThread, torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> OwnThread:
+    """By the median of some rounds: a GPU that was idle runs faster for a while, so that the first would win alone."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    milliseconds = {thread: [] for thread in graphs}
+    for _ in range(rounds):
+        for thread, graph in graphs.items():
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            milliseconds[thread].append(start.elapsed_time(end))
+    return min(graphs, key=lambda thread: statistics.median(milliseconds[thread]))
 
 
 def recording(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> AbstractContextManager:

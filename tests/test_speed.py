@@ -141,22 +141,24 @@ def test_gradients_that_travel_together_come_back_as_views():
 
 
 @pytest.mark.parametrize(
-    ("size", "starts"),
+    ("sizes", "starts"),
     [
-        (1, ["stem", *(f"layer{i}_{j}" for i in (1, 2, 3, 4) for j in (0, 1)), "head"]),
-        (10 * MiB, ["stem", "layer2_0", "layer4_0", "layer4_1"]),
-        (25 * MiB, ["stem", "layer4_0"]),
-        (1000 * MiB, ["stem"]),
+        ((1,), ["stem", *(f"layer{i}_{j}" for i in (1, 2, 3, 4) for j in (0, 1)), "head"]),
+        ((10 * MiB,), ["stem", "layer2_0", "layer4_0", "layer4_1"]),
+        ((25 * MiB,), ["stem", "layer4_0"]),
+        ((25 * MiB, MiB), ["stem", "layer2_0", "layer4_0"]),
+        ((1000 * MiB,), ["stem"]),
+        ((1000 * MiB, MiB), ["stem", "layer2_0"]),
+        ((1000 * MiB, 50 * MiB), ["stem"]),
     ],
 )
-def test_a_chain_is_cut_where_a_bucket_is_full(size, starts):
+def test_a_chain_is_cut_where_a_bucket_is_full(sizes, starts):
     chain = resnet18(1, 28, 10, None)
     names = {block: name for name, block in chain.named_children()}
-    pieces = chain.pieces(size)
+    pieces = chain.pieces(*sizes)
     assert [names[piece[0]] for piece in pieces] == starts
     assert [block for piece in pieces for block in piece] == list(chain)
-    for piece in pieces[1:]:
-        assert sum(parameter.nbytes for parameter in piece.parameters()) >= size
+    assert all(sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes) for piece in pieces[1:])
 
 
 def test_what_has_no_parameters_has_no_bucket():

@@ -14,15 +14,16 @@ class Chain(nn.Sequential):
         super().__init__(OrderedDict(blocks))
         self.input_shape = input_shape
 
-    def pieces(self, size: float) -> list[nn.Sequential]:
-        """Cut between blocks, from the last to the first, as soon as a piece holds parameters of at least `size` bytes; what is
-        left is the first piece. In forward order."""
-        pieces, held = [[]], 0
-        for block in reversed(self):
-            if held >= size:
+    def pieces(self, size: float, last: float = 0) -> list[nn.Sequential]:
+        """Cut between blocks, from the last to the first, as soon as a piece holds parameters of at least `size` bytes; and
+        once more, from what holds more than `last` bytes, where no more than that is left. In forward order."""
+        weights = [sum(parameter.nbytes for parameter in block.parameters()) for block in self]
+        pieces, held, left = [[]], 0, sum(weights)
+        for block, weight in zip(reversed(self), reversed(weights), strict=True):
+            if held >= size or held > last >= left > 0:
                 pieces, held = [[], *pieces], 0
             pieces[0].insert(0, block)
-            held += sum(parameter.nbytes for parameter in block.parameters())
+            held, left = held + weight, left - weight
         return [nn.Sequential(*piece) for piece in pieces]
 
 

@@ -143,12 +143,12 @@ class Strategy(ABC):
         self.measure = fuse(measure)
         self.forward = fuse(self.module)
 
-    def compile_pieces(self, fuse: Callable, size: float) -> None:
-        """As `compile`, but in pieces with parameters of at least `size` bytes, so that a piece's gradients are there when its
-        own backward ends. Every cut costs fusion (docs/benchmarks.md)."""
+    def compile_pieces(self, fuse: Callable, *sizes: float) -> None:
+        """As `compile`, but in the `Chain.pieces` of these sizes, so that a piece's gradients are there when its own backward
+        ends. Every cut costs fusion (docs/benchmarks.md)."""
         torch._dynamo.config.recompile_limit = 64  # the pieces are one function to it, and each has its own shape
         self.measure = fuse(measure)
-        self.module.forward = nn.Sequential(*map(fuse, self.module.pieces(size))).forward
+        self.module.forward = nn.Sequential(*map(fuse, self.module.pieces(*sizes))).forward
 
     def describe(self) -> str:
         """One line for the log: what is where. After setup."""

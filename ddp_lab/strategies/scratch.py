@@ -25,6 +25,8 @@ from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
+LAST = MiB  # the most of the bucket that is sent last
+
 
 class Scratch(Strategy):
     """Data parallelism by hand.
@@ -32,6 +34,7 @@ class Scratch(Strategy):
     Args:
         algorithm: how the gradients are summed over the ranks.
         bucket_mb: a bucket of `bucketed` is whole blocks, from the last to the first, and is full when it holds so many MiB.
+            The first blocks, up to 1 MiB, have one of their own: no backward is left to hide its way.
         batch_norm: over what BatchNorm takes its statistics while training.
     """
 
@@ -45,7 +48,8 @@ class Scratch(Strategy):
         batch_norm: BatchNorm,
     ):
         super().__init__(runtime)
-        self.algorithm, self.bucket_bytes, self.batch_norm = algorithm, bucket_mb * MiB, batch_norm
+        self.algorithm, self.batch_norm = algorithm, batch_norm
+        self.sizes = (bucket_mb * MiB, LAST)
         self.buckets: Buckets | None = None
 
     def setup(self, model: Chain) -> None:
@@ -54,10 +58,10 @@ class Scratch(Strategy):
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, src=0)  # whatever a rank started with, all start as rank 0
         if self.algorithm == "bucketed":
-            self.buckets = Buckets(list(piece.parameters()) for piece in self.module.pieces(self.bucket_bytes))
+            self.buckets = Buckets(list(piece.parameters()) for piece in self.module.pieces(*self.sizes))
 
     def compile(self, fuse: Callable) -> None:
-        super().compile(fuse) if self.buckets is None else self.compile_pieces(fuse, self.bucket_bytes)
+        super().compile(fuse) if self.buckets is None else self.compile_pieces(fuse, *self.sizes)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
