@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import partial
+from operator import call
+from typing import Any
 
 import torch
 
@@ -18,7 +20,6 @@ from ddp_lab.data.loaders import Batch, DeviceLoader, Turn
 from ddp_lab.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
-CHOOSING = 2.0  # seconds in which cuDNN may choose kernels once more
 
 
 class GraphStep:
@@ -38,21 +39,28 @@ class GraphStep:
     def lr(self) -> float:
         return self.step.lr
 
-    def record(self) -> None:
-        """Warms up, then records a graph for each size of a batch. Changes no state. Collective."""
+    def record(self, choosing: float) -> None:
+        """Warms up, then records a graph for each size of a batch. Changes no state. Collective.
+
+        Args:
+            choosing: seconds that may be spent on having cuDNN choose its kernels once more, again and again.
+        """
         self.loader.set_epoch(1)
         turns = sorted(set(self.loader.turns()), reverse=True)
         groups = self.step.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = self.rate  # read at every replay
-        self.thread = self._choose(turns[0])
-        self.thread.run(partial(self._record, turns))
+        with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
+            self.run = self._choose(turns[0], choosing)  # kept, because its thread keeps the kernels
+            self.run(partial(self._record, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _choose(self, turn: Turn) -> "OwnThread":
-        """The thread that chose the kernels with the fastest forward and backward."""
+    def _choose(self, turn: Turn, seconds: float) -> "Runner":
+        """Whose kernels are the fastest, forward and backward: this thread's, or those of one of the new ones started within so
+        many seconds."""
+        warm_up(self.step, [partial(self._first_batch, turn)], WARM_UP)  # torch.compile wants to compile in the main thread
         batch, pool = self._first_batch(turn), torch.cuda.graph_pool_handle()
 
         def sketch() -> torch.cuda.CUDAGraph:
@@ -64,12 +72,11 @@ class GraphStep:
             return graph
 
         with unchanged(self.step):
-            first = OwnThread()
-            sketches = {first: first.run(sketch)}  # compiles, too
-            end = time.perf_counter() + CHOOSING
+            sketches: dict[Runner, torch.cuda.CUDAGraph] = {call: sketch()}
+            end = time.perf_counter() + seconds
             while time.perf_counter() < end:
-                thread = OwnThread()
-                sketches[thread] = thread.run(sketch)
+                run = in_new_thread()
+                sketches[run] = run(sketch)
             return fastest(sketches)
 
     def _record(self, turns: list[Turn]) -> None:
@@ -105,39 +112,38 @@ class GraphStep:
         return Batch(*self.loader.take(turn.size), turn.count)
 
 
-class OwnThread:
-    """A thread that does as it is told, on the device and stream of the one that made it.
+Runner = Callable[[Callable[[], Any]], Any]  # calls what it gets, in a thread of its choice
 
-    cuDNN keeps, for each thread, the kernel of each convolution that was the fastest in ONE run of all it has. That is little
-    to judge by: what it chooses differs by 5 to 10 % of a step. A new thread chooses anew.
+
+def in_new_thread() -> Runner:
+    """Where kernels of convolutions are chosen anew, for the device and stream of this thread.
+
+    Of each convolution cuDNN keeps, for each thread, the kernel that was the fastest in ONE run of all it has. That is little
+    to judge by: what it chooses differs by 5 to 10 % of a step of LeNet.
     """
+    stream = torch.cuda.current_stream()
 
-    def __init__(self):
-        stream = torch.cuda.current_stream()
+    def settle() -> None:
+        torch.cuda.set_stream(stream)
+        torch.autograd.set_multithreading_enabled(False)
 
-        def settle() -> None:
-            torch.cuda.set_stream(stream)
-            torch.autograd.set_multithreading_enabled(False)  # backward has a thread of its own else, the same for all
-
-        self.executor = ThreadPoolExecutor(1, initializer=settle)
-
-    def run(self, task: Callable):
-        return self.executor.submit(copy_context().run, task).result()  # torch.compile's options belong to the context
+    thread = ThreadPoolExecutor(1, initializer=settle)
+    return lambda task: thread.submit(copy_context().run, task).result()  # torch.compile's options belong to the context
 
 
-def fastest(graphs: dict[OwnThread, torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> OwnThread:
+def fastest(graphs: dict[Runner, torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> Runner:
     """By the median of some rounds: a GPU that was idle runs faster for a while, so that the first would win alone."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    milliseconds = {thread: [] for thread in graphs}
+    milliseconds = {run: [] for run in graphs}
     for _ in range(rounds):
-        for thread, graph in graphs.items():
+        for run, graph in graphs.items():
             start.record()
             for _ in range(replays):
                 graph.replay()
             end.record()
             end.synchronize()
-            milliseconds[thread].append(start.elapsed_time(end))
-    return min(graphs, key=lambda thread: statistics.median(milliseconds[thread]))
+            milliseconds[run].append(start.elapsed_time(end))
+    return min(graphs, key=lambda run: statistics.median(milliseconds[run]))
 
 
 def recording(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> AbstractContextManager:

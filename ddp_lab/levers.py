@@ -13,6 +13,8 @@ from ddp_lab.runtime import Runtime
 from ddp_lab.step import Step
 from ddp_lab.strategies.base import Strategy
 
+CHOOSING = 2.0  # seconds for cuDNN's choices, where compiling takes many anyway
+
 
 class Levers(NamedTuple):
     """Which are on, of those the config asks for."""
@@ -47,7 +49,7 @@ class Levers(NamedTuple):
             compile_step(step, loader if self.cuda_graph else None, self.compile == "tuned", self.channels_last)
         if self.cuda_graph:
             graph = GraphStep(step, loader)
-            graph.record()
+            graph.record(CHOOSING if self.compile else 0)
             return graph
         if self.compile:
             loader.set_epoch(1)

@@ -306,7 +306,7 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
                 f"runs_dir={folder}",
                 "name=run",
                 "checkpoint.every_epochs=1000",
-                "timeout=60",
+                f"timeout={arguments.patience}",
             ]
             problem = launch(arguments, ranks, ["train.py", *words(model, strategy, arguments, ranks, levers), *more], folder)
             metrics = folder / "run" / "metrics.jsonl"

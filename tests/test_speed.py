@@ -1,10 +1,11 @@
 """What makes steps faster leaves results alone; what cannot be had is said. On GPUs: test_gpu.py."""
 
-import functools
 import json
 import shutil
 import subprocess
 import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from worlds import run_world
 from ddp_lab.config import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader, Shard
+from ddp_lab.graph import in_new_thread
 from ddp_lab.levers import Levers
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.plot import BOTTOM, LEFT, RIGHT, TOP, Curve, beside, curves, short, ticks, timeline
+from ddp_lab.step import Step
 from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
 from ddp_lab.strategies.single import Single
 from ddp_lab.tally import LONGEST, Tally
@@ -56,6 +59,50 @@ def test_what_cannot_be_had_is_said_and_left_off(line, said, tmp_path):
     code, output = launch(line, *SMALL, "epochs=1", f"runs_dir={tmp_path}")
     assert code == 0, output
     assert output.count(said) == 1, output
+
+
+ELSEWHERE = [scratch("flat"), scratch("bucketed"), ddp(view=True), ddp(accumulate=3, max_grad_norm=0.5)]
+
+
+def train_elsewhere(cases: list[Case]) -> dict:
+    """Every step in a thread of its own, as it is recorded where that chose the fastest kernels. Here is no stream to keep."""
+    torch.cuda.current_stream, torch.cuda.set_stream = lambda: None, lambda stream: None
+    run, compute, threads = in_new_thread(), Step.compute, set()
+
+    def elsewhere(step: Step, batch) -> None:
+        threads.add(threading.get_ident())
+        compute(step, batch)
+
+    Step.compute = lambda step, batch: run(partial(elsewhere, step, batch))
+    outcomes = run_cases(cases)
+    assert len(threads - {threading.get_ident()}) == 1
+    return outcomes
+
+
+def test_a_step_may_be_taken_in_another_thread():
+    one, other = run_world(2, train_elsewhere, ELSEWHERE)
+    for case in ELSEWHERE:
+        assert_equal(one[case], run_world(1, run_cases, [case.reference()])[0][case.reference()])
+        assert one[case].digest == other[case].digest
+
+
+def test_kernels_are_chosen_in_a_thread_that_backward_stays_in():
+    """And that has torch.compile's options, which belong to the caller's context."""
+    code = """
+import contextvars, threading, torch
+from ddp_lab.graph import in_new_thread
+torch.cuda.current_stream, torch.cuda.set_stream = lambda: "ours", lambda stream: print(stream)
+option = contextvars.ContextVar("option")
+option.set("mine")
+def look():
+    return option.get(), torch._C._is_multithreading_enabled(), threading.get_ident()
+first, second = in_new_thread(), in_new_thread()
+assert first(look)[:2] == ("mine", False) and torch._C._is_multithreading_enabled()
+assert first(look)[2] == first(look)[2] != second(look)[2] != threading.get_ident()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["ours", "ours"]
 
 
 @pytest.mark.parametrize("hook", ["bf16", "powersgd"])
@@ -171,7 +218,7 @@ def test_what_has_no_parameters_has_no_bucket():
 def test_what_a_step_calls_is_free_of_hydra():
     """Whose own partial looks up its policy at every call, 0.1 ms and more."""
     shape = build(OmegaConf.create({"_target_": "ddp_lab.schedule.cosine", "_partial_": True}))
-    assert type(shape) is functools.partial
+    assert type(shape) is partial
     assert shape(0.5) == pytest.approx(0.5)
 
 
