@@ -20,6 +20,7 @@ from ddp_lab.data.loaders import Batch, DeviceLoader, Turn
 from ddp_lab.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
+MOST_THREADS = 16  # that choose kernels: each leaves cuBLAS's workspace behind, 32 MiB on an H200
 
 
 class GraphStep:
@@ -43,7 +44,7 @@ class GraphStep:
         """Warms up, then records a graph for each size of a batch. Changes no state. Collective.
 
         Args:
-            choosing: seconds that may be spent on having cuDNN choose its kernels once more, again and again.
+            choosing: seconds in which cuDNN's choice of kernels is repeated, in new threads; 0: its first one is taken.
         """
         self.loader.set_epoch(1)
         turns = sorted(set(self.loader.turns()), reverse=True)
@@ -52,32 +53,34 @@ class GraphStep:
         for group in groups:
             group["lr"] = self.rate  # read at every replay
         with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
-            self.run = self._choose(turns[0], choosing)  # kept, because its thread keeps the kernels
-            self.run(partial(self._record, turns))
+            # Here, too: torch.compile asks for what only the thread has that imported it (an assertion of torch 2.11).
+            warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
+            self.thread = self._fastest_thread(turns[0], choosing) if choosing else call  # kept: it keeps the kernels
+            self.thread(partial(self._record, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _choose(self, turn: Turn, seconds: float) -> "Runner":
-        """Whose kernels are the fastest, forward and backward: this thread's, or those of one of the new ones started within so
-        many seconds."""
-        warm_up(self.step, [partial(self._first_batch, turn)], WARM_UP)  # torch.compile wants to compile in the main thread
+    def _fastest_thread(self, turn: Turn, seconds: float) -> "Thread":
+        """That with the fastest kernels for forward and backward of a batch of this size: this one, or one of those that could
+        begin to choose within so many seconds."""
         batch, pool = self._first_batch(turn), torch.cuda.graph_pool_handle()
 
         def sketch() -> torch.cuda.CUDAGraph:
-            for _ in range(3):
-                try_out(self.step, batch)
             graph = torch.cuda.CUDAGraph()
             with recording(graph, pool):
                 try_out(self.step, batch)
             return graph
 
         with unchanged(self.step):
-            sketches: dict[Runner, torch.cuda.CUDAGraph] = {call: sketch()}
-            end = time.perf_counter() + seconds
-            while time.perf_counter() < end:
-                run = in_new_thread()
-                sketches[run] = run(sketch)
-            return fastest(sketches)
+            threads, end = [call], time.perf_counter() + seconds
+            while time.perf_counter() < end and len(threads) < MOST_THREADS:
+                threads.append(NewThread())
+                threads[-1](partial(try_out, self.step, batch))
+            fastest = quickest([thread(sketch) for thread in threads])  # one after the other: they share the pool's memory
+        for thread in threads[1:]:
+            if thread is not threads[fastest]:
+                thread.close()
+        return threads[fastest]
 
     def _record(self, turns: list[Turn]) -> None:
         warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
@@ -97,7 +100,7 @@ class GraphStep:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.graphs[turn].replay()
             self.step.advance()
-        else:  # after a resume with another batch size there may be one
+        else:  # after a resume with another batch size there may be one; its kernels are chosen when it comes
             self.step(self._batch(turn))
 
     def poison(self, turn: Turn) -> None:
@@ -112,38 +115,46 @@ class GraphStep:
         return Batch(*self.loader.take(turn.size), turn.count)
 
 
-Runner = Callable[[Callable[[], Any]], Any]  # calls what it gets, in a thread of its choice
+Thread = Callable[[Callable[[], Any]], Any]  # calls what it gets, somewhere; `operator.call` here
 
 
-def in_new_thread() -> Runner:
-    """Where kernels of convolutions are chosen anew, for the device and stream of this thread.
+class NewThread:
+    """A thread for the device and stream of this one, in which kernels of convolutions are chosen anew.
 
     Of each convolution cuDNN keeps, for each thread, the kernel that was the fastest in ONE run of all it has. That is little
-    to judge by: what it chooses differs by 5 to 10 % of a step of LeNet.
+    to judge by: LeNet's forward and backward take 286 to 312 us with what it chooses (an H200).
     """
-    stream = torch.cuda.current_stream()
 
-    def settle() -> None:
-        torch.cuda.set_stream(stream)
-        torch.autograd.set_multithreading_enabled(False)
+    def __init__(self):
+        stream = torch.cuda.current_stream()
 
-    thread = ThreadPoolExecutor(1, initializer=settle)
-    return lambda task: thread.submit(copy_context().run, task).result()  # torch.compile's options belong to the context
+        def settle() -> None:
+            torch.cuda.set_stream(stream)
+            torch.autograd.set_multithreading_enabled(False)
+
+        self.executor = ThreadPoolExecutor(1, initializer=settle)
+
+    def __call__(self, task: Callable[[], Any]) -> Any:
+        return self.executor.submit(copy_context().run, task).result()  # newer torch keeps its options in the context
+
+    def close(self) -> None:
+        self.executor.shutdown()
 
 
-def fastest(graphs: dict[Runner, torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> Runner:
-    """By the median of some rounds: a GPU that was idle runs faster for a while, so that the first would win alone."""
+def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> int:
+    """Its place. By the median of some rounds, because a GPU that was idle runs faster for a while."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    milliseconds = {run: [] for run in graphs}
+    milliseconds = [[] for _ in graphs]
     for _ in range(rounds):
-        for run, graph in graphs.items():
+        for graph, taken in zip(graphs, milliseconds, strict=True):
             start.record()
             for _ in range(replays):
                 graph.replay()
             end.record()
             end.synchronize()
-            milliseconds[run].append(start.elapsed_time(end))
-    return min(graphs, key=lambda run: statistics.median(milliseconds[run]))
+            taken.append(start.elapsed_time(end))
+    medians = [statistics.median(taken) for taken in milliseconds]
+    return medians.index(min(medians))
 
 
 def recording(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> AbstractContextManager:
@@ -178,6 +189,7 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
     """Steps that do not count: behind them all is compiled, tuned and allocated, and the state is what it was. Collective."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     with unchanged(step):
         for batch in batches:
             try_out(step, batch())
@@ -189,7 +201,6 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
 def try_out(step: Step, batch: Batch) -> None:
     """The first forward and backward, in which kernels are timed and chosen. No gradients are summed in it: a collective
     occupies a part of the GPU until the slowest rank is there, and kernels timed beside it would be misjudged."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     inputs, targets, count = batch
     with step.strategy.no_sync():
         step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)

@@ -248,7 +248,7 @@ LOOPS = {"tutorial": tutorial, "accelerate": accelerate, "fabric": fabric, "bare
 def rank_main(arguments: argparse.Namespace) -> None:
     """One loop on this rank of a world."""
     device = "auto" if arguments.gpus != [0] else "cpu"
-    with Runtime(device, timeout=120) as runtime:
+    with Runtime(device, timeout=arguments.patience // 2) as runtime:
         if runtime.world_size > 1 or arguments.loop == "kernels":
             runtime.open_group()
         torch.manual_seed(0)
@@ -306,7 +306,7 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
                 f"runs_dir={folder}",
                 "name=run",
                 "checkpoint.every_epochs=1000",
-                f"timeout={arguments.patience}",
+                f"timeout={arguments.patience // 2}",  # compiling, `tuned`, is a standstill of minutes
             ]
             problem = launch(arguments, ranks, ["train.py", *words(model, strategy, arguments, ranks, levers), *more], folder)
             metrics = folder / "run" / "metrics.jsonl"
@@ -314,7 +314,7 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
             rates = [json.loads(line)["samples_per_second"] for line in lines]
         else:
             script = [__file__, "--loop", loop, "--strategy", strategy, "--models", model, "--json", str(folder / "rates")]
-            numbers = ("batch", "steps", "repeats", "workers")
+            numbers = ("batch", "steps", "repeats", "workers", "patience")
             arguments = argparse.Namespace(**vars(arguments) | {"steps": max(5, arguments.steps // 4)})
             script += [str(word) for key in numbers for word in (f"--{key}", getattr(arguments, key))]
             problem = launch(arguments, ranks, [*script, "--gpus", "0" if arguments.gpus == [0] else "1"], folder)

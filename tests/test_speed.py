@@ -19,13 +19,15 @@ from worlds import run_world
 from ddp_lab.config import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader, Shard
-from ddp_lab.graph import in_new_thread
+from ddp_lab.graph import CHANNELS_LAST, NewThread
 from ddp_lab.levers import Levers
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.plot import BOTTOM, LEFT, RIGHT, TOP, Curve, beside, curves, short, ticks, timeline
+from ddp_lab.runtime import Runtime
 from ddp_lab.step import Step
 from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
+from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.tally import LONGEST, Tally
 
@@ -67,13 +69,13 @@ ELSEWHERE = [scratch("flat"), scratch("bucketed"), ddp(view=True), ddp(accumulat
 def train_elsewhere(cases: list[Case]) -> dict:
     """Every step in a thread of its own, as it is recorded where that chose the fastest kernels. Here is no stream to keep."""
     torch.cuda.current_stream, torch.cuda.set_stream = lambda: None, lambda stream: None
-    run, compute, threads = in_new_thread(), Step.compute, set()
+    thread, compute, threads = NewThread(), Step.compute, set()
 
     def elsewhere(step: Step, batch) -> None:
         threads.add(threading.get_ident())
         compute(step, batch)
 
-    Step.compute = lambda step, batch: run(partial(elsewhere, step, batch))
+    Step.compute = lambda step, batch: thread(partial(elsewhere, step, batch))
     outcomes = run_cases(cases)
     assert len(threads - {threading.get_ident()}) == 1
     return outcomes
@@ -86,23 +88,22 @@ def test_a_step_may_be_taken_in_another_thread():
         assert one[case].digest == other[case].digest
 
 
-def test_kernels_are_chosen_in_a_thread_that_backward_stays_in():
-    """And that has torch.compile's options, which belong to the caller's context."""
-    code = """
-import contextvars, threading, torch
-from ddp_lab.graph import in_new_thread
-torch.cuda.current_stream, torch.cuda.set_stream = lambda: "ours", lambda stream: print(stream)
-option = contextvars.ContextVar("option")
-option.set("mine")
-def look():
-    return option.get(), torch._C._is_multithreading_enabled(), threading.get_ident()
-first, second = in_new_thread(), in_new_thread()
-assert first(look)[:2] == ("mine", False) and torch._C._is_multithreading_enabled()
-assert first(look)[2] == first(look)[2] != second(look)[2] != threading.get_ident()
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["ours", "ours"]
+@needs_compiler
+def test_what_was_compiled_here_runs_in_a_new_thread(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    layer, inputs = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    forward = torch.compile(layer, dynamic=False, options=CHANNELS_LAST)
+
+    def gradient() -> torch.Tensor:
+        layer.zero_grad()
+        forward(inputs).square().sum().backward()
+        return layer.weight.grad
+
+    expected, thread = gradient(), NewThread()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(thread(gradient), expected)
+    thread.close()
 
 
 @pytest.mark.parametrize("hook", ["bf16", "powersgd"])
@@ -206,6 +207,19 @@ def test_a_chain_is_cut_where_a_bucket_is_full(sizes, starts):
     assert [names[piece[0]] for piece in pieces] == starts
     assert [block for piece in pieces for block in piece] == list(chain)
     assert all(sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes) for piece in pieces[1:])
+
+
+def bytes_of_buckets() -> list[int]:
+    with Runtime("cpu", timeout=30) as runtime:
+        runtime.open_group()
+        strategy = Scratch(runtime, "bucketed", 50, "local")
+        strategy.setup(resnet18(1, 28, 10, None))
+        return [sum(parameter.nbytes for parameter in bucket.parameters) for bucket in strategy.buckets.buckets]
+
+
+def test_what_is_sent_last_is_small():
+    last, rest = run_world(1, bytes_of_buckets)[0]
+    assert last <= MiB < 40 * MiB < rest
 
 
 def test_what_has_no_parameters_has_no_bucket():

@@ -10,7 +10,6 @@ import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -53,13 +52,9 @@ class Shard(DistributedSampler):
 
     Attributes:
         start: how many of this rank's own samples to leave out.
-        own: all of this rank's samples in an epoch, int64; those of two epochs are remembered.
     """
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.start = 0
-        self.own = lru_cache(2)(self._own)
+    start = 0
 
     def __iter__(self) -> Iterator[int]:
         return islice(super().__iter__(), self.start, None)
@@ -68,8 +63,9 @@ class Shard(DistributedSampler):
         """What iterating gives, int64."""
         return self.own(self.epoch)[self.start :]
 
-    def _own(self, epoch: int) -> torch.Tensor:
-        # Without a Python integer for each sample: 5 ms an epoch of 60,000, as long as LeNet trains on 4,000 of them.
+    def own(self, epoch: int) -> torch.Tensor:
+        """All of this rank's samples in an epoch, int64. Without a Python integer for each: that takes 5 ms for 60,000, as long
+        as LeNet trains on 4,000 of them."""
         n = len(self.dataset)
         order = torch.arange(n)
         if self.shuffle:
@@ -126,7 +122,6 @@ class Loader(ABC):
         self.real = len(range(dp_rank, len(split.targets), dp_size))  # what this rank reads, less the repetitions
         mean, std = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
         self.scale, self.offset = 1 / (255 * std), mean / std
-        self._own_moves = lru_cache(2)(self._draw_moves)  # of an epoch, as `Shard.own`
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -167,13 +162,14 @@ class Loader(ABC):
     def moves(self) -> torch.Tensor | None:
         """What `augment` is to do with what is left of the epoch: int64 [3, n] as `draw` has it, for the samples of
         `Shard.indices`, on the device. None where images stay as they are."""
+        moves = self._own_moves(self.sampler.epoch)
+        return None if moves is None else moves[:, self.sampler.start :].to(self.device)
+
+    def _own_moves(self, epoch: int) -> torch.Tensor | None:
+        """Of all this rank's samples in an epoch, on the CPU."""
         if not (self.shift or self.flip):
             return None
-        return self._own_moves(self.sampler.epoch)[:, self.sampler.start :].to(self.device)
-
-    def _draw_moves(self, epoch: int) -> torch.Tensor:
-        drawn = draw(len(self.split.targets), self.shift, self.flip, self.sampler.seed, epoch)
-        return drawn[:, self.sampler.own(epoch)]
+        return draw(len(self.split.targets), self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         return images * self.scale - self.offset
@@ -195,6 +191,7 @@ class DeviceLoader(Loader):
         self._moves = self._order.new_zeros(3, len(self._order)) if self.shift or self.flip else None
         self._places = torch.arange(self.local_batch_size, device=device)
         self._first = torch.zeros((), dtype=torch.int64, device=device)
+        self._ahead: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by epoch
 
     def _raw_batches(self):
         indices = self.sampler.indices()
@@ -205,21 +202,22 @@ class DeviceLoader(Loader):
 
     def deal(self) -> None:
         """Puts what is left of the epoch where `take` finds it."""
-        start, indices = self.sampler.start, self.sampler.indices()
-        self._order[start:] = indices.to(self.device)
+        epoch, start = self.sampler.epoch, self.sampler.start
+        order, moves = self._ahead.get(epoch) or self._draw(epoch)
+        self._order[start:] = order[start:].to(self.device)
         self._wanted[start:] = self.targets[self._order[start:]]
         self._wanted[self.real :] = IGNORE
-        if self._moves is not None:
-            self._moves[:, start:] = self.moves()
+        if moves is not None:
+            self._moves[:, start:] = moves[:, start:].to(self.device)
         self._first.fill_(start)
 
     def look_ahead(self) -> None:
         """Draws the next epoch's order and moves while the device is still busy with this one's batches. A permutation of
-        240,000 takes the host 3 to 8 ms; LeNet trains on 10,000 to 30,000 samples in that time."""
-        epoch = self.sampler.epoch + 1
-        self.sampler.own(epoch)
-        if self.shift or self.flip:
-            self._own_moves(epoch)
+        240,000 takes the host 3 to 8 ms, in which LeNet trains on 10,000 to 20,000 samples on four GPUs."""
+        self._ahead = {self.sampler.epoch + 1: self._draw(self.sampler.epoch + 1)}
+
+    def _draw(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.sampler.own(epoch), self._own_moves(epoch)
 
     def take(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch's inputs and targets. Nothing of it is decided on the host, so that a CUDA graph can hold it."""

@@ -15,8 +15,9 @@ class Chain(nn.Sequential):
         self.input_shape = input_shape
 
     def pieces(self, size: float, last: float = 0) -> list[nn.Sequential]:
-        """Cut between blocks, from the last to the first, as soon as a piece holds parameters of at least `size` bytes; and
-        once more, from what holds more than `last` bytes, where no more than that is left. In forward order."""
+        """Cut between blocks, from the last to the first, as soon as a piece holds parameters of at least `size` bytes. Where
+        no more than `last` bytes are left they become the first piece, unless the one behind it is as small. In forward order.
+        """
         weights = [sum(parameter.nbytes for parameter in block.parameters()) for block in self]
         pieces, held, left = [[]], 0, sum(weights)
         for block, weight in zip(reversed(self), reversed(weights), strict=True):

@@ -25,7 +25,7 @@ from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 
-LAST = MiB  # the most of the bucket that is sent last
+LAST = MiB  # bytes: the most that `bucketed` leaves for its last bucket, of a model that has more
 
 
 class Scratch(Strategy):
@@ -34,7 +34,8 @@ class Scratch(Strategy):
     Args:
         algorithm: how the gradients are summed over the ranks.
         bucket_mb: a bucket of `bucketed` is whole blocks, from the last to the first, and is full when it holds so many MiB.
-            The first blocks, up to 1 MiB, have one of their own: no backward is left to hide its way.
+            The first blocks, up to 1 MiB, have one of their own, because no backward is left to hide its way; a model that is
+            no larger has a single bucket.
         batch_norm: over what BatchNorm takes its statistics while training.
     """
 
