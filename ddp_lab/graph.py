@@ -122,7 +122,7 @@ class NewThread:
     """A thread for the device and stream of this one, in which kernels of convolutions are chosen anew.
 
     Of each convolution cuDNN keeps, for each thread, the kernel that was the fastest in ONE run of all it has. That is little
-    to judge by: LeNet's forward and backward take 286 to 312 us with what it chooses (an H200).
+    to judge by: LeNet's forward and backward take 284 to 315 us with what it chooses (an H200).
     """
 
     def __init__(self):
