@@ -4,23 +4,18 @@ Launched kernel by kernel, a step of LeNet takes the host ten times as long as t
 replayed by one call; what changes from step to step (the batch, the learning rate) it reads from memory.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import copy_context
+from contextlib import contextmanager
 from functools import partial
 from operator import call
-from typing import Any
 
 import torch
 
 from ddp_lab.data.loaders import Batch, DeviceLoader, Turn
+from ddp_lab.kernel_choice import fastest_thread, recording
 from ddp_lab.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
-MOST_THREADS = 16  # that choose kernels: each leaves cuBLAS's workspace behind, 32 MiB on an H200
 
 
 class GraphStep:
@@ -55,32 +50,12 @@ class GraphStep:
         with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
             # Here, too: torch.compile asks for what only the thread has that imported it (an assertion of torch 2.11).
             warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
-            self.thread = self._fastest_thread(turns[0], choosing) if choosing else call  # kept: it keeps the kernels
+            with unchanged(self.step):
+                work = partial(try_out, self.step, self._first_batch(turns[0]))
+                self.thread = fastest_thread(work, choosing) if choosing else call  # kept: it keeps the kernels
             self.thread(partial(self._record, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-
-    def _fastest_thread(self, turn: Turn, seconds: float) -> "Thread":
-        """That with the fastest kernels for forward and backward of a batch of this size: this one, or one of those that could
-        begin to choose within so many seconds."""
-        batch, pool = self._first_batch(turn), torch.cuda.graph_pool_handle()
-
-        def sketch() -> torch.cuda.CUDAGraph:
-            graph = torch.cuda.CUDAGraph()
-            with recording(graph, pool):
-                try_out(self.step, batch)
-            return graph
-
-        with unchanged(self.step):
-            threads, end = [call], time.perf_counter() + seconds
-            while time.perf_counter() < end and len(threads) < MOST_THREADS:
-                threads.append(NewThread())
-                threads[-1](partial(try_out, self.step, batch))
-            fastest = quickest([thread(sketch) for thread in threads])  # one after the other: they share the pool's memory
-        for thread in threads[1:]:
-            if thread is not threads[fastest]:
-                thread.close()
-        return threads[fastest]
 
     def _record(self, turns: list[Turn]) -> None:
         warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
@@ -113,52 +88,6 @@ class GraphStep:
 
     def _batch(self, turn: Turn) -> Batch:
         return Batch(*self.loader.take(turn.size), turn.count)
-
-
-Thread = Callable[[Callable[[], Any]], Any]  # calls what it gets, somewhere; `operator.call` here
-
-
-class NewThread:
-    """A thread for the device and stream of this one, in which kernels of convolutions are chosen anew.
-
-    Of each convolution cuDNN keeps, for each thread, the kernel that was the fastest in ONE run of all it has. That is little
-    to judge by: LeNet's forward and backward take 284 to 315 us with what it chooses (an H200).
-    """
-
-    def __init__(self):
-        stream = torch.cuda.current_stream()
-
-        def settle() -> None:
-            torch.cuda.set_stream(stream)
-            torch.autograd.set_multithreading_enabled(False)
-
-        self.executor = ThreadPoolExecutor(1, initializer=settle)
-
-    def __call__(self, task: Callable[[], Any]) -> Any:
-        return self.executor.submit(copy_context().run, task).result()  # newer torch keeps its options in the context
-
-    def close(self) -> None:
-        self.executor.shutdown()
-
-
-def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> int:
-    """Its place. By the median of some rounds, because a GPU that was idle runs faster for a while."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    milliseconds = [[] for _ in graphs]
-    for _ in range(rounds):
-        for graph, taken in zip(graphs, milliseconds, strict=True):
-            start.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            taken.append(start.elapsed_time(end))
-    medians = [statistics.median(taken) for taken in milliseconds]
-    return medians.index(min(medians))
-
-
-def recording(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> AbstractContextManager:
-    return torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local")
 
 
 # What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.

@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from test_equivalence import assert_equal, ddp, scratch
 from training import Case, run_cases
 from worlds import run_world
 
+from ddp_lab import kernel_choice
 from ddp_lab.config import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader, Shard
-from ddp_lab.graph import CHANNELS_LAST, NewThread
+from ddp_lab.graph import CHANNELS_LAST
+from ddp_lab.kernel_choice import NewThread
 from ddp_lab.levers import Levers
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
@@ -86,6 +90,49 @@ def test_a_step_may_be_taken_in_another_thread():
     for case in ELSEWHERE:
         assert_equal(one[case], run_world(1, run_cases, [case.reference()])[0][case.reference()])
         assert one[case].digest == other[case].digest
+
+
+class StandIn:
+    """For a CUDA graph, and for the events around its replays: in milliseconds[place of the graph]."""
+
+    milliseconds: ClassVar[list[float]]
+    made: ClassVar[list] = []
+    replayed: ClassVar["StandIn"]
+
+    def __init__(self):
+        self.thread = threading.get_ident()
+        self.made.append(self)
+
+    def replay(self) -> None:
+        StandIn.replayed = self
+
+    def elapsed_time(self, end) -> float:
+        return self.milliseconds[self.made.index(self.replayed)]
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize("best", [0, 2, kernel_choice.MOST_THREADS - 1])
+def test_the_thread_that_chose_the_fastest_kernels_is_kept(best, monkeypatch):
+    count, before = kernel_choice.MOST_THREADS, threading.active_count()
+    monkeypatch.setattr(StandIn, "milliseconds", [1.0 if place == best else 2.0 for place in range(count)], raising=False)
+    monkeypatch.setattr(StandIn, "made", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: StandIn.__new__(StandIn))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(kernel_choice, "recording", lambda graph, pool: nullcontext())
+    worked = []
+    thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
+    chosen, recorded = worked[: count - 1], [graph.thread for graph in StandIn.made]
+    assert recorded == [threading.get_ident(), *chosen] == [threading.get_ident(), *dict.fromkeys(chosen)]
+    assert worked[count - 1 :] == recorded
+    assert thread(threading.get_ident) == recorded[best]
+    assert threading.active_count() == before + (best > 0)
+    if best:
+        thread.close()
 
 
 @needs_compiler
