@@ -28,7 +28,8 @@ from ddp_lab.checkpoint_files import load_checkpoint
 from ddp_lab.cli import user_errors
 from ddp_lab.config import build, check
 from ddp_lab.data.datasets import Dataset
-from ddp_lab.data.loaders import LOADERS, Loader
+from ddp_lab.data.loaders import LOADERS
+from ddp_lab.data.sharding import Loader
 from ddp_lab.decisions import Decisions
 from ddp_lab.errors import TrainingError
 from ddp_lab.guard import Guard, Preempted

@@ -11,7 +11,8 @@ from operator import call
 
 import torch
 
-from ddp_lab.data.loaders import Batch, DeviceLoader, Turn
+from ddp_lab.data.loaders import DeviceLoader
+from ddp_lab.data.sharding import Batch, Turn
 from ddp_lab.kernel_choice import fastest_thread, recording
 from ddp_lab.step import Step
 
@@ -50,9 +51,10 @@ class GraphStep:
         with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
             # Here, too: torch.compile asks for what only the thread has that imported it (an assertion of torch 2.11).
             warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
-            with unchanged(self.step):
-                work = partial(try_out, self.step, self._first_batch(turns[0]))
-                self.thread = fastest_thread(work, choosing) if choosing else call  # kept: it keeps the kernels
+            self.thread = call  # kept: it keeps the kernels
+            if choosing:
+                with unchanged(self.step):
+                    self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), choosing)
             self.thread(partial(self._record, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate

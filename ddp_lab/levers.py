@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import torch
 from omegaconf import DictConfig
 
-from ddp_lab.data.loaders import Loader
+from ddp_lab.data.sharding import Loader
 from ddp_lab.graph import GraphStep, compile_step, warm_up
 from ddp_lab.logger import log
 from ddp_lab.models.chain import Chain

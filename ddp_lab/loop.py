@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ddp_lab.checkpoint import Progress
-from ddp_lab.data.loaders import Batch, Loader
+from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.errors import TrainingError
 from ddp_lab.guard import Guard
 from ddp_lab.logger import Logger, log

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from ddp_lab.data.loaders import Batch, Loader
+from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.tally import Tally
 

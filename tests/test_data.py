@@ -9,7 +9,8 @@ import train
 from ddp_lab.config import build
 from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
-from ddp_lab.data.loaders import IGNORE, LOADERS
+from ddp_lab.data.loaders import LOADERS
+from ddp_lab.data.sharding import IGNORE
 from ddp_lab.errors import ConfigError, NodeError
 from ddp_lab.plan import Plan
 from ddp_lab.runtime import Runtime

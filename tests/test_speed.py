@@ -21,7 +21,8 @@ from worlds import run_world
 from ddp_lab import kernel_choice
 from ddp_lab.config import build
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.loaders import DeviceLoader, Shard
+from ddp_lab.data.loaders import DeviceLoader
+from ddp_lab.data.sharding import Shard
 from ddp_lab.graph import CHANNELS_LAST
 from ddp_lab.kernel_choice import NewThread
 from ddp_lab.levers import Levers

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.data.loaders import IGNORE
+from ddp_lab.data.sharding import IGNORE
 from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ddp_lab.config import Count
-from ddp_lab.data.loaders import IGNORE
+from ddp_lab.data.sharding import IGNORE
 from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
