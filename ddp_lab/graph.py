@@ -11,6 +11,7 @@ from operator import call
 
 import torch
 
+from ddp_lab.convolution import fit_channels
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Batch, Turn
 from ddp_lab.kernel_choice import fastest_thread, recording
@@ -92,6 +93,8 @@ class GraphStep:
         return Batch(*self.loader.take(turn.size), turn.count)
 
 
+# Small kernels that do not wait for each other run as one: casts of the weights to bf16, BatchNorm's counters.
+TOGETHER = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 # What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 # Where all convolutions of what it compiles have at most 64 channels (LeNet, or a piece with ResNet's first blocks) Inductor
@@ -110,8 +113,10 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
         channels_last: the model is in that format, and stays in it.
     """
     torch.compiler.set_stance("default")
-    options = (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
+    options = TOGETHER | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
     fuse = partial(torch.compile, dynamic=False, options=options)
+    if step.strategy.device.type == "cuda":
+        fit_channels(step.strategy.module)
     step.strategy.compile(fuse)
     if loader is not None:
         step.optimize = torch.compile(step.optimizer.step)

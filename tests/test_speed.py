@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import ClassVar
 
@@ -15,11 +16,13 @@ from launches import ROOT, SMALL, launch, read_metrics
 from omegaconf import OmegaConf
 from PIL import Image
 from test_equivalence import assert_equal, ddp, scratch
+from torch import nn
 from training import Case, run_cases
 from worlds import run_world
 
 from ddp_lab import kernel_choice
 from ddp_lab.config import build
+from ddp_lab.convolution import fit_channels
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Shard
@@ -134,6 +137,52 @@ def test_the_thread_that_chose_the_fastest_kernels_is_kept(best, monkeypatch):
     assert threading.active_count() == before + (best > 0)
     if best:
         thread.close()
+
+
+@pytest.mark.parametrize(
+    ("conv", "written_as"),
+    [
+        (nn.Conv2d(1, 20, 3), "linear"),
+        (nn.Conv2d(1, 64, (3, 5), padding=(1, 2), bias=False), "linear"),
+        (nn.Conv2d(1, 8, 3, stride=2), "conv2d"),
+        (nn.Conv2d(20, 50, 5), "conv2d"),
+        (nn.Conv2d(3, 64, 3, stride=2, padding=1, dilation=2), "conv2d"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+def test_filled_up_channels_leave_a_convolution_alone(conv, written_as, memory_format):
+    """Values, gradients and their strides, where it is compiled; uncompiled it is torch's."""
+    torch._dynamo.reset()
+    model = nn.Sequential(deepcopy(conv).double().to(memory_format=memory_format))
+    images = torch.randn(2, conv.in_channels, 9, 11, dtype=torch.double).contiguous(memory_format=memory_format)
+    graphs = []
+
+    def results(forward) -> list[torch.Tensor]:
+        inputs = images.clone().requires_grad_()
+        outputs = forward(inputs)
+        return [outputs, *torch.autograd.grad(outputs.square().sum(), [inputs, *model.parameters()])]
+
+    def look(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    expected = results(model)
+    fit_channels(model)
+    for got in results(model), results(torch.compile(model, backend=look, fullgraph=True)):
+        for tensor, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(
+                tensor, wanted, rtol=1e-12, atol=1e-12, check_stride=tensor.shape == model[0].weight.shape
+            )
+    (code,) = graphs
+    assert "pad(" in code
+    assert f".{written_as}(" in code
+
+
+@pytest.mark.parametrize("conv", [nn.Conv2d(20, 50, 3, groups=5), nn.Conv2d(3, 4, 3, padding="same")], ids=str)
+def test_other_convolutions_stay(conv):
+    fit_channels(nn.Sequential(conv))
+    assert "forward" not in vars(conv)
 
 
 @needs_compiler

@@ -1,0 +1,62 @@
+"""Convolutions whose channels are no multiples of 8, written so that torch.compile gives a GPU's tensor cores what they want.
+
+cuDNN fills such channels up itself, by kernels of their own before and behind each of a convolution's three products, and an
+image of one channel becomes eight times as large. That was half of LeNet's compiled step (docs/benchmarks.md). What is filled
+up here, torch.compile fuses with what comes before and after.
+"""
+
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def fit_channels(model: nn.Module) -> None:
+    """Has the model's convolutions, where they are compiled, fill up their channels. Parameters and their names stay."""
+    for module in model.modules():
+        if type(module) is nn.Conv2d and (module.in_channels % 8 or module.out_channels % 8) and is_common(module):
+            module.forward = MethodType(forward, module)
+
+
+def is_common(conv: nn.Conv2d) -> bool:
+    return conv.groups == 1 and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
+
+
+def forward(conv: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return nn.Conv2d.forward(conv, inputs)
+    if conv.in_channels == 1 and conv.stride == conv.dilation == (1, 1):
+        return as_product(inputs, conv.weight, conv.bias, conv.padding)
+    bias = None if conv.bias is None else fill(conv.bias, 0)
+    outputs = F.conv2d(fill(inputs, 1), fill(conv.weight, 0, 1), bias, conv.stride, conv.padding, conv.dilation)
+    return outputs[:, : conv.out_channels]
+
+
+def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]) -> torch.Tensor:
+    """A convolution as one product of matrices: a row for what each output pixel sees (im2col; Chellapilla et al. 2006, "High
+    performance convolutional neural networks for document processing").
+
+    Args:
+        images: [n, 1, height, width].
+        weight: [o, 1, rows, columns].
+
+    Returns:
+        [n, o, h, w], channels last.
+    """
+    (rows, columns), (top, left) = weight.shape[2:], padding
+    images = F.pad(images, (left, left, top, top))[:, 0]
+    seen = images.unfold(1, rows, 1).unfold(2, columns, 1).flatten(3)
+    n, h, w, _ = seen.shape
+    if weight.stride(1) == 1:  # channels last: so its gradient gets the same strides, which DDP's buckets want
+        weight = weight.permute(0, 2, 3, 1)
+    outputs = F.linear(fill(seen, 3).flatten(0, 2), fill(weight.flatten(1), 0, 1), None if bias is None else fill(bias, 0))
+    return outputs.view(n, h, w, -1)[..., : len(weight)].permute(0, 3, 1, 2)
+
+
+def fill(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Zeros behind what is there, so that the sizes of these dimensions are multiples of 8."""
+    amounts = [0] * 2 * tensor.dim()  # as F.pad wants them: before and behind, the last dimension first
+    for dim in dims:
+        amounts[-2 * dim - 1] = -tensor.shape[dim] % 8
+    return F.pad(tensor, amounts)
