@@ -1,8 +1,8 @@
-"""Convolutions whose channels are no multiples of 8, written so that torch.compile gives a GPU's tensor cores what they want.
+"""Convolutions whose channels are no multiples of 8, written so that torch.compile can fuse what a GPU's tensor cores need.
 
-cuDNN fills such channels up itself, by kernels of their own before and behind each of a convolution's three products, and an
-image of one channel becomes eight times as large. LeNet's compiled step took 1.27 times as long for it (docs/benchmarks.md).
-What is filled up here, torch.compile fuses with what comes before and after.
+cuDNN pads such channels itself, in kernels of their own, before and behind each of a convolution's three products (outputs,
+gradient of the inputs, gradient of the weight); an image of one channel becomes eight times as large. LeNet's compiled step
+took about a quarter longer for it (docs/benchmarks.md). Padding that is written out is fused with what comes before and after.
 """
 
 from types import MethodType
@@ -12,24 +12,24 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def fit_channels(model: nn.Module) -> None:
-    """Has the model's convolutions, where they are compiled, fill up their channels. Parameters and their names stay."""
+def pad_convolutions(model: nn.Module) -> None:
+    """Changes, in place, how the model's convolutions are computed where they are compiled. Parameters and names stay."""
     for module in model.modules():
-        if type(module) is nn.Conv2d and (module.in_channels % 8 or module.out_channels % 8) and is_common(module):
-            module.forward = MethodType(forward, module)
+        if type(module) is nn.Conv2d and (module.in_channels % 8 or module.out_channels % 8) and can_be_rewritten(module):
+            module.forward = MethodType(compiled_forward, module)
 
 
-def is_common(conv: nn.Conv2d) -> bool:
+def can_be_rewritten(conv: nn.Conv2d) -> bool:
     return conv.groups == 1 and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
 
 
-def forward(conv: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
+def compiled_forward(conv: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling():  # evaluation, batches of another size: nothing would fuse the padding
         return nn.Conv2d.forward(conv, inputs)
     if conv.in_channels == 1 and conv.stride == conv.dilation == (1, 1):
         return as_product(inputs, conv.weight, conv.bias, conv.padding)
-    bias = None if conv.bias is None else fill(conv.bias, 0)
-    outputs = F.conv2d(fill(inputs, 1), fill(conv.weight, 0, 1), bias, conv.stride, conv.padding, conv.dilation)
+    weight, bias = pad_to_eights(conv.weight, 0, 1), None if conv.bias is None else pad_to_eights(conv.bias, 0)
+    outputs = F.conv2d(pad_to_eights(inputs, 1), weight, bias, conv.stride, conv.padding, conv.dilation)
     return outputs[:, : conv.out_channels]
 
 
@@ -50,11 +50,12 @@ def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     n, h, w, _ = seen.shape
     if weight.stride(1) == 1:  # channels last: so its gradient gets the same strides, which DDP's buckets want
         weight = weight.permute(0, 2, 3, 1)
-    outputs = F.linear(fill(seen, 3).flatten(0, 2), fill(weight.flatten(1), 0, 1), None if bias is None else fill(bias, 0))
-    return outputs.view(n, h, w, -1)[..., : len(weight)].permute(0, 3, 1, 2)
+    matrix = pad_to_eights(weight.flatten(1), 0, 1)
+    outputs = F.linear(pad_to_eights(seen, 3).flatten(0, 2), matrix, None if bias is None else pad_to_eights(bias, 0))
+    return outputs.view(n, h, w, len(matrix))[..., : len(weight)].permute(0, 3, 1, 2)
 
 
-def fill(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+def pad_to_eights(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
     """Zeros behind what is there, so that the sizes of these dimensions are multiples of 8."""
     amounts = [0] * 2 * tensor.dim()  # as F.pad wants them: before and behind, the last dimension first
     for dim in dims:

@@ -11,7 +11,7 @@ from operator import call
 
 import torch
 
-from ddp_lab.convolution import fit_channels
+from ddp_lab.convolution import pad_convolutions
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Batch, Turn
 from ddp_lab.kernel_choice import fastest_thread, recording
@@ -93,8 +93,9 @@ class GraphStep:
         return Batch(*self.loader.take(turn.size), turn.count)
 
 
-# Small kernels that do not wait for each other run as one: casts of the weights to bf16, BatchNorm's counters.
-TOGETHER = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+# Inductor's combo kernels: small ones that do not wait for each other run as one, casts of the weights to bf16 for example.
+# Not reductions: with them a step took 3 % longer (docs/benchmarks.md).
+COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 # What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 # Where all convolutions of what it compiles have at most 64 channels (LeNet, or a piece with ResNet's first blocks) Inductor
@@ -104,7 +105,7 @@ CHANNELS_LAST = {"force_layout_optimization": True}
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> None:
     """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
-    evaluation, run as they are: compiling them would take as long again.
+    evaluation, run as they are: compiling them would take as long again. On a GPU it changes the model's convolutions in place.
 
     Args:
         loader: of a step that is to be recorded. Else its batches come from outside, and the optimizer is left as it is: the
@@ -113,10 +114,10 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
         channels_last: the model is in that format, and stays in it.
     """
     torch.compiler.set_stance("default")
-    options = TOGETHER | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
+    options = COMBO | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
     fuse = partial(torch.compile, dynamic=False, options=options)
     if step.strategy.device.type == "cuda":
-        fit_channels(step.strategy.module)
+        pad_convolutions(step.strategy.module)
     step.strategy.compile(fuse)
     if loader is not None:
         step.optimize = torch.compile(step.optimizer.step)

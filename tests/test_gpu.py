@@ -4,6 +4,7 @@ python -m pytest -m gpu
 """
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,7 @@ from worlds import once, run_world
 import ddp_lab.levers
 from ddp_lab import kernel_choice
 from ddp_lab.decisions import Decisions
+from ddp_lab.graph import GraphStep
 from ddp_lab.levers import Levers
 from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.dp import DP
@@ -192,10 +194,19 @@ TOGETHER = [
 
 
 def run_elsewhere(cases: list[Case], device: str) -> dict:
-    """Steps that are compiled and recorded: in the last thread that chose kernels, never in the one that compiled."""
+    """What is compiled and recorded is recorded in the last thread that chose kernels, never in the one that compiled."""
+    record, threads = GraphStep._record, set()
+
+    def noted(step, turns):
+        threads.add(threading.get_ident())
+        record(step, turns)
+
+    GraphStep._record = noted
     kernel_choice.quickest = lambda graphs: len(graphs) - 1
     ddp_lab.levers.CHOOSING = 0.1
-    return run_cases(cases, device)
+    outcomes = run_cases(cases, device)
+    assert threads - {threading.get_ident()}, "nothing was recorded in another thread"
+    return outcomes
 
 
 @once

@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -22,11 +23,11 @@ from worlds import run_world
 
 from ddp_lab import kernel_choice
 from ddp_lab.config import build
-from ddp_lab.convolution import fit_channels
+from ddp_lab.convolution import as_product, pad_convolutions
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Shard
-from ddp_lab.graph import CHANNELS_LAST
+from ddp_lab.graph import CHANNELS_LAST, COMBO, compile_step
 from ddp_lab.kernel_choice import NewThread
 from ddp_lab.levers import Levers
 from ddp_lab.models.chain import Chain
@@ -144,45 +145,76 @@ def test_the_thread_that_chose_the_fastest_kernels_is_kept(best, monkeypatch):
     [
         (nn.Conv2d(1, 20, 3), "linear"),
         (nn.Conv2d(1, 64, (3, 5), padding=(1, 2), bias=False), "linear"),
-        (nn.Conv2d(1, 8, 3, stride=2), "conv2d"),
+        (nn.Conv2d(1, 8, 3, stride=(2, 1)), "conv2d"),
+        (nn.Conv2d(1, 8, 3, dilation=2), "conv2d"),
         (nn.Conv2d(20, 50, 5), "conv2d"),
         (nn.Conv2d(3, 64, 3, stride=2, padding=1, dilation=2), "conv2d"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
-def test_filled_up_channels_leave_a_convolution_alone(conv, written_as, memory_format):
-    """Values, gradients and their strides, where it is compiled; uncompiled it is torch's."""
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-12), (True, 0.02)], ids=["float64", "bf16"])
+def test_padded_channels_leave_a_convolution_alone(conv, written_as, memory_format, autocast, tolerance):
+    """Values, gradients and the strides of the weight's, where it is compiled; uncompiled it is torch's."""
     torch._dynamo.reset()
-    model = nn.Sequential(deepcopy(conv).double().to(memory_format=memory_format))
-    images = torch.randn(2, conv.in_channels, 9, 11, dtype=torch.double).contiguous(memory_format=memory_format)
-    graphs = []
+    dtype = torch.float32 if autocast else torch.float64
+    model = nn.Sequential(deepcopy(conv).to(dtype, memory_format=memory_format))
+    images = torch.randn(2, conv.in_channels, 9, 11, dtype=dtype).contiguous(memory_format=memory_format)
+    weights = []
 
-    def results(forward) -> list[torch.Tensor]:
+    def results(forward) -> dict[str, torch.Tensor]:
         inputs = images.clone().requires_grad_()
-        outputs = forward(inputs)
-        return [outputs, *torch.autograd.grad(outputs.square().sum(), [inputs, *model.parameters()])]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = forward(inputs)
+        names = ["inputs", *dict(model.named_parameters())]
+        gradients = torch.autograd.grad(outputs.double().square().sum(), [inputs, *model.parameters()])
+        return {"outputs": outputs, **dict(zip(names, gradients, strict=True))}
 
     def look(graph, inputs):
-        graphs.append(graph.code)
-        return graph
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.target.__name__ in ("linear", "conv2d"):
+                weights.append((node.target.__name__, node.args[1].meta["example_value"].shape[:2]))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     expected = results(model)
-    fit_channels(model)
+    pad_convolutions(model)
     for got in results(model), results(torch.compile(model, backend=look, fullgraph=True)):
-        for tensor, wanted in zip(got, expected, strict=True):
-            torch.testing.assert_close(
-                tensor, wanted, rtol=1e-12, atol=1e-12, check_stride=tensor.shape == model[0].weight.shape
-            )
-    (code,) = graphs
-    assert "pad(" in code
-    assert f".{written_as}(" in code
+        assert got["outputs"].dtype == expected["outputs"].dtype
+        assert got["0.weight"].stride() == expected["0.weight"].stride()
+        for name, wanted in expected.items():
+            assert (got[name] - wanted).norm() <= tolerance * wanted.norm(), name
+    ((name, shape),) = weights
+    assert name == written_as
+    assert all(size % 8 == 0 for size in shape)
 
 
-@pytest.mark.parametrize("conv", [nn.Conv2d(20, 50, 3, groups=5), nn.Conv2d(3, 4, 3, padding="same")], ids=str)
+def test_no_images_are_no_rows():
+    assert as_product(torch.ones(0, 1, 5, 6), torch.ones(20, 1, 3, 3), None, (0, 0)).shape == (0, 20, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(8, 16, 3),
+        nn.Conv2d(20, 50, 3, groups=5),
+        nn.Conv2d(3, 4, 3, padding="same"),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.LazyConv2d(4, 3),
+    ],
+    ids=str,
+)
 def test_other_convolutions_stay(conv):
-    fit_channels(nn.Sequential(conv))
+    pad_convolutions(nn.Sequential(conv))
     assert "forward" not in vars(conv)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_a_step_is_compiled_with(device):
+    fuses, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))
+    strategy = SimpleNamespace(device=torch.device(device), module=model, compile=fuses.append)
+    compile_step(SimpleNamespace(strategy=strategy), None, tuned=False, channels_last=True)
+    assert fuses[0].keywords["options"] == COMBO | CHANNELS_LAST
+    assert ("forward" in vars(model[0])) == (device == "cuda")
 
 
 @needs_compiler
