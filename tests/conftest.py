@@ -1,6 +1,22 @@
+import os
+import sys
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
+import warm
+
+
+def pytest_configure(config):
+    """Starts the server that launches are forked from, once for all of pytest's own processes."""
+    if sys.platform == "linux" and warm.ADDRESS not in os.environ and not config.option.collectonly:
+        folder = tempfile.TemporaryDirectory(prefix="warm-")
+        os.environ[warm.ADDRESS] = f"{folder.name}/socket"
+        server = warm.start_server(os.environ[warm.ADDRESS])
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(server.wait)
+        config.add_cleanup(server.kill)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+import warm as warm_launches
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -42,16 +43,19 @@ METRICS = {
 }
 
 
-def start(line: str, *more: str, gpus: bool = False, stderr: int = subprocess.STDOUT) -> subprocess.Popen:
-    """Starts a launch line in the repository with this Python; without GPUs unless asked."""
+def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT) -> subprocess.Popen:
+    """Starts a launch line in the repository with this Python; without GPUs unless asked.
+
+    Forked from the server of warm.py where there is one. `cold`, and with GPUs: new interpreters, as from the shell.
+    """
     program, *words = line.split()
     command = [str(Path(sys.executable).with_name(program)), *words, *more]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     search = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-    )
+    warm = warm_launches.ADDRESS in os.environ and not (cold or gpus)
+    popen = warm_launches.Warm if warm else subprocess.Popen
+    return popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
@@ -65,8 +69,8 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
     return process.returncode, output
 
 
-def launch(line: str, *more: str, gpus: bool = False) -> tuple[int, str]:
-    return finish(start(line, *more, gpus=gpus))
+def launch(line: str, *more: str, gpus: bool = False, cold: bool = False) -> tuple[int, str]:
+    return finish(start(line, *more, gpus=gpus, cold=cold))
 
 
 def launch_on_terminal(line: str, *more: str) -> str:

@@ -1,13 +1,31 @@
-"""What the ranks of the tests need, imported once in the process that they are forked from."""
+"""What the processes of the tests need, imported once in the servers that they are forked from."""
 
-import hydra  # noqa: F401
+import importlib
+import pkgutil
+
+import hydra._internal.core_plugins
+import launches  # noqa: F401
+import pytest  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch
 import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.pipelining
 import torch.distributed.rendezvous
+import torch.distributed.run
+import torch.distributed.tensor.parallel
 import torch.utils.tensorboard
 import torchvision  # noqa: F401
+import training  # noqa: F401
 import worlds  # noqa: F401
+from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
+
+import ddp_lab
+
+for package in (ddp_lab, hydra._internal.core_plugins):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if "hydra_plugins" not in module.name:  # those Hydra finds itself
+            importlib.import_module(module.name)
 
 parameter = torch.nn.Parameter(torch.zeros(1))
 optimizer = torch.optim.SGD([parameter], lr=1.0)
