@@ -15,6 +15,7 @@ from ddp_lab.convolution import pad_convolutions
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Batch, Turn
 from ddp_lab.kernel_choice import fastest_thread, recording
+from ddp_lab.notice import working
 from ddp_lab.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
@@ -37,11 +38,12 @@ class GraphStep:
     def lr(self) -> float:
         return self.step.lr
 
-    def record(self, choosing: float) -> None:
+    def record(self, choosing: float, first: str) -> None:
         """Warms up, then records a graph for each size of a batch. Changes no state. Collective.
 
         Args:
             choosing: seconds in which cuDNN's choice of kernels is repeated, in new threads; 0: its first one is taken.
+            first: what the first steps do, for the notice about them: compile, or warm up.
         """
         self.loader.set_epoch(1)
         turns = sorted(set(self.loader.turns()), reverse=True)
@@ -51,12 +53,14 @@ class GraphStep:
             group["lr"] = self.rate  # read at every replay
         with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
             # Here, too: torch.compile asks for what only the thread has that imported it (an assertion of torch 2.11).
-            warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
+            with working(first):
+                warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread = call  # kept: it keeps the kernels
             if choosing:
-                with unchanged(self.step):
+                with working("choosing cuDNN's kernels"), unchanged(self.step):
                     self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), choosing)
-            self.thread(partial(self._record, turns))
+            with working("capturing the training step as a CUDA graph"):
+                self.thread(partial(self._record, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 

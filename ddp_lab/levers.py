@@ -9,6 +9,7 @@ from ddp_lab.data.sharding import Loader
 from ddp_lab.graph import GraphStep, compile_step, warm_up
 from ddp_lab.logger import log
 from ddp_lab.models.chain import Chain
+from ddp_lab.notice import working
 from ddp_lab.runtime import Runtime
 from ddp_lab.step import Step
 from ddp_lab.strategies.base import Strategy
@@ -45,16 +46,18 @@ class Levers(NamedTuple):
 
     def build(self, step: Step, loader: Loader) -> Step | GraphStep:
         """The step to train with, compiled and recorded. Collective."""
+        compiling = f"compiling the training step (compile={str(self.compile).lower()})"
         if self.compile:
             compile_step(step, loader if self.cuda_graph else None, self.compile == "tuned", self.channels_last)
         if self.cuda_graph:
             graph = GraphStep(step, loader)
-            graph.record(CHOOSING if self.compile else 0)
+            graph.record(CHOOSING if self.compile else 0, compiling if self.compile else "warming up the training step")
             return graph
         if self.compile:
             loader.set_epoch(1)
             first = next(iter(loader))
-            warm_up(step, [lambda: first], 2)
+            with working(compiling):
+                warm_up(step, [lambda: first], 2)
         return step
 
 

@@ -146,6 +146,31 @@ def test_batch_to_replica_scaling(scaling, lr_scaling, batch, lr):
     assert made.steps_per_epoch == -(-60000 // batch)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "batch", "lr"),
+    [
+        (1, (), 256, 0.1),
+        (2, (), 512, 0.2),
+        (4, (), 1024, 0.4),
+        (1, ("batch_size=512",), 512, 0.2),
+        (1, ("batch_size=1024",), 1024, 0.4),
+        (2, ("scaling=strong", "batch_size=512"), 512, 0.2),
+        (2, ("scaling=strong", "batch_size=1024"), 1024, 0.4),
+    ],
+)
+def test_book_resnet18_has_the_books_batches_and_rates(gpus, overrides, batch, lr):
+    made = plan(1, gpus, "experiment=book_resnet18", *overrides)
+    assert (made.global_batch_size, made.lr) == (batch, pytest.approx(lr))
+    cfg = config("experiment=book_resnet18", *overrides)
+    assert (cfg.epochs, cfg.optimizer.momentum, cfg.optimizer.weight_decay) == (10, 0, 0)
+    assert (cfg.model.init_std, cfg.data.mean, cfg.data.std) == (0.01, [0], [1])
+
+
+@pytest.mark.parametrize("experiment", ["speed_lenet", "speed_resnet18"])
+def test_speed_experiments_compile_without_tuning(experiment):
+    assert config(f"experiment={experiment}").compile is True
+
+
 @pytest.mark.parametrize(("batch", "advice"), [(2, "use 4, or"), (63, "use 60 or 64, or")])
 def test_batch_that_does_not_divide(batch, advice):
     with pytest.raises(

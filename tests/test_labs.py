@@ -1,5 +1,6 @@
 """The labs run to their end and find what they are about."""
 
+import json
 import sys
 import time
 from itertools import pairwise
@@ -171,3 +172,19 @@ def test_a_copy_that_comes_too_early_is_noticed(threads, monkeypatch):
     monkeypatch.setattr(Thread, "issue", heedless)
     with pytest.raises(AssertionError, match="too early"):
         lab_overlap.with_copies(threads, 32, 2, 1)
+
+
+def test_book_loop_keeps_one_network_object(tmp_path):
+    line = "python scripts/book_loop.py --smoke --keep --lazy --batches 32 64 --lrs 0.1 0.2 --seeds 0 --json"
+    code, output = launch(line, str(tmp_path / "runs.jsonl"))
+    assert code == 0, output
+    assert output.count("kept object, lazy") == 2
+    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(run["batch"], run["lr"], len(run["accuracies"])) for run in runs] == [(32, 0.1, 1), (64, 0.2, 1)]
+
+
+def test_book_loop_names_missing_data(tmp_path):
+    code, output = launch("python scripts/book_loop.py --gpus 0 --data-root", str(tmp_path))
+    assert code == 1
+    assert output.startswith(f"error: --data-root {tmp_path}: FashionMNIST not found")
+    assert output.count("\n") == 1

@@ -1,8 +1,11 @@
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torchvision.models import resnet18 as torchvision_resnet18
 
 from ddp_lab.errors import ConfigError
+from ddp_lab.models.book_resnet import book_resnet18, draw_weights
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.partition import Partition, cut, trace
 from ddp_lab.models.resnet import resnet18
@@ -43,7 +46,8 @@ def test_lenet_is_the_books():
 @pytest.mark.parametrize(("channels", "size", "classes"), [(3, 32, 10), (1, 28, 7), (1, 14, 10)])
 def test_models_follow_the_data(channels, size, classes):
     images = torch.randn(2, channels, size, size)
-    for make in (lambda *shape: lenet(*shape, None), lambda *shape: resnet18(*shape, None), simple_cnn):
+    with_std = (lambda *shape, make=make: make(*shape, None) for make in (lenet, resnet18, book_resnet18))
+    for make in (*with_std, simple_cnn):
         model = make(channels, size, classes)
         assert model.input_shape == (channels, size, size)
         assert model(images).shape == (2, classes)
@@ -54,6 +58,8 @@ def test_images_too_small():
         lenet(1, 13, 10, None)
     with pytest.raises(ConfigError, match="model=resnet18: needs images of at least 9x9"):
         resnet18(1, 8, 10, None)
+    with pytest.raises(ConfigError, match="model=book_resnet18: needs images of at least 9x9"):
+        book_resnet18(1, 8, 10, None)
 
 
 def test_resnet18_is_torchvisions_with_a_small_stem():
@@ -65,6 +71,85 @@ def test_resnet18_is_torchvisions_with_a_small_stem():
     reference.load_state_dict(dict(zip(reference.state_dict(), model.state_dict().values(), strict=True)))
     images = torch.randn(2, 1, 28, 28)
     assert torch.equal(model(images), reference(images))
+
+
+WIDTHS = (64, 128, 256, 512)
+
+
+def conv_parameters(in_channels: int, out_channels: int, kernel: int) -> int:
+    return in_channels * out_channels * kernel**2 + out_channels
+
+
+def test_book_resnet18_has_the_books_layers():
+    model = book_resnet18(1, 28, 10, 0.01)
+    expected = conv_parameters(1, 64, 3) + 2 * 64 + 512 * 10 + 10
+    for before, width in zip((64, *WIDTHS), WIDTHS, strict=False):
+        expected += conv_parameters(before, width, 3) + 3 * conv_parameters(width, width, 3) + 4 * 2 * width
+        expected += conv_parameters(before, width, 1) if before != width else 0
+    assert count(model) == expected == 11_175_818
+    convolutions = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)}
+    assert len(convolutions) == 20
+    assert all(layer.bias is not None for layer in convolutions.values())
+    shortcuts = {name: layer for name, layer in convolutions.items() if layer.kernel_size == (1, 1)}
+    assert list(shortcuts) == ["layer2_0.shortcut", "layer3_0.shortcut", "layer4_0.shortcut"]
+    assert all(layer.stride == (2, 2) for layer in shortcuts.values())
+    norms = [name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert norms == ["stem.1", *(f"layer{i}_{j}.bn{k}" for i in (1, 2, 3, 4) for j in (0, 1) for k in (1, 2))]
+    assert [name for name, _ in model.named_children()] == [name for name, _ in resnet18(1, 28, 10, None).named_children()]
+
+
+def test_book_resnet18_draws_weights_and_leaves_biases():
+    torch.manual_seed(0)
+    default = book_resnet18(1, 28, 10, None).state_dict()
+    torch.manual_seed(0)
+    model = book_resnet18(1, 28, 10, 0.01)
+    drawn = {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, default[name]) == (name not in drawn), name
+        if name in drawn:
+            assert tensor.std().item() == pytest.approx(0.01, rel=0.1)
+    biases = [model.get_parameter(name.replace("weight", "bias")) for name in drawn]
+    assert all(bias.abs().min() > 0 for bias in biases)
+    with torch.no_grad():
+        model.stem[1].weight.fill_(3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    draw_weights(model, 0.01)  # as the book does between its runs of one network object
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == drawn
+
+
+def book_forward(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+    """Return the logits by the book's description, written with functions and the weights' names alone."""
+
+    def conv(name: str, inputs: torch.Tensor, stride: int = 1) -> torch.Tensor:
+        weight = state[f"{name}.weight"]
+        return F.conv2d(inputs, weight, state[f"{name}.bias"], stride, padding=weight.size(2) // 2)
+
+    def norm(name: str, inputs: torch.Tensor) -> torch.Tensor:
+        mean = inputs.mean((0, 2, 3), keepdim=True)
+        variance = ((inputs - mean) ** 2).mean((0, 2, 3), keepdim=True)
+        scale, shift = (state[f"{name}.{kind}"].view(1, -1, 1, 1) for kind in ("weight", "bias"))
+        return (inputs - mean) / (variance + 1e-5).sqrt() * scale + shift
+
+    outputs = norm("stem.1", conv("stem.0", images)).relu()
+    for block, stride in [(f"layer{i}_{j}", 2 if i > 1 and j == 0 else 1) for i in (1, 2, 3, 4) for j in (0, 1)]:
+        inner = norm(f"{block}.bn1", conv(f"{block}.conv1", outputs, stride)).relu()
+        inner = norm(f"{block}.bn2", conv(f"{block}.conv2", inner))
+        shortcut = conv(f"{block}.shortcut", outputs, stride) if f"{block}.shortcut.weight" in state else outputs
+        outputs = (inner + shortcut).relu()
+    return outputs.mean((2, 3)) @ state["head.2.weight"].T + state["head.2.bias"]
+
+
+def test_book_resnet18_computes_the_books_function():
+    torch.manual_seed(0)
+    model = book_resnet18(1, 28, 10, None).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.rand_like(parameter))  # scales of one and shifts of zero would hide a swapped pair
+    images = torch.rand(4, 1, 28, 28, dtype=torch.float64)
+    expected = book_forward({name: tensor.clone() for name, tensor in model.state_dict().items()}, images)
+    assert torch.allclose(model(images), expected, rtol=1e-9, atol=0)
 
 
 def test_flops_of_lenet_by_hand():
@@ -93,7 +178,11 @@ def test_cut(costs, stages, expected):
     assert all(len(part) for part in parts)
 
 
-MODELS = {"lenet": lambda: lenet(1, 28, 10, None), "resnet18": lambda: resnet18(3, 16, 10, None)}
+MODELS = {
+    "lenet": lambda: lenet(1, 28, 10, None),
+    "resnet18": lambda: resnet18(3, 16, 10, None),
+    "book_resnet18": lambda: book_resnet18(3, 16, 10, None),
+}
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

@@ -16,6 +16,7 @@ from ddp_lab.data.datasets import Split, Synthetic
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.levers import Levers
 from ddp_lab.loop import evaluate
+from ddp_lab.models.book_resnet import book_resnet18
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
@@ -27,7 +28,7 @@ from ddp_lab.strategies.single import Single
 
 SEED = 7
 OFF = Levers(cuda_graph=False, compile=False, channels_last=False)
-MODELS = {"lenet": (lenet, 1, 28), "resnet18": (resnet18, 3, 16)}
+MODELS = {"lenet": (lenet, 1, 28), "resnet18": (resnet18, 3, 16), "book_resnet18": (book_resnet18, 3, 16)}
 
 
 @dataclass(frozen=True)

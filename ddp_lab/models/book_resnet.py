@@ -1,0 +1,64 @@
+"""The ResNet-18 of Dive into Deep Learning's multi-GPU chapter (section 13.6), as a chain of ten blocks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_lab.config import Positive
+from ddp_lab.models.chain import Chain, require_image_size
+
+STAGES = [(64, 1), (128, 2), (256, 2), (512, 2)]  # channels, and stride of the first of two blocks
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions with BatchNorm; a block that down-samples has a 1x1 convolution without BatchNorm on its shortcut.
+
+    Args:
+        in_channels: of the block's input; not equal to `out_channels`: the shortcut has a convolution.
+        stride: of the first convolution and of the shortcut's.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride) if in_channels != out_channels else nn.Identity()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(inputs)))))
+        return F.relu(outputs + self.shortcut(inputs))
+
+
+def draw_weights(model: nn.Module, std: float) -> None:
+    """Draw the weights of convolutions and linear layers from N(0, std). Everything else stays: biases, BatchNorm's state."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+
+
+def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
+    """Return the network: 11,175,818 parameters for 1 channel and 10 classes.
+
+    It differs from `resnet18` in three things: every convolution has a bias, the shortcuts have no BatchNorm, and `init_std`
+    draws the weights alone and leaves torch's default biases.
+
+    Args:
+        init_std: standard deviation of the weights (the book: 0.01); None: torch's default weights.
+
+    Raises:
+        ConfigError: images so small that the last blocks see one pixel, of which BatchNorm cannot take a variance.
+    """
+    require_image_size("book_resnet18", image_size, 9)
+    stem = nn.Sequential(nn.Conv2d(in_channels, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())
+    blocks, channels = {}, 64
+    for stage, (width, stride) in enumerate(STAGES, 1):
+        blocks[f"layer{stage}_0"] = Residual(channels, width, stride)
+        blocks[f"layer{stage}_1"] = Residual(width, width)
+        channels = width
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    model = Chain((in_channels, image_size, image_size), stem=stem, **blocks, head=head)
+    if init_std is not None:
+        draw_weights(model, init_std)
+    return model

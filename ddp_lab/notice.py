@@ -1,0 +1,54 @@
+"""Notices about long work before the first step, on rank 0: what is being done, and for how long."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddp_lab.logger import log
+
+CLEAR = "\033[K"  # the rest of a terminal's line
+
+
+@contextmanager
+def working(what: str, tick: float = 1.0, interval: float = 30.0) -> Iterator[None]:
+    """Show what is being done while the body runs, and log the seconds it took.
+
+    A terminal has a line that counts the seconds. Elsewhere the log has a line at the beginning and one every `interval`
+    seconds. Nothing is shown of what takes less than `tick` seconds, nor on ranks that log warnings alone: all but rank 0.
+
+    Args:
+        what: in the form of "compiling the training step".
+        tick: seconds before the first notice, and between two updates of the terminal's line.
+    """
+    if not log.isEnabledFor(logging.INFO):
+        yield
+        return
+    start, done = time.perf_counter(), threading.Event()
+    thread = threading.Thread(target=_show, args=(what, start, done, tick, interval), name="notice", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if (seconds := time.perf_counter() - start) >= tick:
+        log.info(f"{what}: took {seconds:.1f} s")
+
+
+def _show(what: str, start: float, done: threading.Event, tick: float, interval: float) -> None:
+    """Run in a thread of its own, which calls nothing of CUDA: another one may be capturing a graph."""
+    if done.wait(tick):
+        return
+    if sys.stderr.isatty():
+        waiting = True
+        while waiting:
+            print(f"\r{what}: {time.perf_counter() - start:.0f} s{CLEAR}", end="", file=sys.stderr, flush=True)
+            waiting = not done.wait(tick)
+        print(f"\r{CLEAR}", end="", file=sys.stderr, flush=True)
+        return
+    log.info(f"{what} ...")
+    while not done.wait(interval):
+        log.info(f"{what}: {time.perf_counter() - start:.0f} s so far")
