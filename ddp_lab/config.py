@@ -13,11 +13,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from ddp_lab.errors import ConfigError
 from ddp_lab.inject import KINDS, parse
@@ -209,8 +207,10 @@ def check(cfg: DictConfig) -> None:
         if key not in cfg:
             raise ConfigError(f"{key}: is missing; it must be {words(hints[key])}")
     check_node("", OmegaConf.to_container(cfg, resolve=True), hints)
+    import torch  # takes 1.5 s, which the mistakes found above need not wait for
+
     try:
-        build(cfg.optimizer)([nn.Parameter(torch.zeros(1))])  # what only the optimizer itself knows of its options
+        build(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])  # what only the optimizer itself knows of its options
     except (TypeError, ValueError) as error:
         options = ", ".join(f"{key}={value}" for key, value in cfg.optimizer.items() if not key.startswith("_"))
         raise ConfigError(f"optimizer: {error}; it was given {options}") from None

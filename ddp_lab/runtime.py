@@ -1,20 +1,16 @@
 """Where this process stands among the ranks, and the life of the process group.
 
-The only file that reads the variables torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
+Only this file and process.py read the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
 """
 
-import ctypes
 import gc
 import json
 import math
 import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,39 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.errors import ConfigError, NodeError
+from ddp_lab.process import die_with_torchrun, env_int
 
 DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
 LAST_WORDS = 1.0  # seconds that a store outlives the mistake which ends its rank
-
-
-def env_int(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
-
-
-def launch_id() -> str:
-    """Names this launch, the same before and after an elastic restart: torchrun's agent, which outlives its ranks. Its
-    run id is no name (without --standalone it is "none", and users repeat theirs), nor its count of restarts, of which
-    every node has another. A job of Slurm that is requeued names itself (scripts/slurm/train.sbatch)."""
-    if "DDP_LAB_LAUNCH" in os.environ:
-        return os.environ["DDP_LAB_LAUNCH"]
-    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # process numbers come again
-    except OSError:
-        started = ""
-    return f"{socket.gethostname()}-{pid}-{started}"
-
-
-def run_id() -> str | None:
-    """What torchrun was given as --rdzv-id."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def die_with_torchrun() -> None:
-    """Ends this rank when its agent is killed, however: else kill -9 of torchrun leaves the ranks behind, on their GPUs."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def list_devices() -> str:

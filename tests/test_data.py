@@ -5,7 +5,6 @@ import pytest
 import torch
 from test_config import config
 
-import train
 from ddp_lab.config import build
 from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
@@ -13,6 +12,7 @@ from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.errors import ConfigError, NodeError
 from ddp_lab.plan import Plan
+from ddp_lab.run import make_loaders
 from ddp_lab.runtime import Runtime
 
 
@@ -217,7 +217,7 @@ def test_the_test_split_is_never_augmented(kind):
     dataset, strategy = build(cfg.data.dataset).load(), build(cfg.strategy, Runtime("cpu"))
     plan = Plan.make(cfg, 1, 1, len(dataset.train.targets))
     for loader, split, augmented in zip(
-        train.make_loaders(cfg, dataset, strategy, plan), (dataset.train, dataset.test), (True, False), strict=True
+        make_loaders(cfg, dataset, strategy, plan), (dataset.train, dataset.test), (True, False), strict=True
     ):
         seen = torch.cat([inputs for inputs, _, _ in loader])
         assert torch.equal(seen, loader.normalise(split.images[loader.sampler.indices()])) is not augmented
