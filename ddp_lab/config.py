@@ -33,7 +33,7 @@ NaturalNumber = Annotated[int, Rule("an integer of at least 0", lambda value: va
 Positive = Annotated[float, Rule("a number above 0", lambda value: 0 < value < math.inf)]
 NonNegative = Annotated[float, Rule("a number of at least 0", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Rule("a number from 0 up to, not including, 1", lambda value: 0 <= value < 1)]
-DeviceName = Annotated[str, Rule("cpu, cuda or cuda:N", lambda value: bool(re.fullmatch(r"cpu|cuda|cuda:\d+", value)))]
+DeviceName = Annotated[str, Rule("cpu, cuda, cuda:N or mps", lambda value: bool(re.fullmatch(r"cpu|mps|cuda|cuda:\d+", value)))]
 RunName = Annotated[
     str,
     Rule(
@@ -206,6 +206,9 @@ def check(cfg: DictConfig) -> None:
     for key in hints:
         if key not in cfg:
             raise ConfigError(f"{key}: is missing; it must be {words(hints[key])}")
+    for key in RANGES:  # before the groups: what annotates their other options imports torch, which takes 1.5 s
+        if (value := OmegaConf.select(cfg, key)) is not None:
+            check_value(key, value, RANGES[key])
     check_node("", OmegaConf.to_container(cfg, resolve=True), hints)
     import torch  # takes 1.5 s, which the mistakes found above need not wait for
 
