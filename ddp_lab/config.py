@@ -33,7 +33,7 @@ NaturalNumber = Annotated[int, Rule("an integer of at least 0", lambda value: va
 Positive = Annotated[float, Rule("a number above 0", lambda value: 0 < value < math.inf)]
 NonNegative = Annotated[float, Rule("a number of at least 0", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Rule("a number from 0 up to, not including, 1", lambda value: 0 <= value < 1)]
-DeviceName = Annotated[str, Rule("cpu, cuda, cuda:N or mps", lambda value: bool(re.fullmatch(r"cpu|mps|cuda|cuda:\d+", value)))]
+DeviceName = Annotated[str, Rule("cpu, cuda or cuda:N", lambda value: bool(re.fullmatch(r"cpu|cuda|cuda:\d+", value)))]
 RunName = Annotated[
     str,
     Rule(
@@ -80,7 +80,7 @@ class Config(NamedTuple):
     warmup_epochs: NonNegative
     accumulate: Count
     max_grad_norm: Positive | None
-    device: Literal["auto"] | DeviceName
+    device: Literal["auto", "mps"] | DeviceName
     precision: Literal["float32", "bf16"]
     cuda_graph: bool
     compile: bool | Literal["tuned"]

@@ -22,7 +22,7 @@ from ddp_lab.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.loop import fit, is_over
 from ddp_lab.plan import Plan
 from ddp_lab.preflight import check_network, check_storage, warn
-from ddp_lab.profiler import NEEDED, Profiled, check_steps
+from ddp_lab.profiler import NEEDED, Profiled, check_profile
 from ddp_lab.rundir import RunDir
 from ddp_lab.runtime import Runtime
 from ddp_lab.schedule import make_scheduler
@@ -39,7 +39,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     dataset = source.load()
     plan = Plan.make(cfg, runtime.world_size, strategy.replicas, len(dataset.train.targets))
     if cfg.profile:
-        check_steps(cfg.epochs * plan.steps_per_epoch)
+        check_profile(cfg.epochs * plan.steps_per_epoch, strategy.device)
 
     torch.manual_seed(cfg.seed)
     model = build(cfg.model, **dataset.model_shape())

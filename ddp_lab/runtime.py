@@ -28,20 +28,25 @@ def list_devices() -> str:
     """The devices of this machine in words, for messages."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
+    gpus += ["mps"] if torch.backends.mps.is_available() else []
     return ", ".join(["cpu", *gpus]) + ("" if gpus else " (no GPU is visible)")
 
 
 def find_device(name: str, key: str = "device") -> torch.device:
-    """The device called `name`: "cpu", "cuda" or "cuda:N".
+    """The device called `name`: "cpu", "cuda", "cuda:N" or "mps".
 
     Raises:
         NodeError: no such device on this machine.
     """
     kind, _, index = name.partition(":")
-    there = name == "cpu" or (kind == "cuda" and int(index or 0) < torch.cuda.device_count())
+    number = int(index or 0)
+    if kind == "cuda":
+        there = number < torch.cuda.device_count()
+    else:
+        there = name == "cpu" or (name == "mps" and torch.backends.mps.is_available())
     if not there:
         raise NodeError(f"{key}={name}: there is no such device on {socket.gethostname()}. Here are: {list_devices()}")
-    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, number)
 
 
 class Runtime:
@@ -54,10 +59,12 @@ class Runtime:
         rank, world_size: this process among all; 0 and 1 without torchrun.
         local_rank, local_world_size: the same among the processes of this machine.
         device: this rank's own device.
-        devices: all that a one-process strategy may use: every visible GPU, or the one asked for, or the CPU.
+        devices: all that a one-process strategy may use: every visible GPU, or the one asked for, or the CPU. "auto" chooses
+            CUDA's GPUs or else the CPU; a Mac's GPU (mps) is used only when asked for, because it was never tested here.
 
     Raises:
-        NodeError: the device is not there, or there are more ranks than GPUs.
+        NodeError: the device is not there, there are more ranks than GPUs, or the precision is not supported by the device.
+        ConfigError: several ranks were started with device=mps.
     """
 
     def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0):
@@ -78,7 +85,9 @@ class Runtime:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         first = find_device(name)
-        if name == "cpu":
+        if name == "mps":
+            self._check_mps()
+        if name in ("cpu", "mps"):
             return [first]
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if name == "cuda" else [first]
         if self.local_world_size > len(devices):
@@ -89,6 +98,17 @@ class Runtime:
                 + ("" if name == "cuda" else ", or choose GPUs by CUDA_VISIBLE_DEVICES and device=cuda")
             )
         return devices
+
+    def _check_mps(self) -> None:
+        if self.world_size > 1:
+            raise ConfigError(
+                f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
+                "take its tensors. Start one process (python train.py device=mps), or set device=cpu"
+            )
+        if self.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+            raise NodeError(
+                "precision=bf16: is not supported by device=mps before macOS 14. Use precision=float32, or a newer macOS"
+            )
 
     @property
     def under_torchrun(self) -> bool:

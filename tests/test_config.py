@@ -59,7 +59,7 @@ def test_help_names_every_strategy():
         ("warmup_epochs=-1", "warmup_epochs=-1: must be a number of at least 0"),
         ("accumulate=0", "accumulate=0: must be an integer of at least 1"),
         ("max_grad_norm=0", "max_grad_norm=0: must be a number above 0 or null"),
-        ("device=gpu", "device=gpu: must be auto or cpu, cuda, cuda:N or mps"),
+        ("device=gpu", "device=gpu: must be auto or mps or cpu, cuda or cuda:N"),
         ("precision=fp8", "precision=fp8: must be float32 or bf16"),
         ("timeout=0", "timeout=0: must be a number above 0"),
         ("name=a/b", "name=a/b: must be a plain directory name"),
@@ -84,7 +84,7 @@ def test_help_names_every_strategy():
             "strategy.algorithm=magic: must be star or per_tensor or flat or bucketed or ring",
         ),
         ("strategy=split strategy.num_microbatches=0", "strategy.num_microbatches=0: must be"),
-        ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be null or a list, each cpu, cuda, cuda:N or mps"),
+        ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be null or a list, each cpu, cuda or cuda:N"),
         ("strategy=ddp strategy.batch_norm=global", "strategy.batch_norm=global: must be local or sync"),
         (
             "strategy=pipeline strategy.schedule=zigzag",

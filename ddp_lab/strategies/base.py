@@ -17,6 +17,7 @@ from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.batch_norm import BatchNorm
+from ddp_lab.tally import sum_dtype
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 
@@ -38,10 +39,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[loss_sum, correct, count] in float64, on the device: sums add over steps and ranks, and divide once, on the host."""
+    """[loss_sum, correct, count] of `sum_dtype`, on the device: sums add over steps and ranks, and divide once, on the host."""
     correct = (logits.argmax(1) == targets).sum()
     count = (targets != IGNORE).sum()
-    return torch.stack([loss.detach().double(), correct.double(), count.double()])
+    dtype = sum_dtype(loss.device)
+    return torch.stack([loss.detach().to(dtype), correct.to(dtype), count.to(dtype)])
 
 
 def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +66,7 @@ class Strategy(ABC):
         dp_group: the ranks that hold the same part of the model and other data; None: all ranks.
         batch_norm: what its BatchNorm layers take their statistics over.
         sharded: the ranks of dp_group hold parts of the model, not replicas.
+        supports_mps: it can train on a Mac's GPU.
         levers: which of cuda_graph, compile and channels_last it can take.
         reports: whether this rank's sums count; true on one rank of each replica.
         device: where this rank's batches are wanted.
@@ -71,10 +74,11 @@ class Strategy(ABC):
         num_devices: how many devices work, over all ranks.
 
     Raises:
-        ConfigError: a one-process strategy was started with several ranks.
+        ConfigError: a one-process strategy was started with several ranks, or the device is not supported by the strategy.
     """
 
     one_process: ClassVar[bool] = False
+    supports_mps: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
     levers: ClassVar[frozenset[str]] = frozenset()
     save_options: ClassVar[dict[str, bool]] = WHOLE
@@ -88,6 +92,11 @@ class Strategy(ABC):
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
                 f"`python train.py strategy={self.name}`, or take a strategy of several processes, ddp for example"
+            )
+        if runtime.device.type == "mps" and not self.supports_mps:
+            raise ConfigError(
+                f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, and gloo and NCCL do not "
+                "take its tensors. Use strategy=single, or device=cpu"
             )
         self.runtime = runtime
         self.device = runtime.device
@@ -156,7 +165,7 @@ class Strategy(ABC):
     @property
     def where(self) -> str:
         """The devices in words: how many of which kind."""
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return f"{self.num_devices} x {kind}"
 
     def bubble(self) -> float | None:

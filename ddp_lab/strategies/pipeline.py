@@ -73,12 +73,12 @@ class Pipeline(Strategy):
     def __init__(
         self, runtime: Runtime, schedule: Schedule, num_microbatches: Count, num_stages: Count | None, cut: list[str] | None
     ):
-        # Not at the top of the file: torch's pipelining imports torch._dynamo, 1.2 s.
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-
         super().__init__(runtime)
         self.lay_out(pp=runtime.world_size)
         self.schedule_name, self.num_microbatches, self.num_stages, self.cut = schedule, num_microbatches, num_stages, cut
+        # Not at the top of the file: torch's pipelining imports torch._dynamo, 1.2 s.
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
         self.schedule_class = get_schedule_class(schedule)
         self.one_stage = issubclass(self.schedule_class, PipelineScheduleSingle)
         self.loss = MicroBatchLoss()
