@@ -1,6 +1,7 @@
 """What a user sees when a command fails: for the user's own mistakes one message and exit code 2, else the traceback, once."""
 
 import difflib
+import faulthandler
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.runtime import env_int
+from ddp_lab.process import env_int
 
 CONF = Path(__file__).parent.parent / "conf"
 
@@ -46,6 +47,21 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)  # as shells have it: 128 + SIGINT
+
+    return run
+
+
+def record(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command: under torchrun an exception goes into the summary that torchrun closes with (torch's `record`)."""
+
+    @functools.wraps(main)
+    def run(*args: Any) -> None:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            faulthandler.enable()  # as torch's does
+            return main(*args)
+        from torch.distributed.elastic.multiprocessing.errors import record  # loads torch: 1.5 s, too long for --help
+
+        return record(main)(*args)
 
     return run
 

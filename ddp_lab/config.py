@@ -13,11 +13,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from ddp_lab.errors import ConfigError
 from ddp_lab.inject import KINDS, parse
@@ -82,7 +80,7 @@ class Config(NamedTuple):
     warmup_epochs: NonNegative
     accumulate: Count
     max_grad_norm: Positive | None
-    device: Literal["auto"] | DeviceName
+    device: Literal["auto", "mps"] | DeviceName
     precision: Literal["float32", "bf16"]
     cuda_graph: bool
     compile: bool | Literal["tuned"]
@@ -208,9 +206,14 @@ def check(cfg: DictConfig) -> None:
     for key in hints:
         if key not in cfg:
             raise ConfigError(f"{key}: is missing; it must be {words(hints[key])}")
+    for key in RANGES:  # before the groups: what annotates their other options imports torch, which takes 1.5 s
+        if (value := OmegaConf.select(cfg, key)) is not None:
+            check_value(key, value, RANGES[key])
     check_node("", OmegaConf.to_container(cfg, resolve=True), hints)
+    import torch  # takes 1.5 s, which the mistakes found above need not wait for
+
     try:
-        build(cfg.optimizer)([nn.Parameter(torch.zeros(1))])  # what only the optimizer itself knows of its options
+        build(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])  # what only the optimizer itself knows of its options
     except (TypeError, ValueError) as error:
         options = ", ".join(f"{key}={value}" for key, value in cfg.optimizer.items() if not key.startswith("_"))
         raise ConfigError(f"optimizer: {error}; it was given {options}") from None

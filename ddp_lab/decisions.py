@@ -109,8 +109,8 @@ class Decisions:
         elapsed = max(time.monotonic() - self._last_time, 1e-6)
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
         self._last_step, self._last_time = step, time.monotonic()
-        host = torch.tensor([float(self.preempted), float(unwritten), -float(steps)], dtype=torch.float64)
-        ruined = [1.0 - tensor.isfinite().all().double().to(first) for tensor in weights]
+        host = torch.tensor([float(self.preempted), float(unwritten), -float(steps)], dtype=first.dtype)
+        ruined = [1.0 - tensor.isfinite().all().to(first) for tensor in weights]
         ruined = torch.stack(ruined).max() if ruined else torch.zeros_like(first)
         answer = torch.cat(
             [torch.stack([first.to(self.runtime.device), ruined]), host.to(self.runtime.device, non_blocking=True)]

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_lab.cli import CONF, user_errors
+from ddp_lab.cli import CONF, record, user_errors
 from ddp_lab.config import build, check
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.errors import ConfigError, NodeError

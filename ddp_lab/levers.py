@@ -66,7 +66,11 @@ def refused(name: str, cfg: DictConfig, strategy: Strategy) -> bool:
     if name not in strategy.levers:
         reason = f"strategy={strategy.name} cannot"
     elif name == "cuda_graph" and strategy.device.type != "cuda":
-        reason = "there is no GPU"
+        reason = "it needs an NVIDIA GPU" if strategy.device.type == "mps" else "there is no GPU"
+    elif name == "compile" and strategy.device.type == "mps":
+        reason = "torch.compile for mps is a prototype"
+    elif name == "channels_last" and strategy.device.type == "mps":
+        reason = "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
     elif name == "cuda_graph" and cfg.data.loader != "device":
         reason = f"data.loader={cfg.data.loader} has the batches on the host; data.loader=device has them on the GPU"
     elif name == "cuda_graph" and strategy.batch_norm == "sync":

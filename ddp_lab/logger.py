@@ -51,7 +51,8 @@ def peak_memory_bytes() -> int:
     """The most that any one GPU of this process had allocated; without GPUs, the most memory this process had resident."""
     if torch.cuda.is_initialized():
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Logger:

@@ -15,6 +15,7 @@ from ddp_lab.guard import Guard
 from ddp_lab.logger import Logger, log
 from ddp_lab.step import Step
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.tally import sum_dtype
 
 
 def fit(
@@ -102,7 +103,7 @@ def is_over(progress: Progress, epochs: int, patience: int | None) -> bool:
 def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> tuple[float, float, float]:
     """Mean loss, accuracy and number of samples over all batches, each sample counted once."""
     strategy.train(False)
-    totals = torch.zeros(3, dtype=torch.float64, device=strategy.device)
+    totals = torch.zeros(3, dtype=sum_dtype(strategy.device), device=strategy.device)
     for batch in batches:
         totals += strategy.evaluate(batch.inputs, batch.targets)
     return means(strategy.total(totals))

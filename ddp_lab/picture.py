@@ -1,12 +1,11 @@
-"""Test images with what the model took them for, as one picture."""
+"""Test images with what the model took them for, as one picture. Drawn with Pillow: torchvision would take 1.5 s to import."""
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torchvision.transforms.functional import pil_to_tensor, to_pil_image
-from torchvision.utils import make_grid
 
-TILE, LINE = 84, 18  # pixels
-FONT = ImageFont.load_default(size=15)
+TILE, LINE, GAP = 84, 18, 4  # pixels
+COLUMNS = 4
 
 
 def prediction_grid(
@@ -17,16 +16,19 @@ def prediction_grid(
     Args:
         inputs: float [n, channels, height, width], in any range.
     """
-    tiles = []
+    font = ImageFont.load_default(size=15)
     inputs = inputs[:most] if inputs.shape[1] == 3 else inputs[:most, :1]  # of other numbers of channels the first, in grey
-    for image, target, guess in zip(inputs, targets, predicted, strict=False):
+    columns, rows = min(COLUMNS, len(inputs)), -(-len(inputs) // COLUMNS)
+    width, height = TILE + GAP, TILE + 2 * LINE + GAP
+    grid = Image.new("RGB", (columns * width + GAP, rows * height + GAP), "white")
+    draw = ImageDraw.Draw(grid)
+    for i, (image, target, guess) in enumerate(zip(inputs, targets, predicted, strict=False)):
+        x, y = GAP + i % COLUMNS * width, GAP + i // COLUMNS * height
         low, high = image.min(), image.max()
-        picture = to_pil_image(((image - low) / (high - low).clamp(min=1e-6)).expand(3, -1, -1))
-        tile = Image.new("RGB", (TILE, TILE + 2 * LINE), "white")
-        tile.paste(picture.resize((TILE, TILE), Image.Resampling.NEAREST))
-        draw = ImageDraw.Draw(tile)
-        draw.text((2, TILE), classes[guess], font=FONT, fill="darkgreen" if guess == target else "red")
+        pixels = ((image - low) / (high - low).clamp(min=1e-6) * 255).byte().expand(3, -1, -1)
+        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        grid.paste(picture.resize((TILE, TILE), Image.Resampling.NEAREST), (x, y))
+        draw.text((x + 2, y + TILE), classes[guess], font=font, fill="darkgreen" if guess == target else "red")
         if guess != target:
-            draw.text((2, TILE + LINE), f"({classes[target]})", font=FONT, fill="black")
-        tiles.append(pil_to_tensor(tile))
-    return make_grid(torch.stack(tiles), nrow=4, padding=4, pad_value=255)
+            draw.text((x + 2, y + TILE + LINE), f"({classes[target]})", font=font, fill="black")
+    return torch.from_numpy(np.array(grid)).permute(2, 0, 1)

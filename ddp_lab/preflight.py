@@ -20,8 +20,9 @@ from torch import nn
 from ddp_lab.config import build
 from ddp_lab.errors import ConfigError, NodeError
 from ddp_lab.logger import log
+from ddp_lab.process import launch_id
 from ddp_lab.rundir import find_launch
-from ddp_lab.runtime import Runtime, launch_id
+from ddp_lab.runtime import Runtime
 
 ANSWER_WAIT = 10.0  # seconds that the ranks' store has to take a connection
 TOKEN_WAIT = 3.0  # seconds after which every node must see a new file: network file systems remember that there was none

@@ -27,11 +27,15 @@ SKIP, RECORD = 5, 11  # steps; the first recorded one does not count, because th
 NEEDED = SKIP + RECORD
 
 
-def check_steps(steps: int) -> None:
+def check_profile(steps: int, device: torch.device) -> None:
     """
     Raises:
-        ConfigError: a run of so many steps ends before there is something to report.
+        ConfigError: a run of so many steps ends before there is something to report, or the device's times cannot be read.
     """
+    if device.type == "mps":
+        raise ConfigError(
+            "profile=true: is not supported on device=mps: torch.profiler does not record its kernels. Use device=cpu"
+        )
     if steps < NEEDED:
         raise ConfigError(f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise epochs")
 

@@ -7,12 +7,15 @@ import socket
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig
 
 from ddp_lab.errors import ConfigError
-from ddp_lab.runtime import Runtime, launch_id, run_id
+from ddp_lab.process import launch_id, run_id
+
+if TYPE_CHECKING:  # the launchers read records by this file, and --help loads the launchers: torch would add its 1.5 s
+    from ddp_lab.runtime import Runtime
 
 LAUNCH_FILE = ".launch"  # holds the launch's id, by which a restart finds its directory again
 LOCK_FILE = ".lock"
@@ -32,7 +35,7 @@ class RunDir:
         ConfigError: the directory cannot be made, resume=never would write over a run, or another launch writes in it.
     """
 
-    def __init__(self, cfg: DictConfig, runtime: Runtime, label: str):
+    def __init__(self, cfg: DictConfig, runtime: "Runtime", label: str):
         root = Path(cfg.runs_dir)
         decided = json.loads(
             runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, cfg.name, cfg.resume, label)))
@@ -41,7 +44,7 @@ class RunDir:
         self.failure = decided["failure"]
         self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk
 
-    def _decide(self, runtime: Runtime, root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
+    def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
         launch = launch_id()
         try:
             root.mkdir(parents=True, exist_ok=True)

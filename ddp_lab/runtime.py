@@ -1,20 +1,16 @@
 """Where this process stands among the ranks, and the life of the process group.
 
-The only file that reads the variables torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
+Only this file and process.py read the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
 """
 
-import ctypes
 import gc
 import json
 import math
 import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,59 +18,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.errors import ConfigError, NodeError
+from ddp_lab.process import die_with_torchrun, env_int
 
 DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
 LAST_WORDS = 1.0  # seconds that a store outlives the mistake which ends its rank
-
-
-def env_int(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
-
-
-def launch_id() -> str:
-    """Names this launch, the same before and after an elastic restart: torchrun's agent, which outlives its ranks. Its
-    run id is no name (without --standalone it is "none", and users repeat theirs), nor its count of restarts, of which
-    every node has another. A job of Slurm that is requeued names itself (scripts/slurm/train.sbatch)."""
-    if "DDP_LAB_LAUNCH" in os.environ:
-        return os.environ["DDP_LAB_LAUNCH"]
-    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # process numbers come again
-    except OSError:
-        started = ""
-    return f"{socket.gethostname()}-{pid}-{started}"
-
-
-def run_id() -> str | None:
-    """What torchrun was given as --rdzv-id."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def die_with_torchrun() -> None:
-    """Ends this rank when its agent is killed, however: else kill -9 of torchrun leaves the ranks behind, on their GPUs."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def list_devices() -> str:
     """The devices of this machine in words, for messages."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
+    gpus += ["mps"] if torch.backends.mps.is_available() else []
     return ", ".join(["cpu", *gpus]) + ("" if gpus else " (no GPU is visible)")
 
 
 def find_device(name: str, key: str = "device") -> torch.device:
-    """The device called `name`: "cpu", "cuda" or "cuda:N".
+    """The device called `name`: "cpu", "cuda", "cuda:N" or "mps".
 
     Raises:
         NodeError: no such device on this machine.
     """
     kind, _, index = name.partition(":")
-    there = name == "cpu" or (kind == "cuda" and int(index or 0) < torch.cuda.device_count())
+    number = int(index or 0)
+    if kind == "cuda":
+        there = number < torch.cuda.device_count()
+    else:
+        there = name == "cpu" or (name == "mps" and torch.backends.mps.is_available())
     if not there:
         raise NodeError(f"{key}={name}: there is no such device on {socket.gethostname()}. Here are: {list_devices()}")
-    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, number)
 
 
 class Runtime:
@@ -87,10 +59,12 @@ class Runtime:
         rank, world_size: this process among all; 0 and 1 without torchrun.
         local_rank, local_world_size: the same among the processes of this machine.
         device: this rank's own device.
-        devices: all that a one-process strategy may use: every visible GPU, or the one asked for, or the CPU.
+        devices: all that a one-process strategy may use: every visible GPU, or the one asked for, or the CPU. "auto" chooses
+            CUDA's GPUs or else the CPU; a Mac's GPU (mps) is used only when asked for, because it was never tested here.
 
     Raises:
-        NodeError: the device is not there, or there are more ranks than GPUs.
+        NodeError: the device is not there, there are more ranks than GPUs, or the precision is not supported by the device.
+        ConfigError: several ranks were started with device=mps.
     """
 
     def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0):
@@ -111,7 +85,9 @@ class Runtime:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         first = find_device(name)
-        if name == "cpu":
+        if name == "mps":
+            self._check_mps()
+        if name in ("cpu", "mps"):
             return [first]
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if name == "cuda" else [first]
         if self.local_world_size > len(devices):
@@ -122,6 +98,17 @@ class Runtime:
                 + ("" if name == "cuda" else ", or choose GPUs by CUDA_VISIBLE_DEVICES and device=cuda")
             )
         return devices
+
+    def _check_mps(self) -> None:
+        if self.world_size > 1:
+            raise ConfigError(
+                f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
+                "take its tensors. Start one process (python train.py device=mps), or set device=cpu"
+            )
+        if self.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+            raise NodeError(
+                "precision=bf16: is not supported by device=mps before macOS 14. Use precision=float32, or a newer macOS"
+            )
 
     @property
     def under_torchrun(self) -> bool:

@@ -7,20 +7,28 @@ import torch
 LONGEST = 1000  # steps whose losses are remembered
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype that sums over samples are kept in: float64, or float32 on mps, which has no float64.
+
+    In float32 a count is exact up to 2**24 samples, and a loss sum keeps about six digits.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Tally:
     """
     Args:
         leave_out: a step whose loss is not finite does not count in `totals`.
 
     Attributes:
-        totals: [loss_sum, correct, count] of this rank's steps since somebody zeroed it, float64.
+        totals: [loss_sum, correct, count] of this rank's steps since somebody zeroed it, of `sum_dtype`.
         in_graph: the place of the next loss is counted on the device, where a CUDA graph can count it, too.
     """
 
     def __init__(self, device: torch.device, leave_out: bool = False):
         self.leave_out, self.in_graph = leave_out, False
-        self.totals = torch.zeros(3, dtype=torch.float64, device=device)
-        self._losses = torch.zeros(LONGEST, dtype=torch.float64, device=device)  # of step s at s % LONGEST
+        self.totals = torch.zeros(3, dtype=sum_dtype(device), device=device)
+        self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # of step s at s % LONGEST
         self._step = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -48,9 +56,9 @@ class Tally:
     def first_bad(self, step: int) -> torch.Tensor:
         """The number of the first step up to `step` whose loss was not finite, since this was asked last; inf without one.
 
-        At least every LONGEST steps. [], float64, on the device; does not wait for it.
+        At least every LONGEST steps. [], of `sum_dtype`, on the device; does not wait for it.
         """
-        places = torch.arange(LONGEST, dtype=torch.float64, device=self._losses.device)
+        places = torch.arange(LONGEST, dtype=self._losses.dtype, device=self._losses.device)
         numbers = step - (step - places) % LONGEST
         first = torch.where(self._losses.isfinite(), math.inf, numbers).min()
         self._losses.zero_()

@@ -13,13 +13,13 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ddp_lab.checkpoint import Progress
 from ddp_lab.cli import show
 from ddp_lab.errors import ConfigError, TrainingError
 from ddp_lab.logger import log
+from ddp_lab.process import is_alive, machine
 from ddp_lab.rundir import RunDir, read_json, write_status
 from ddp_lab.runtime import Runtime
 
@@ -28,22 +28,6 @@ GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of
 COLLECTIVE_GRACE = 30.0  # seconds that a collective waits longer than the watch, which knows for whom
 PHASES = ("starting", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
-
-
-def machine() -> str:
-    """Where process numbers mean what they mean here: this boot of this machine, in this container."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return socket.gethostname()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def suspicion(record: dict[str, Any]) -> tuple:

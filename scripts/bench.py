@@ -48,7 +48,6 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-import train  # noqa: E402
 from ddp_lab.config import build  # noqa: E402
 from ddp_lab.data.datasets import Synthetic  # noqa: E402
 from ddp_lab.graph import GraphStep  # noqa: E402
@@ -57,6 +56,7 @@ from ddp_lab.models.lenet import lenet  # noqa: E402
 from ddp_lab.models.resnet import resnet18  # noqa: E402
 from ddp_lab.plan import Plan  # noqa: E402
 from ddp_lab.plot import Curve, bars, beside, curves  # noqa: E402
+from ddp_lab.run import make_loaders  # noqa: E402
 from ddp_lab.runtime import Runtime  # noqa: E402
 from ddp_lab.schedule import make_scheduler  # noqa: E402
 from ddp_lab.step import Step  # noqa: E402
@@ -223,7 +223,7 @@ def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Itera
     dataset = build(cfg.data.dataset).load()
     plan = Plan.make(cfg, runtime.world_size, strategy.replicas, len(dataset.train.targets))
     model = build(cfg.model, **dataset.model_shape())
-    loader, _ = train.make_loaders(cfg, dataset, strategy, plan)
+    loader, _ = make_loaders(cfg, dataset, strategy, plan)
     levers = Levers.choose(cfg, strategy)
     strategy.setup(levers.shape(model, runtime))
     optimizer = levers.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))

@@ -59,7 +59,7 @@ def test_help_names_every_strategy():
         ("warmup_epochs=-1", "warmup_epochs=-1: must be a number of at least 0"),
         ("accumulate=0", "accumulate=0: must be an integer of at least 1"),
         ("max_grad_norm=0", "max_grad_norm=0: must be a number above 0 or null"),
-        ("device=gpu", "device=gpu: must be auto or cpu, cuda or cuda:N"),
+        ("device=gpu", "device=gpu: must be auto or mps or cpu, cuda or cuda:N"),
         ("precision=fp8", "precision=fp8: must be float32 or bf16"),
         ("timeout=0", "timeout=0: must be a number above 0"),
         ("name=a/b", "name=a/b: must be a plain directory name"),

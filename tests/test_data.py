@@ -3,9 +3,9 @@ from itertools import chain
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_config import config
 
-import train
 from ddp_lab.config import build
 from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
@@ -13,6 +13,7 @@ from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.errors import ConfigError, NodeError
 from ddp_lab.plan import Plan
+from ddp_lab.run import make_loaders
 from ddp_lab.runtime import Runtime
 
 
@@ -217,7 +218,7 @@ def test_the_test_split_is_never_augmented(kind):
     dataset, strategy = build(cfg.data.dataset).load(), build(cfg.strategy, Runtime("cpu"))
     plan = Plan.make(cfg, 1, 1, len(dataset.train.targets))
     for loader, split, augmented in zip(
-        train.make_loaders(cfg, dataset, strategy, plan), (dataset.train, dataset.test), (True, False), strict=True
+        make_loaders(cfg, dataset, strategy, plan), (dataset.train, dataset.test), (True, False), strict=True
     ):
         seen = torch.cat([inputs for inputs, _, _ in loader])
         assert torch.equal(seen, loader.normalise(split.images[loader.sampler.indices()])) is not augmented
@@ -249,8 +250,11 @@ def test_digits_are_the_real_ones():
     assert dataset.train.images.shape == (1437, 1, 28, 28)
     assert dataset.test.images.shape == (360, 1, 28, 28)
     assert dataset.train.images.dtype == torch.uint8
-    targets = torch.cat([dataset.train.targets, dataset.test.targets])
-    assert torch.equal(targets.bincount(), torch.tensor(load_digits().target).bincount())
+    bunch, order = load_digits(), torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    small = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = (F.interpolate(small, size=28, mode="bilinear", align_corners=False) * 255).round().to(torch.uint8)
+    assert torch.equal(torch.cat([dataset.train.images, dataset.test.images]), images[order])
+    assert torch.equal(torch.cat([dataset.train.targets, dataset.test.targets]), torch.tensor(bunch.target)[order])
     assert dataset.model_shape() == {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 

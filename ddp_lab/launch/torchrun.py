@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from hydra.core.utils import JobReturn
 
 from ddp_lab.errors import ConfigError
@@ -85,6 +84,8 @@ class TorchrunLauncher(SweepLauncher):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"hydra.launcher.{key}={value}: must be an integer of at least 1")
+        import torch  # Hydra loads the launchers at every start, --help included
+
         gpus, wanted = torch.cuda.device_count(), self.nproc_per_node * self.max_parallel
         slots: queue.Queue[str | None] = queue.Queue()
         if gpus == 0 or self.config.device == "cpu":

@@ -1,7 +1,6 @@
 """torchvision's ResNet-18 as a chain of ten blocks, with the stem that small images want."""
 
 from torch import nn
-from torchvision.models import resnet18 as torchvision_resnet18
 
 from ddp_lab.config import Positive
 from ddp_lab.models.chain import Chain, init_normal, require_image_size
@@ -17,6 +16,8 @@ def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Posi
         ConfigError: images so small that the last blocks see one pixel, of which BatchNorm cannot take a variance.
     """
     require_image_size("resnet18", image_size, 9)
+    from torchvision.models import resnet18 as torchvision_resnet18  # 1.5 s, which other models need not wait for
+
     net = torchvision_resnet18(num_classes=num_classes)
     stem = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")

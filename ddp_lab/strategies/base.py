@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.data.sharding import IGNORE
@@ -19,12 +17,14 @@ from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.batch_norm import BatchNorm
+from ddp_lab.tally import sum_dtype
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 
 ALL_LEVERS = frozenset({"cuda_graph", "compile", "channels_last"})
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# For torch.distributed.checkpoint, which is imported where a state is saved or loaded: it brings 700 modules and takes 0.5 s.
+WHOLE = {"full_state_dict": True, "cpu_offload": True}
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -35,14 +35,15 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[loss_sum, correct, count] in float64, on the device: sums add over steps and ranks, and divide once, on the host."""
+    """[loss_sum, correct, count] of `sum_dtype`, on the device: sums add over steps and ranks, and divide once, on the host."""
     correct = (logits.argmax(1) == targets).sum()
     count = (targets != IGNORE).sum()
-    return torch.stack([loss.detach().double(), correct.double(), count.double()])
+    dtype = sum_dtype(loss.device)
+    return torch.stack([loss.detach().to(dtype), correct.to(dtype), count.to(dtype)])
 
 
 def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,6 +66,7 @@ class Strategy(ABC):
         dp_group: the ranks that hold the same part of the model and other data; None: all ranks.
         batch_norm: what its BatchNorm layers take their statistics over.
         sharded: the ranks of dp_group hold parts of the model, not replicas.
+        supports_mps: it can train on a Mac's GPU.
         levers: which of cuda_graph, compile and channels_last it can take.
         reports: whether this rank's sums count; true on one rank of each replica.
         device: where this rank's batches are wanted.
@@ -72,14 +74,15 @@ class Strategy(ABC):
         num_devices: how many devices work, over all ranks.
 
     Raises:
-        ConfigError: a one-process strategy was started with several ranks.
+        ConfigError: a one-process strategy was started with several ranks, or the device is not supported by the strategy.
     """
 
     one_process: ClassVar[bool] = False
+    supports_mps: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
     levers: ClassVar[frozenset[str]] = frozenset()
-    save_options: ClassVar[StateDictOptions] = WHOLE
-    load_options: ClassVar[StateDictOptions] = WHOLE
+    save_options: ClassVar[dict[str, bool]] = WHOLE
+    load_options: ClassVar[dict[str, bool]] = WHOLE
 
     module: nn.Module
     forward: nn.Module
@@ -89,6 +92,11 @@ class Strategy(ABC):
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
                 f"`python train.py strategy={self.name}`, or take a strategy of several processes, ddp for example"
+            )
+        if runtime.device.type == "mps" and not self.supports_mps:
+            raise ConfigError(
+                f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, and gloo and NCCL do not "
+                "take its tensors. Use strategy=single, or device=cpu"
             )
         self.runtime = runtime
         self.device = runtime.device
@@ -157,7 +165,7 @@ class Strategy(ABC):
     @property
     def where(self) -> str:
         """The devices in words: how many of which kind."""
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return f"{self.num_devices} x {kind}"
 
     def bubble(self) -> float | None:
@@ -257,21 +265,25 @@ class Strategy(ABC):
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole model and optimizer by plain names, on the CPU. Collective; complete on rank 0, maybe empty elsewhere."""
-        model, optim = get_state_dict(self.module, optimizer, options=self.save_options)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        model, optim = get_state_dict(self.module, optimizer, options=StateDictOptions(**self.save_options))
         return {"model": model, "optimizer": optim}
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads what any strategy's `state_dict` returned; every rank has the whole of it. Collective."""
-        held = self.module.state_dict().keys()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
+
+        held, options = self.module.state_dict().keys(), StateDictOptions(**self.load_options)
         model = {name: tensor for name, tensor in state["model"].items() if name in held}
         if not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0:
             # Without momentum SGD keeps no state, which torch's set_state_dict cannot take on either side.
-            set_model_state_dict(self.module, model, options=self.load_options)
+            set_model_state_dict(self.module, model, options=options)
             return
         set_state_dict(
             self.module,
             optimizer,
             model_state_dict=model,
             optim_state_dict=state["optimizer"],
-            options=self.load_options,
+            options=options,
         )

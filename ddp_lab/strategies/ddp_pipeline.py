@@ -9,10 +9,10 @@ going backward.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal
 
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config import Count
@@ -25,23 +25,26 @@ from ddp_lab.strategies.pipeline import Pipeline, Stage
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
 
 
-class DDPStage(PipelineStage):
-    """Has DDP sum the gradients behind the last micro-batch, unless more of the batch is to come.
+@cache
+def ddp_stage_class() -> type:
+    """Return a PipelineStage that has DDP sum the gradients after the last micro-batch, unless more of the batch is to come.
 
-    Attributes:
-        waits: more is to come; of all stages of this process.
+    Its attribute `waits` says that more is to come, for all stages of this process. A function makes the class, because
+    importing torch's pipelining takes 1.2 s (it imports torch._dynamo).
     """
+    from torch.distributed.pipelining import PipelineStage
 
-    waits = False
+    class DDPStage(PipelineStage):
+        waits = False
 
-    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and not DDPStage.waits)
+        def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and not DDPStage.waits)
+
+    return DDPStage
 
 
 class DDPPipeline(Pipeline):
     """Pipelines of `pp` ranks, as many as there are ranks for; the other options are those of Pipeline and DDP."""
-
-    stage_class = DDPStage
 
     def __init__(
         self,
@@ -64,13 +67,17 @@ class DDPPipeline(Pipeline):
         wrapped.broadcast_buffers = False
         return wrapped
 
+    def stage_class(self) -> type:
+        return ddp_stage_class()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        DDPStage.waits = True
+        stages = ddp_stage_class()
+        stages.waits = True
         try:
             yield
         finally:
-            DDPStage.waits = False
+            stages.waits = False
 
     def divisor(self, count: int) -> float:
         return count / self.dp_size  # DDP averages over dp

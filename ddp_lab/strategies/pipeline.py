@@ -16,9 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ddp_lab.config import Count
 from ddp_lab.data.sharding import IGNORE
@@ -71,8 +68,7 @@ class Pipeline(Strategy):
     """
 
     # Every rank returns its own part; the checkpoint is put together on rank 0 (state_dict).
-    save_options = StateDictOptions(cpu_offload=True)
-    stage_class = PipelineStage
+    save_options = {"cpu_offload": True}
 
     def __init__(
         self, runtime: Runtime, schedule: Schedule, num_microbatches: Count, num_stages: Count | None, cut: list[str] | None
@@ -80,6 +76,9 @@ class Pipeline(Strategy):
         super().__init__(runtime)
         self.lay_out(pp=runtime.world_size)
         self.schedule_name, self.num_microbatches, self.num_stages, self.cut = schedule, num_microbatches, num_stages, cut
+        # Not at the top of the file: torch's pipelining imports torch._dynamo, 1.2 s.
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
         self.schedule_class = get_schedule_class(schedule)
         self.one_stage = issubclass(self.schedule_class, PipelineScheduleSingle)
         self.loss = MicroBatchLoss()
@@ -134,6 +133,12 @@ class Pipeline(Strategy):
         """What data parallelism makes of a stage."""
         return stage
 
+    def stage_class(self) -> type:
+        """Return torch's class of a stage, or one derived from it."""
+        from torch.distributed.pipelining import PipelineStage
+
+        return PipelineStage
+
     def bubble(self) -> float:
         # v stages a rank divide it: Narayanan et al. 2021, arXiv:2104.04473, 2.2
         p, v = self.axes["pp"], self.num_stages // self.axes["pp"]
@@ -167,7 +172,7 @@ class Pipeline(Strategy):
         last batch and the test set's need others than the rest."""
         key = size, training
         if key not in self.schedules:
-            stages = []
+            stages, stage_class = [], self.stage_class()
             for index, module in self.stages.items():
                 part = self.parts.parts[index]
                 shapes = self.parts.shapes[part.start], self.parts.shapes[part.stop]
@@ -175,7 +180,7 @@ class Pipeline(Strategy):
                     torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=grad)
                     for shape, dtype, grad in zip(shapes, self._dtypes(index), (index > 0, True), strict=True)
                 )
-                stage = self.stage_class(
+                stage = stage_class(
                     module, index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.pp_group
                 )
                 stages.append(stage)

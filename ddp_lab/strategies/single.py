@@ -5,7 +5,7 @@ from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 
 
 class Single(Strategy):
-    one_process = True
+    one_process = supports_mps = True
     levers = ALL_LEVERS
 
     def setup(self, model: Chain) -> None:

@@ -14,7 +14,6 @@ BatchNorm sees micro-batches: use num_microbatches=1 where its statistics have t
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ddp_lab.config import Count, DeviceName
 from ddp_lab.models.chain import Chain
@@ -36,7 +35,7 @@ class Split(Strategy):
 
     one_process = True
     levers = frozenset({"channels_last"})
-    load_options = StateDictOptions()  # torch hands a whole state to one device only; in one process parts are as good
+    load_options = {}  # torch hands a whole state to one device only; in one process parts are as good
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)

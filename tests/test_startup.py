@@ -1,0 +1,73 @@
+"""What a start loads. Each test looks at sys.modules of a fresh interpreter; durations would depend on the machine's load."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Seconds each, on 2 cores: torchvision 1.5, torch._dynamo 1.2, scikit-learn 1, the rest 0.1 to 0.5.
+AT_FIRST_USE = ["torchvision", "torch._dynamo", "sklearn", "scipy", "tensorboard", "matplotlib", "torch.distributed.checkpoint"]
+
+IMPORT_ALL = f"""
+import importlib, json, pkgutil, sys
+import ddp_lab
+found, loaded = {{}}, set()
+for name in ["train", *(module.name for module in pkgutil.walk_packages(ddp_lab.__path__, "ddp_lab."))]:
+    importlib.import_module(name)
+    if new := [heavy for heavy in {AT_FIRST_USE} if heavy in sys.modules and heavy not in loaded]:
+        found[name] = new
+    loaded.update(new)
+print(json.dumps([found, len(sys.modules)]))
+"""
+
+RUN = """
+import runpy, sys
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit as end:
+    code = end.code
+else:
+    code = 0
+print()
+print(code, *sys.modules)
+"""
+
+
+def interpret(program: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_no_module_imports_what_is_needed_at_first_use_only():
+    ended = interpret(IMPORT_ALL)
+    assert ended.returncode == 0, ended.stderr
+    found, modules = json.loads(ended.stdout.splitlines()[-1])
+    assert modules > 1000, "the modules were not imported at all"
+    assert found == {}, f"imported by: {found}"
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "message"),
+    [
+        ("--help", 0, ""),
+        ("batchsize=32", 2, "batchsize=32: there is no such key; did you mean batch_size?"),
+        ("epochs=0", 2, "epochs=0: must be an integer of at least 1"),
+        ("optimizer.lr=-1", 2, "optimizer.lr=-1: must be a number above 0"),
+    ],
+)
+def test_help_and_config_mistakes_do_not_load_torch(override, code, message):
+    ended = interpret(RUN, override)
+    exit_code, *modules = ended.stdout.splitlines()[-1].split()
+    assert (int(exit_code), message in ended.stderr) == (code, True), ended.stderr
+    assert "torch" not in modules
+
+
+def test_a_default_run_loads_neither_torchvision_nor_scikit_learn(tmp_path):
+    ended = interpret(RUN, "epochs=1", f"runs_dir={tmp_path}")
+    exit_code, *modules = ended.stdout.splitlines()[-1].split()
+    assert int(exit_code) == 0, ended.stderr
+    assert "ddp_lab.loop" in modules
+    assert not {"torchvision", "sklearn", "scipy"} & set(modules)
