@@ -9,8 +9,8 @@ import torch
 from launches import SMALL, launch, read_metrics
 from PIL import Image
 
-from ddp_lab.lanes import Thread, once
 from scripts import lab_overlap
+from scripts.lanes import Thread, once
 
 
 def test_lab_allreduce(tmp_path):
