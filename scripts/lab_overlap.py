@@ -212,7 +212,7 @@ def measure(pair: list[Lane], arguments: argparse.Namespace, picture: Path) -> N
         timeline("Products on two devices", rows_of(twice)),
         timeline("Products, and copies of them to the host", rows_of(copies)),
         bars("In turn / together, by size of the matrices", "ratio", {str(one): row[2] for one, row in sizes.items()}),
-        curves(f"{CHAINS} chains of small products", "streams", "ms", lines),
+        curves(f"{CHAINS} chains of small products", "streams", "ms", lines, zero=True),
     ]
     beside(plots, picture)
     print(f"\n{picture}")
