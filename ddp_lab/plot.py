@@ -20,17 +20,8 @@ if TYPE_CHECKING:
 STYLE = Path(__file__).with_name("house.mplstyle")
 WIDTH, HEIGHT = 6.4, 4.0  # inches of a panel; it becomes higher where its rows or its legend need that
 ROW = 0.27  # inches of a row, a bar or an entry of a legend
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#8C8C8C",
-    "#882255",
-)  # the house style's
+# The colours of the house style.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C", "#882255")
 GREY = "#595959"
 LONGEST, TITLE = 32, 50  # characters of a label, and of a line of a title
 MOST_LABELS = 12  # entries of a timeline's legend
@@ -82,6 +73,7 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
     Raises:
         ValueError: there is no point to draw.
     """
+    lines = [line for line in lines if line.points]
     places = sorted({x for line in lines for x, _ in line.points})
     if not places:
         raise ValueError(f"{title}: no points to draw")

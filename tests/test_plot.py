@@ -47,7 +47,7 @@ def names(count: int) -> list[str]:
 PLOTS = {
     "curves": curves("a title", "epoch", "accuracy", [Curve(name, [(1, 0.5), (2, 0.9)]) for name in ("train", "test")]),
     "curves of long names": curves(
-        f"{LONG}, and its title", "devices", LONG[:24], [Curve(LONG, [(1, 1e6), (2, 2e6)]), Curve("b", [(1, 3e6)])]
+        f"{LONG}, and its $\\title", "devices", LONG[:24], [Curve(LONG, [(1, 1e6), (2, 2e6)]), Curve("b", [(1, 3e6)])]
     ),
     "many curves": curves("many", "epoch", "loss", [Curve(name, [(i, i) for i in range(50)]) for name in names(31)], zero=True),
     "logarithmic curves": curves(
