@@ -89,7 +89,7 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
             axes.yaxis.set_major_locator(round_numbers())
             set_x_ticks(axes, places)
         if zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * max(y for line in lines for _, y in line.points) or 1)
         axes.set(xlabel=x_label, ylabel=y_label)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: short(value))

@@ -142,6 +142,11 @@ def test_curves_have_their_points_in_the_order_and_look_that_the_legend_shows():
     assert [handle.get_color() for handle in legend.legend_handles] == [axes.lines[i].get_color() for i in (2, 1, 0)]
 
 
+def test_a_flat_curve_stays_below_the_top_of_axes_that_start_at_zero():
+    (axes,) = panel_of(curves("a title", "epoch", "loss", [Curve("train", [(1, 2.3), (2, 2.3001)])], zero=True)).axes
+    assert axes.get_ylim() == (0, pytest.approx(1.05 * 2.3001))
+
+
 def test_every_curve_looks_different_from_17_others():
     (axes,) = panel_of(curves("a title", "x", "y", [Curve(name, [(1, 1)]) for name in names(18)])).axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 18
