@@ -6,8 +6,9 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def setup_logging(run_dir: Path, rank: int) -> None:
     file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
     logging.basicConfig(handlers=[console, file], level=logging.WARNING, force=True)
     log.setLevel(logging.WARNING if rank else logging.INFO)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a first picture's warnings are about its font cache
     logging.captureWarnings(True)
 
 
@@ -70,6 +72,9 @@ class Logger:
 
     def text(self, title: str, markdown: str) -> None:
         """Words for TensorBoard's page of texts."""
+
+    def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
+        """Call `draw(picture)` when the logger is closed: importing matplotlib and drawing take over a second of training."""
 
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
         """The line that closes a run."""
@@ -107,6 +112,7 @@ class FileLogger(Logger):
 
         self.constants, self.classes, self.where, self.steps_per_epoch = constants, classes, where, steps_per_epoch
         self.metrics = run_dir / "metrics.jsonl"
+        self.pictures: list[tuple[Callable[[Path], None], Path]] = []
         drop_epochs(self.metrics, start_epoch)
         is_new = not list(run_dir.glob("events.*"))
         self.board = SummaryWriter(run_dir, purge_step=None if is_new else start_epoch)
@@ -148,6 +154,9 @@ class FileLogger(Logger):
         with surviving_a_full_disk(self.metrics.parent):
             self.board.add_text(title, markdown)
 
+    def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
+        self.pictures.append((draw, picture))
+
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
         log.info(
             f"test accuracy {accuracy:.4f}, {seconds:.2f} s/epoch, {samples_per_second:,.0f} samples/s on {self.where} "
@@ -157,11 +166,16 @@ class FileLogger(Logger):
     def close(self) -> None:
         with surviving_a_full_disk(self.metrics.parent):
             self.board.close()
-            draw_metrics(self.metrics)
+        self.draw_at_close(partial(draw_metrics, self.metrics), self.metrics.with_name("curves.png"))
+        for draw, picture in self.pictures:
+            try:
+                draw(picture)
+            except Exception as error:  # no picture is worth a failed run
+                log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
 
 
-def draw_metrics(metrics: Path) -> None:
-    """The run's losses and accuracies by epoch, as curves.png beside its metrics; nothing where there are none yet."""
+def draw_metrics(metrics: Path, picture: Path) -> None:
+    """Draw the run's losses and accuracies by epoch; nothing where there are none yet."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     plots = []
     for kind in ("loss", "accuracy") if records else ():
@@ -169,9 +183,9 @@ def draw_metrics(metrics: Path) -> None:
         for part in ("train", "test"):
             points = [(r["epoch"], r[f"{part}_{kind}"]) for r in records if r[f"{part}_{kind}"] is not None]
             lines += [Curve(part, points)] if points else []
-        plots += [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines)] if lines else []
+        plots += [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")] if lines else []
     if plots:
-        beside(plots, metrics.with_name("curves.png"))
+        beside(plots, picture)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ class Profiled:
     Args:
         graph: the step replays a CUDA graph.
         bubble: of a pipeline, by the formula.
-        folder: gets a trace of each rank, for Perfetto or chrome://tracing, summary.json and time_split.png.
+        folder: gets a trace of each rank, for Perfetto or chrome://tracing, and summary.json; when the logger is closed,
+            time_split.png.
     """
 
     def __init__(self, step: Callable, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
@@ -109,7 +111,7 @@ class Profiled:
         words = verdict(rows, self.graph, self.bubble)
         kept = {key: [rank[key] for rank in ranks] for key in ("peak_memory_bytes", "bytes_per_step")}
         (self.folder / "summary.json").write_text(json.dumps({"rows": rows, "verdict": words, **kept}, indent=1))
-        draw(rows, self.folder / "time_split.png")
+        self.logger.draw_at_close(partial(draw, rows), self.folder / "time_split.png")
         text = table(rows)
         log.info(f"milliseconds of a step, the medians of {RECORD - 1} (traces for ui.perfetto.dev: {self.folder})\n{text}")
         for line in words:

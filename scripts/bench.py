@@ -367,7 +367,7 @@ def draw(rows: list[dict], path: Path) -> None:
             lines.append(Curve(strategy, [*([(1, alone)] if alone else []), *points]))
         if lines and alone:
             lines.append(Curve("linear", [(1, alone), (most, most * alone)], dashed=True))
-            plots.append(curves(f"{model}: more devices", "devices", "images/s", lines))
+            plots.append(curves(f"{model}: more devices", "devices", "images/s", lines, zero=True))
     if plots:
         beside(plots, path)
 

@@ -204,7 +204,7 @@ def draw(results: list[Result], path: Path) -> None:
         curves("Test accuracy by epoch: one curve", "epoch", "accuracy", by_epoch),
         curves("and by seconds of training", "s", "accuracy", by_time),
         bars("Samples a second", "samples/s", {result.name: result.rate for result in ran}),
-        curves("Samples a second by devices", "devices", "samples/s", scaling(ran)),
+        curves("Samples a second by devices", "devices", "samples/s", scaling(ran), zero=True),
     ]
     split = {result.name: mean_split(result.profile) for result in ran if result.profile}
     plots += [stacked("Where a step's time goes", "ms", split)] if split else []

@@ -36,8 +36,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.lanes import Lane, Run, Work, lane, once, repeated
 from ddp_lab.plot import Curve, bars, beside, curves, timeline
+from scripts.lanes import Lane, Run, Work, lane, once, repeated
 
 CHAINS, LINKS, SMALL = 8, 32, 128  # independent chains of so many products, SMALL x SMALL
 GATE = 4  # products of the default size, which must last until all chains are issued
@@ -212,7 +212,7 @@ def measure(pair: list[Lane], arguments: argparse.Namespace, picture: Path) -> N
         timeline("Products on two devices", rows_of(twice)),
         timeline("Products, and copies of them to the host", rows_of(copies)),
         bars("In turn / together, by size of the matrices", "ratio", {str(one): row[2] for one, row in sizes.items()}),
-        curves(f"{CHAINS} chains of small products", "streams", "ms", lines),
+        curves(f"{CHAINS} chains of small products", "streams", "ms", lines, zero=True),
     ]
     beside(plots, picture)
     print(f"\n{picture}")

@@ -69,7 +69,7 @@ def test_the_report_needs_nothing_else_and_opens(report, tmp_path):
         capture_output=True,
     )
     shown = Image.open(picture).convert("RGB")
-    assert (31, 119, 180) in {colour for _, colour in shown.getcolors(1_000_000)}, "the plots are not to be seen"
+    assert (0, 114, 178) in {colour for _, colour in shown.getcolors(1_000_000)}, "the plots are not to be seen"
 
 
 def test_words_that_are_its_own_are_refused():

@@ -1,9 +1,11 @@
 import inspect
 import logging
 import os
+import sys
 from pathlib import Path
 
 import torch
+from PIL import Image
 from worlds import run_world
 
 from ddp_lab.logger import FileLogger, Logger, log, setup_logging
@@ -61,3 +63,25 @@ def test_a_record_that_cannot_be_written_is_said_and_training_goes_on(tmp_path):
     run_world(1, write_to_a_full_disk, tmp_path)
     assert "ERROR /dev/full could not be written (No space left on device)" in (tmp_path / "train.log").read_text()
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def draw_and_fail(run_dir) -> None:
+    setup_logging(run_dir, 0)
+    options = {"start_epoch": 1, "steps_per_epoch": 1, "constants": {}, "hparams": {}, "config": "", "classes": [], "where": ""}
+    logger = FileLogger(run_dir, **options)
+    metrics = dict.fromkeys(("train_loss", "train_accuracy", "test_accuracy", "lr", "seconds"), 1.0)
+    for epoch, loss in ((1, float("nan")), (2, 1.0), (3, 0.5)):
+        logger.epoch(epoch, **metrics, test_loss=loss, samples_per_second=1.0)
+    logger.draw_at_close(lambda picture: picture.read_text(), run_dir / "missing.png")
+    logger.draw_at_close(lambda picture: picture.write_text("drawn"), run_dir / "later.png")
+    assert not list(run_dir.glob("*.png")), "drawing would stop the training for a while"
+    assert not any(name.startswith("matplotlib") for name in sys.modules)
+    logger.close()
+
+
+def test_pictures_are_drawn_at_the_end_and_one_that_fails_is_logged(tmp_path):
+    run_world(1, draw_and_fail, tmp_path)
+    assert (tmp_path / "later.png").read_text() == "drawn"
+    assert Image.open(tmp_path / "curves.png").width > 1000, "loss and accuracy"
+    assert f"ERROR {tmp_path}/missing.png could not be drawn (FileNotFoundError: " in (tmp_path / "train.log").read_text()
+    assert (tmp_path / "train.log").read_text().count("ERROR") == 1

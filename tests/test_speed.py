@@ -32,7 +32,6 @@ from ddp_lab.kernel_choice import NewThread
 from ddp_lab.levers import Levers
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
-from ddp_lab.plot import BOTTOM, LEFT, RIGHT, TOP, Curve, beside, curves, short, ticks, timeline
 from ddp_lab.runtime import Runtime
 from ddp_lab.step import Step
 from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
@@ -416,40 +415,3 @@ def test_the_bench_measures_and_draws(tmp_path):
     assert all(row["skipped"] == "CUDA graphs need a GPU" for row in rows if row["loop"] == "kernels")
     assert "| lenet | 2 | ours eager | ddp |" in done.stdout
     assert Image.open(tmp_path / "b.png").width > 700
-
-
-def test_plots_have_round_ticks_and_a_curve(tmp_path):
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert ticks(130, 980) == [200, 400, 600, 800]
-    assert [short(value) for value in (0.5, 1500, 2e6)] == ["0.5", "1.5k", "2M"]
-    image = curves("a title", "x", "y", [Curve("a", [(1, 1), (2, 3)]), Curve("b", [(1, 2)], dashed=True)])
-    beside([image, image, image], tmp_path / "three.png")
-    picture = Image.open(tmp_path / "three.png")
-    assert picture.size == (2 * image.width, 2 * image.height)
-    assert (31, 119, 180) in {colour for _, colour in image.getcolors(100_000)}
-    with pytest.raises(ValueError, match="no points"):
-        curves("empty", "x", "y", [])
-
-
-def test_timeline_has_boxes_where_and_as_long_as_they_ran():
-    rows = {"first": [(5.0, 5.001, "product"), (5.003, 5.004, "copy")], "second": [(5.001, 5.003, "product")], "idle": []}
-    image = timeline("a title", rows)
-    colours = {(31, 119, 180): "product", (255, 127, 14): "copy", (255, 255, 255): ""}
-    left, right, top, height = LEFT, image.width - RIGHT, TOP, (image.height - TOP - BOTTOM) / 3
-    seen = {}
-    for number, name in enumerate(rows):
-        y = int(top + (number + 0.5) * height)
-        xs = [int(left + (quarter + 0.6) / 4 * (right - left)) for quarter in range(4)]  # beside the grid's lines
-        seen[name] = [colours[image.getpixel((x, y))] for x in xs]
-    assert seen["first"] == ["product", "", "", "copy"]
-    assert seen["second"] == ["", "product", "product", ""]
-    assert seen["idle"] == ["", "", "", ""]
-
-
-def test_timeline_of_what_is_short_long_or_nothing():
-    moment = timeline("a title", {"now": [(5.0, 5.0, "product")]})
-    assert moment.getpixel((LEFT + 1, (TOP + moment.height - BOTTOM) // 2)) == (31, 119, 180), "no box is too short to be seen"
-    many = timeline("a title", {"a long name " * 20: [(i, i + 1, f"kernel number {i}") for i in range(30)]})
-    assert many.size == moment.size
-    with pytest.raises(ValueError, match="no boxes"):
-        timeline("empty", {"idle": []})
