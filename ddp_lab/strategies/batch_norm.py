@@ -5,6 +5,8 @@ ranks. sync: by those of the whole batch, as one device would; that costs two sm
 share may then be empty: the samples repeated to fill up a ragged batch are left out (Strategy.forward_backward).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,17 +25,17 @@ class SyncBatchNorm(nn.BatchNorm2d):
     In place of torch.nn.SyncBatchNorm, which has no kernels for CPUs, and whose backward gives a rank without samples no
     gradient at all: under FSDP that rank left out collectives, and both waited for ever (two H200s, torch 2.11)."""
 
-    group: dist.ProcessGroup | None
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(inputs)
         dtype, inputs = inputs.dtype, inputs.to(self.running_mean.dtype)  # sums of bf16 would lose the statistics
         size = inputs.new_full((1,), inputs.numel() // inputs.size(1))
-        total = sum_over_ranks(torch.cat([inputs.sum((0, 2, 3)), size]), self.group)
+        total = self.sum_over_ranks(torch.cat([inputs.sum((0, 2, 3)), size]))
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = inputs - mean.view(-1, 1, 1)
-        variance = sum_over_ranks(centred.square().sum((0, 2, 3)), self.group) / count
+        variance = self.sum_over_ranks(centred.square().sum((0, 2, 3))) / count
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
@@ -46,7 +48,9 @@ def set_batch_norm(model: Chain, mode: BatchNorm, group: dist.ProcessGroup | Non
     """Makes the BatchNorm layers of `model` (on its device) what `mode` says, over the ranks of `group`; names stay."""
     if mode == "local":
         return model
+    # Never compiled: compiled with its collectives, ResNet-18 took another step (weights 0.15 off; two H200s, torch 2.11).
+    total = torch.compiler.disable(partial(sum_over_ranks, group=group))
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
-            layer.__class__, layer.group = SyncBatchNorm, group  # the same parameters, another forward
+            layer.__class__, layer.sum_over_ranks = SyncBatchNorm, total  # the same parameters, another forward
     return model
