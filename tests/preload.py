@@ -5,10 +5,10 @@ import pkgutil
 
 import hydra._internal.core_plugins
 import launches  # noqa: F401
-import pytest  # noqa: F401
-import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
 import psutil  # noqa: F401
+import pytest  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch
 import torch.distributed.checkpoint.state_dict
