@@ -1,32 +1,47 @@
-# make train: install, then train LeNet on the digits with two ranks.  make test: install, then run the whole test suite.
+# `make help` lists the targets. Each installs into .venv what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
+# A file's tests share worlds and launches, so one process runs all of them; conftest.py has the longest first.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+QUICK := test_config test_data test_models test_plot test_logger
 # One thread a rank: torchrun's own default, said here so that it need not warn.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint compare bench soak tensorboard
+.PHONY: help train test test-quick test-slow test-all lint compare bench soak tensorboard
 
-train: .venv/installed
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+train: .venv/installed ## train LeNet on the digits with two ranks
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train.py strategy=ddp
 
-test: .venv/installed-dev
-	$(BIN)/python -m pytest
+test: .venv/installed-dev ## everything once: each strategy, fault, launch line, message
+	$(PYTEST) -m "not slow"
 
-lint: .venv/installed-dev
+test-quick: .venv/installed-dev ## an answer in a minute: what needs no launches
+	$(PYTEST) -m "not slow" $(QUICK:%=tests/%.py)
+
+test-slow: .venv/installed-dev ## what `make test` leaves out: more examples of the same
+	$(PYTEST) -m slow
+
+test-all: test test-slow ## both
+
+lint: .venv/installed-dev ## ruff
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-compare: .venv/installed
+compare: .venv/installed ## every strategy on the same work, with a report
 	$(BIN)/python scripts/compare.py
 
-bench: .venv/installed
+bench: .venv/installed ## speed against other loops
 	mkdir -p runs
 	$(BIN)/python scripts/bench.py --json runs/bench.json
 
-soak: .venv/installed
+soak: .venv/installed ## random faults, for hours if you like
 	$(BIN)/python scripts/soak.py
 
-tensorboard: .venv/installed
+tensorboard: .venv/installed ## show runs/ on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost
 
 .venv/installed: pyproject.toml

@@ -7,6 +7,13 @@ import torch
 import torch.distributed as dist
 import warm
 
+# Their tests take the longest; each file runs in one process of pytest, so these begin first.
+FIRST = ["test_equivalence.py", "test_faults.py", "test_tutorial.py", "test_slurm.py", "test_speed.py", "test_checkpoint.py"]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
 
 def pytest_configure(config):
     """Starts the server that launches are forked from, once for all of pytest's own processes."""

@@ -1,7 +1,9 @@
 """What the processes of the tests need, imported once in the servers that they are forked from."""
 
 import importlib
+import os
 import pkgutil
+from pathlib import Path
 
 import hydra._internal.core_plugins
 import launches  # noqa: F401
@@ -24,12 +26,14 @@ import worlds  # noqa: F401
 from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
 import ddp_lab
+from ddp_lab.plot import Curve, beside, curves
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if "hydra_plugins" not in module.name:  # those Hydra finds itself
             importlib.import_module(module.name)
 
-parameter = torch.nn.Parameter(torch.zeros(1))
-optimizer = torch.optim.SGD([parameter], lr=1.0)
-optimizer.step()  # torch imports some of itself only here
+# What is slow the first time alone: torch imports some of itself in an optimizer's step, matplotlib looks for its fonts.
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+optimizer.step()
+beside([curves("title", "x", "y", [Curve("a", [(1, 0.25), (2, 1e3)])])] * 2, Path(os.devnull))

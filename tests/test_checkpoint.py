@@ -194,7 +194,7 @@ def test_a_new_learning_rate_counts_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("pipeline", 2), ("tp", 2), ("fsdp", 2)])
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 0.9), (0.9, 0)])
+@pytest.mark.parametrize(("first", "second"), [pytest.param(0, 0, marks=pytest.mark.slow), (0, 0.9), (0.9, 0)])
 def test_momentum_may_come_and_go(strategy, ranks, first, second, tmp_path):
     """SGD without momentum keeps no state."""
     words = ["model=lenet", "strategy.tp=2", "strategy.plan={fc2:replicate}"] if strategy == "tp" else ["model=lenet"]

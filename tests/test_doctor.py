@@ -18,7 +18,7 @@ from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_wo
 from omegaconf import OmegaConf
 from worlds import run_world
 
-from ddp_lab import preflight
+from ddp_lab import preflight, run
 from ddp_lab.doctor import Findings, find_backend, merge
 from ddp_lab.errors import ConfigError
 from ddp_lab.models.simple_cnn import simple_cnn
@@ -79,7 +79,7 @@ def finding(lines: list[str], about: str) -> str:
 
 
 def test_all_is_well(tmp_path):
-    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}/runs")
+    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}/runs", cold=True)
     assert code == 0, output
     assert [line.split(": ")[0].split(maxsplit=1)[1] for line in output.splitlines()] == CHECKS
     lines = output.splitlines()
@@ -309,16 +309,16 @@ def timed_main(line: str) -> float:
     spent = 0.0
 
     def timed(function):
-        def run(*args):
+        def clocked(*args):
             nonlocal spent
             start = time.monotonic()
             result = function(*args)
             spent += time.monotonic() - start
             return result
 
-        return run
+        return clocked
 
-    preflight.check_network, preflight.check_storage = timed(preflight.check_network), timed(preflight.check_storage)
+    run.check_network, run.check_storage = timed(run.check_network), timed(run.check_storage)
     main_with_words(line)
     assert spent > 0, "train.py does not ask"
     return spent

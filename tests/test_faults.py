@@ -61,7 +61,7 @@ def undisturbed(tmp_path_factory) -> dict[int, Path]:
     return {size: folder / f"run-{size}" for size in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("step", [1, 5, 6, 8, 15])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5, 6, 8, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_step_ends_the_same(step, tmp_path, undisturbed):
     line = words(tmp_path, "killed", "checkpoint.every_steps=2", f"inject=crash@rank=0,step={step}")
     code, _ = launch("python train.py", *line)
@@ -84,7 +84,7 @@ def test_it_goes_on_in_mid_epoch_with_other_ranks_and_another_strategy(tmp_path,
     assert_same_end(tmp_path / "moved", undisturbed[1], tolerance=1e-6)
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("crash", 4), ("segfault", 2), ("raise", 2)])
+@pytest.mark.parametrize(("fault", "ranks"), [("crash", 4), pytest.param("segfault", 2, marks=pytest.mark.slow), ("raise", 2)])
 def test_an_elastic_restart_ends_the_same(fault, ranks, tmp_path, undisturbed):
     """With more than two ranks the order of addition counts, too."""
     line = DDP.replace("--standalone --nproc_per_node=2", f"--standalone --max-restarts=3 --nproc_per_node={ranks}")
@@ -95,7 +95,9 @@ def test_an_elastic_restart_ends_the_same(fault, ranks, tmp_path, undisturbed):
     assert_same_end(tmp_path / "restarted", undisturbed[ranks])
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "tp strategy.tp=2", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp strategy.tp=2", "fsdp"))]
+)
 def test_an_elastic_restart_of_a_cut_model_ends_the_same(strategy, tmp_path):
     line = f"torchrun --standalone --max-restarts=1 --nproc_per_node=2 train.py strategy={strategy}"
     for name, more in (("whole", ()), ("cut", ("checkpoint.every_steps=2", "inject=crash@rank=1,step=8"))):
@@ -175,7 +177,8 @@ def test_a_rank_that_steps_less_often_ends_the_launch(tmp_path):
     record = failure(tmp_path / "lazy")
     assert record["rank"] == 1
     steps = {place["rank"]: place["step"] for place in [record, *record["others"]]}
-    assert steps[1] > steps[0] >= 7, "rank 1 left out steps 7 and 8"
+    # Not surely more: the first collective of rank 1 that meets a wrong one may be step 7's exchange of decisions.
+    assert steps[1] >= steps[0] >= 7, "rank 1 left out steps 7 and 8"
 
 
 def test_drifting_replicas_are_named(tmp_path):
@@ -189,7 +192,14 @@ def test_drifting_replicas_are_named(tmp_path):
 SYNC = "strategy=ddp strategy.batch_norm=sync model=resnet18 data.dataset.image_size=16"
 
 
-@pytest.mark.parametrize("more", ["strategy=fsdp", "strategy=tp strategy.tp=1", "strategy=pipeline", SYNC])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "strategy=fsdp",
+        SYNC,
+        *(pytest.param(f"strategy={name}", marks=pytest.mark.slow) for name in ("tp strategy.tp=1", "pipeline")),
+    ],
+)
 def test_replicas_that_are_replicas_pass(more, tmp_path):
     code, output = launch(DDP, *words(tmp_path, "same", "check_replicas=1", "epochs=1", *more.split()))
     assert code == 0, output
@@ -230,7 +240,10 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     assert not list((tmp_path / "ruined").glob("checkpoints/*.pt"))
 
 
-@pytest.mark.parametrize("line", ["python train.py", DDP, DDP.replace("ddp", "tp"), DDP.replace("ddp", "fsdp")])
+@pytest.mark.parametrize(
+    "line",
+    ["python train.py", DDP, *(pytest.param(DDP.replace("ddp", name), marks=pytest.mark.slow) for name in ("tp", "fsdp"))],
+)
 def test_a_batch_without_a_finite_loss_can_be_left_out(line, tmp_path):
     code, output = launch(
         line,
@@ -288,8 +301,8 @@ def test_ctrl_c_loses_nothing(line, code, tmp_path):
 def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path, undisturbed):
     """It leaves within seconds, and the next launch does the evaluation; the epoch's training is not lost."""
     line = words(tmp_path, "long")
-    process = start(DDP, *line, "data.dataset.test_size=1000000")
-    wait_for(tmp_path / "long" / "ranks" / "1.json", lambda record: record["doing"] == "evaluating")
+    process = start(DDP, *line, "data.dataset.test_size=400000")
+    wait_for(tmp_path / "long" / "ranks" / "1.json", lambda record: record["doing"] == "evaluating", 120)
     asked = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     _, output = finish(process, timeout=60)

@@ -48,7 +48,7 @@ LINES = [  # the ranks, and the replicas that share a batch
 
 @pytest.mark.parametrize(("line", "strategy", "world_size", "replicas", "said"), LINES, ids=[line for line, *_ in LINES])
 def test_launch_line(line, strategy, world_size, replicas, said, tmp_path):
-    code, output = launch(line, "epochs=2", f"runs_dir={tmp_path}/runs")
+    code, output = launch(line, "epochs=2", f"runs_dir={tmp_path}/runs", cold=True)
     assert code == 0, output
     assert output.count(said) == 1, "said once, not once per rank"
     plural = "s" * (world_size > 1)
@@ -114,7 +114,7 @@ def test_a_pipeline_says_what_it_will_cost(tmp_path):
 
 def test_the_default_run_learns(tmp_path):
     """What `make train` starts."""
-    code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=ddp", f"runs_dir={tmp_path}")
+    code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=ddp", f"runs_dir={tmp_path}", cold=True)
     assert code == 0, output
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
 
@@ -134,7 +134,7 @@ def test_launches_side_by_side_get_a_directory_each(tmp_path):
 def test_a_restart_goes_on_in_its_directory(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 --max-restarts=1 train.py strategy=ddp"
     same = [*SMALL, "epochs=4"]
-    code, output = launch(line, "inject=crash@rank=1,step=12", *same, f"runs_dir={tmp_path}/crashed")
+    code, output = launch(line, "inject=crash@rank=1,step=12", *same, f"runs_dir={tmp_path}/crashed", cold=True)
     assert code == 0, output
     assert output.count("resumed from") == 1
     code, output = launch(line, *same, f"runs_dir={tmp_path}/undisturbed")
@@ -153,7 +153,7 @@ def test_a_progress_bar_on_a_terminal(tmp_path):
 
 
 def test_help_explains():
-    code, output = launch("python train.py --help")
+    code, output = launch("python train.py --help", cold=True)
     assert code == 0
     for word in (
         "torchrun --nproc_per_node=4 train.py strategy=ddp",

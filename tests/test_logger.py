@@ -1,7 +1,6 @@
 import inspect
 import logging
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -75,7 +74,6 @@ def draw_and_fail(run_dir) -> None:
     logger.draw_at_close(lambda picture: picture.read_text(), run_dir / "missing.png")
     logger.draw_at_close(lambda picture: picture.write_text("drawn"), run_dir / "later.png")
     assert not list(run_dir.glob("*.png")), "drawing would stop the training for a while"
-    assert not any(name.startswith("matplotlib") for name in sys.modules)
     logger.close()
 
 

@@ -120,6 +120,7 @@ def test_a_preempted_job_saves_is_requeued_and_ends_as_if_nothing_had_been(clust
     assert job.state()["Restarts"] == "1"
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_preempts_by_itself_goes_on_too(cluster, undisturbed, tmp_path):
     """Slurm sends SIGTERM to the processes of the step and nothing to the script; resume=never is for the first start."""
     job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW, "resume=never")
@@ -131,6 +132,7 @@ def test_a_job_that_slurm_preempts_by_itself_goes_on_too(cluster, undisturbed, t
     assert_as_undisturbed(job, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
     job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW)
     job.train(epochs=2)
@@ -142,6 +144,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
     assert job.state()["Restarts"] == "0"
 
 
+@pytest.mark.slow
 def test_a_failed_job_ends_failed(cluster, tmp_path):
     job = Job(cluster, tmp_path, TWO_NODES, *WORDS, "inject=raise@rank=1,step=5")
     state, code = job.end()
@@ -150,6 +153,7 @@ def test_a_failed_job_ends_failed(cluster, tmp_path):
     assert "injected by inject=raise@rank=1,step=5" in job.out.read_text()
 
 
+@pytest.mark.slow
 def test_restarts_over_two_nodes(cluster, undisturbed, tmp_path):
     job = Job(cluster, tmp_path, TWO_NODES, *WORDS, "inject=crash@rank=2,step=17", MAX_RESTARTS="1")
     assert_as_undisturbed(job, undisturbed)

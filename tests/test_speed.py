@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from copy import deepcopy
@@ -13,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from launches import ROOT, SMALL, launch, read_metrics
+from launches import SMALL, finish, launch, read_metrics, start
 from omegaconf import OmegaConf
 from PIL import Image
 from test_equivalence import assert_equal, ddp, scratch
@@ -45,7 +43,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("case", "size"), [(Case(Single), 1), (ddp(), 2), (scratch("bucketed"), 2)], ids=["single", "ddp", "scratch"]
+    ("case", "size"),
+    [(Case(Single), 1), (ddp(), 2), pytest.param(scratch("bucketed"), 2, marks=pytest.mark.slow)],
+    ids=["single", "ddp", "scratch"],
 )
 def test_compiled_steps_end_at_the_same_weights(case, size):
     compiled = Case(**{**vars(case), "levers": COMPILED})
@@ -234,7 +234,7 @@ def test_what_was_compiled_here_runs_in_a_new_thread(monkeypatch):
     thread.close()
 
 
-@pytest.mark.parametrize("hook", ["bf16", "powersgd"])
+@pytest.mark.parametrize("hook", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_a_comm_hook_changes_the_result_a_little(hook, tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
     words = ["epochs=6", "model=lenet", f"runs_dir={tmp_path}", "optimizer.lr=0.05"]
@@ -393,25 +393,15 @@ def test_a_tally_names_the_first_bad_step(start, in_graph):
 
 
 def test_the_bench_measures_and_draws(tmp_path):
-    command = [sys.executable, "scripts/bench.py", "--gpus", "0", "--repeats", "2", "--steps", "8", "--patience", "100"]
-    command += [
-        "--loops",
-        "tutorial",
-        "accelerate",
-        "ours eager",
-        "kernels",
-        "--strategies",
-        "ddp",
-        "--json",
-        str(tmp_path / "b.json"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    line = "python scripts/bench.py --gpus 0 --repeats 2 --steps 8 --patience 100 --strategies ddp --loops tutorial accelerate"
+    process = start(line, "ours eager", "kernels", "--json", str(tmp_path / "b.json"))
+    code, output = finish(process, timeout=240)
+    assert code == 0, output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert [(row["devices"], row["loop"]) for row in rows] == [
         (devices, loop) for devices in (1, 2) for loop in ("tutorial", "accelerate", "ours eager", "kernels")
     ]
     assert all(row["rate"] > 0 for row in rows if row["loop"] in ("tutorial", "ours eager"))
     assert all(row["skipped"] == "CUDA graphs need a GPU" for row in rows if row["loop"] == "kernels")
-    assert "| lenet | 2 | ours eager | ddp |" in done.stdout
+    assert "| lenet | 2 | ours eager | ddp |" in output
     assert Image.open(tmp_path / "b.png").width > 700
