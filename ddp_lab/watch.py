@@ -122,7 +122,7 @@ class Watch:
             still = still + BEAT if since == self.since else 0.0  # not the clock: a process that was suspended is not late
             since = self.since
             if (self.run_dir / "failure.json").exists():
-                self._leave()
+                self._leave(GRACE + 4 * BEAT)  # after the rank that reported it, whose message torchrun's summary then has
             for other in self.others():
                 if other["machine"] == self.place["machine"] and other["doing"] != "done" and not is_alive(other["pid"]):
                     self._end(other, "is gone without a word: killed, crashed or left (torchrun's lines have its signal)")
@@ -195,7 +195,7 @@ class Watch:
         self._tell(who, self._describe(who, what))
         self._leave()
 
-    def _leave(self) -> None:
-        """Ends this rank, whose main thread may wait for ever; if it is on its way out by itself, lets it go."""
-        if not self._stop.wait(GRACE):
+    def _leave(self, grace: float = GRACE) -> None:
+        """Ends this rank, whose main thread may wait for ever; if it ends by itself within `grace` seconds, lets it."""
+        if not self._stop.wait(grace):
             os._exit(1)

@@ -53,7 +53,7 @@ def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr:
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     search = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    warm = warm_launches.ADDRESS in os.environ and not (cold or gpus)
+    warm = warm_launches.ADDRESS in os.environ and warm_launches.program_of(command) and not (cold or gpus)
     popen = warm_launches.Warm if warm else subprocess.Popen
     return popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
 

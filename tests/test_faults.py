@@ -301,7 +301,7 @@ def test_ctrl_c_loses_nothing(line, code, tmp_path):
 def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path, undisturbed):
     """It leaves within seconds, and the next launch does the evaluation; the epoch's training is not lost."""
     line = words(tmp_path, "long")
-    process = start(DDP, *line, "data.dataset.test_size=400000")
+    process = start(DDP, *line, "data.dataset.test_size=150000")
     wait_for(tmp_path / "long" / "ranks" / "1.json", lambda record: record["doing"] == "evaluating", 120)
     asked = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)

@@ -394,7 +394,7 @@ def test_a_tally_names_the_first_bad_step(start, in_graph):
 
 def test_the_bench_measures_and_draws(tmp_path):
     line = "python scripts/bench.py --gpus 0 --repeats 2 --steps 8 --patience 100 --strategies ddp --loops tutorial accelerate"
-    process = start(line, "ours eager", "kernels", "--json", str(tmp_path / "b.json"))
+    process = start(line, "ours eager", "kernels", "--json", str(tmp_path / "b.json"), cold=True)
     code, output = finish(process, timeout=240)
     assert code == 0, output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
