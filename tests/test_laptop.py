@@ -1,4 +1,4 @@
-"""Systems without /proc (macOS), and the Mac's GPU. No Mac was at hand: /proc is hidden on Linux, and mps is pretended."""
+"""Systems without /proc (macOS), and the Mac's GPU. No Mac was available: /proc is hidden on Linux, and mps is pretended."""
 
 import contextlib
 import os

@@ -1,6 +1,6 @@
 """Start Python programs by forking a server that has imported torch, in place of a new interpreter for each.
 
-A fresh interpreter spends 3 to 7 s of a core on imports, an agent of torchrun 3 s more; a forked one starts in 50 ms. What
+A fresh interpreter spends 3 to 7 s of a core on imports, an agent of torchrun 3 s more; a forked one spends none. What
 runs is the same: a process with its own arguments, environment, working directory, files, session and exit code. The ranks
 that a forked agent or sweep starts are forked, too, and are children of it, because they find their agent by getppid and die
 with it. Three things differ, so some launches of the tests stay cold: imports, the interpreter's finalization, and the seed of
