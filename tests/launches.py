@@ -28,6 +28,8 @@ SMALL = [
     "batch_size=24",
     "optimizer.lr=0.01",
 ]
+# A model with BatchNorm in place of ResNet-18, whose ten million parameters would take most of a short launch's time.
+NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "model.init_std=null", "data.dataset.image_size=16"]
 METRICS = {
     "epoch",
     "train_loss",

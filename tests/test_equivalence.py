@@ -134,8 +134,17 @@ MODEL_PARALLEL = {
     ],
     8: [ddp_pipeline(2, "1f1b"), ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
 }
-RESNET = {"model": "resnet18", "samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False}
-LOCAL = [scratch(**RESNET), ddp(**RESNET)]
+WITH_BATCH_NORM = {"samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False}
+# `make test` takes the narrow one; ResNet-18's ten million parameters take minutes, in `make test-slow`.
+MODELS = ["narrow", pytest.param("resnet18", marks=pytest.mark.slow)]
+
+
+def local(model: str) -> list[Case]:
+    return [scratch(model=model, **WITH_BATCH_NORM), ddp(model=model, **WITH_BATCH_NORM)]
+
+
+def in_whole_batches(model: str) -> Case:
+    return split(None, 1, model=model, **WITH_BATCH_NORM)
 
 
 def whole_batches(size: int, **case) -> list[Case]:
@@ -146,11 +155,12 @@ def whole_batches(size: int, **case) -> list[Case]:
     return cases
 
 
-def one_step(size: int) -> list[Case]:
-    case = {"model": "resnet18", "samples": 24, "epochs": 1}
+def one_step(size: int, model: str) -> list[Case]:
+    case = {"model": model, "samples": 24, "epochs": 1}
     cases = whole_batches(size, **case)
     if size == 2:
         cases += [pipeline("gpipe", m=1, **case), ddp_pipeline(1, "gpipe", m=1, batch_norm="sync", **case)]
+    if size == 2 and model == "resnet18":
         book = case | {"model": "book_resnet18"}  # convolutions with biases, shortcuts without BatchNorm
         # tp in float64: in float32 a ReLU tips over and one weight ends 2e-5 apart, in float64 3e-16.
         exact = book | {"dtype": torch.float64}
@@ -163,11 +173,11 @@ def one_step(size: int) -> list[Case]:
 def three_steps(size: int, model: str) -> list[Case]:
     """In float64: rounding grows so fast through twenty BatchNorm layers that a single float32 run of three steps is 1e-2 away
     where a ReLU tips over."""
-    resnet = RESNET | {"model": model}
+    case = WITH_BATCH_NORM | {"model": model}
     # The last batch of 61 samples is filled up with repeated ones; in that of 49 some ranks have no other.
-    ragged, almost_empty = resnet | {"samples": 61}, resnet | {"samples": 49}
-    cases = [ddp("sync", **ragged), scratch(batch_norm="sync", **almost_empty), fsdp(batch_norm="sync", **almost_empty)]
-    return whole_batches(size, **resnet) + cases
+    partial, almost_empty = case | {"samples": 61}, case | {"samples": 49}
+    cases = [ddp("sync", **partial), scratch(batch_norm="sync", **almost_empty), fsdp(batch_norm="sync", **almost_empty)]
+    return whole_batches(size, **case) + cases
 
 
 class Forgetful(Scratch):
@@ -201,39 +211,39 @@ def cases_for(size: int) -> list[Case]:
     return [*(REPLICAS + SHARDED if size < 8 else []), *MODEL_PARALLEL[size]]
 
 
+def batch_norm_cases(size: int, model: str) -> list[Case]:
+    return [*local(model), *one_step(size, model), *three_steps(size, model)]
+
+
 @once
 def world(size: int) -> list[dict]:
     """The outcomes of all cases, for each rank."""
-    cases = cases_for(size) + (three_steps(size, "narrow") + WRONG if 1 < size < 8 else [])
-    return run_world(size, run_cases, cases, timeout=300)
+    more = batch_norm_cases(size, "narrow") + WRONG if 1 < size < 8 else []
+    return run_world(size, run_cases, cases_for(size) + more, timeout=300)
 
 
 @once
-def wide_world(size: int) -> list[dict]:
-    return run_world(size, run_cases, LOCAL + one_step(size), timeout=300)
+def resnet18_world(size: int) -> list[dict]:
+    return run_world(size, run_cases, batch_norm_cases(size, "resnet18"), timeout=600)
+
+
+def world_of(model: str, size: int) -> list[dict]:
+    return world(size) if model == "narrow" else resnet18_world(size)
+
+
+def alone(model: str = "narrow") -> dict:
+    return one_process(model)
 
 
 @once
-def long_world(size: int) -> list[dict]:
-    return run_world(size, run_cases, three_steps(size, "resnet18"), timeout=300)
-
-
-@once
-def alone() -> dict:
-    many = [case for size in MODEL_PARALLEL for case in cases_for(size)]
-    references = dict.fromkeys(case.reference() for case in [*ONE, *many, *three_steps(2, "narrow")])
-    return run_world(1, run_cases, [*references, *ONE], timeout=300)[0]
-
-
-@once
-def wide_alone() -> dict:
-    cases = [split(None, 1, **RESNET)]
-    references = dict.fromkeys(case.reference() for case in [*cases, *LOCAL, *one_step(2), *three_steps(2, "resnet18")])
-    return run_world(1, run_cases, [*references, *cases], timeout=300)[0]
-
-
-# ResNet-18's ten million parameters take most of the matrix's time: on three and four ranks in `make test-all` alone.
-WIDE = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+def one_process(model: str) -> dict:
+    """The outcomes of one process; of LeNet's cases, too, beside those of the narrow model."""
+    own = [in_whole_batches(model), *(ONE if model == "narrow" else [])]
+    cases = [*own, *batch_norm_cases(2, model), *batch_norm_cases(4, model)]
+    if model == "narrow":
+        cases += [case for size in MODEL_PARALLEL for case in cases_for(size)]
+    references = dict.fromkeys(case.reference() for case in cases)
+    return run_world(1, run_cases, [*references, *own], timeout=300)[0]
 
 
 def assert_equal(outcome, reference, tolerance: float = 1e-6) -> None:
@@ -253,12 +263,8 @@ def name(case: Case) -> str:
     return "-".join([case.strategy.__name__, *(str(value) for _, value in case.options), *changed]).replace("'", "")
 
 
-def on_every_size(cases_of, slow: Callable[[int], bool] = lambda size: False) -> list:
-    return [
-        pytest.param(case, size, id=f"{name(case)}-on-{size}", marks=[pytest.mark.slow] * slow(size))
-        for size in MODEL_PARALLEL
-        for case in cases_of(size)
-    ]
+def on_every_size() -> list:
+    return [pytest.param(case, size, id=f"{name(case)}-on-{size}") for size in MODEL_PARALLEL for case in cases_for(size)]
 
 
 def test_the_reference_moves_and_is_clipped_and_augmented():
@@ -274,7 +280,7 @@ def test_one_process(case):
     assert_equal(alone()[case], alone()[case.reference()])
 
 
-@pytest.mark.parametrize(("case", "size"), on_every_size(cases_for))
+@pytest.mark.parametrize(("case", "size"), on_every_size())
 def test_several_processes(case, size):
     outcomes = [rank[case] for rank in world(size)]
     assert_equal(outcomes[0], alone()[case.reference()])
@@ -290,46 +296,64 @@ def test_the_matrix_can_fail(case, size):
     assert largest_difference(outcome.weights, alone()[case.reference()].weights) > 1e-4
 
 
-@pytest.mark.parametrize("case", [*REPLICAS, *LOCAL], ids=lambda case: f"{name(case)}-{case.model}")
-def test_replicas_stay_the_same(case):
-    outcomes = [rank[case] for rank in (wide_world(2) if case in LOCAL else world(3))]
+def assert_replicas_are_equal(outcomes: list[Outcome]) -> None:
     for outcome in outcomes[1:]:
         assert outcome.digest == outcomes[0].digest
 
 
-def test_split_in_whole_batches_is_exact_with_batch_norm():
-    case = split(None, 1, **RESNET)
-    assert largest_difference(wide_alone()[case].weights, wide_alone()[case.reference()].weights) <= 1e-9
-    assert wide_alone()[case].evaluation == pytest.approx(wide_alone()[case.reference()].evaluation, rel=1e-9)
+@pytest.mark.parametrize("case", [*REPLICAS, *local("narrow")], ids=lambda case: f"{name(case)}-{case.model}")
+def test_replicas_stay_equal(case):
+    assert_replicas_are_equal([rank[case] for rank in world(3)])
 
 
-@pytest.mark.parametrize("size", WIDE)
-def test_batch_norm_differs_only_by_its_local_statistics(size):
-    """Each rank normalises by its own share of the batch, so ResNet-18 cannot equal `single`; scratch and ddp, which
+@pytest.mark.slow
+@pytest.mark.parametrize("case", local("resnet18"), ids=name)
+def test_replicas_of_resnet18_stay_equal(case):
+    assert_replicas_are_equal([rank[case] for rank in resnet18_world(2)])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_split_in_whole_batches_is_exact_with_batch_norm(model):
+    case = in_whole_batches(model)
+    assert largest_difference(alone(model)[case].weights, alone(model)[case.reference()].weights) <= 1e-9
+    assert alone(model)[case].evaluation == pytest.approx(alone(model)[case.reference()].evaluation, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_batch_norm_differs_only_by_its_local_statistics(model, size):
+    """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`; scratch and ddp, which
     normalise alike, equal each other. What is promised against `single` is a loss within 5 % after the first steps."""
-    scratch, ddp = (wide_world(size)[0][case] for case in LOCAL)
-    reference = wide_alone()[LOCAL[0].reference()]
+    scratch, ddp = (world_of(model, size)[0][case] for case in local(model))
+    reference = alone(model)[local(model)[0].reference()]
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
     assert largest_difference(ddp.weights, reference.weights) > 1e-2, "equal after all: then promise it"
 
 
-@pytest.mark.parametrize(
-    ("case", "size"), on_every_size(lambda size: one_step(size) if 1 < size < 8 else [], slow=lambda size: size > 2)
-)
+def batch_norm_params(cases_of: Callable[[int, str], list[Case]]) -> list:
+    return [
+        pytest.param(case, size, id=f"{name(case)}-{case.model}-on-{size}", marks=[pytest.mark.slow] * (model == "resnet18"))
+        for model in ("narrow", "resnet18")
+        for size in (2, 3, 4)
+        for case in cases_of(size, model)
+    ]
+
+
+def of_model(case: Case) -> str:
+    return "narrow" if case.model == "narrow" else "resnet18"
+
+
+@pytest.mark.parametrize(("case", "size"), batch_norm_params(one_step))
 def test_batch_norm_over_the_whole_batch_takes_singles_step(case, size):
-    assert_equal(wide_world(size)[0][case], wide_alone()[case.reference()])
+    model = of_model(case)
+    assert_equal(world_of(model, size)[0][case], alone(model)[case.reference()])
 
 
-@pytest.mark.parametrize(("case", "size"), on_every_size(lambda size: three_steps(size, "narrow") if 1 < size < 8 else []))
+@pytest.mark.parametrize(("case", "size"), batch_norm_params(three_steps))
 def test_batch_norm_over_the_whole_batch_stays_with_single(case, size):
-    assert_stays(world(size)[0][case], alone()[case.reference()])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "size"), on_every_size(lambda size: three_steps(size, "resnet18") if 1 < size < 8 else []))
-def test_resnet18_over_the_whole_batch_stays_with_single(case, size):
-    assert_stays(long_world(size)[0][case], wide_alone()[case.reference()])
+    model = of_model(case)
+    assert_stays(world_of(model, size)[0][case], alone(model)[case.reference()])
 
 
 def assert_stays(outcome: Outcome, reference: Outcome) -> None:

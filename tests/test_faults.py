@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import SMALL, finish, launch, read_metrics, start
+from launches import NARROW, SMALL, finish, launch, read_metrics, start
 
 from ddp_lab.watch import Watch, suspicion
 
@@ -189,7 +189,7 @@ def test_drifting_replicas_are_named(tmp_path):
     assert output.split("Root Cause")[1].count(said) == 1, output
 
 
-SYNC = "strategy=ddp strategy.batch_norm=sync model=resnet18 data.dataset.image_size=16"
+SYNC = " ".join(["strategy=ddp", "strategy.batch_norm=sync", *NARROW])
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 def test_a_batch_without_a_finite_loss_can_be_left_out(line, tmp_path):
     code, output = launch(
         line,
-        *words(tmp_path, "skipped", "on_nan=skip", "inject=nan@rank=0,step=8", "model=resnet18", "data.dataset.image_size=16"),
+        *words(tmp_path, "skipped", "on_nan=skip", "inject=nan@rank=0,step=8", *NARROW),
     )
     assert code == 0, output
     assert "the loss of step 8" in output
@@ -331,10 +331,10 @@ def test_no_rank_outlives_torchrun(tmp_path):
 
 
 def test_a_second_writer_is_refused(tmp_path):
-    process = start("python train.py", *words(tmp_path, "mine", "epochs=100000"))
-    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
+    process = start("python train.py", *words(tmp_path, "mine", "inject=hang@rank=0,step=8"))
+    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] == 8)
     code, output = launch("python train.py", *words(tmp_path, "mine"))
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGKILL)
     finish(process)
     assert code == 2
     assert "name=mine: another launch is writing in" in output

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 import yaml
 from launches import ROOT, SMALL, launch, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
@@ -96,8 +97,14 @@ def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, tmp_path_factory) -> Job:
-    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *WORDS)
+def shims(tmp_path_factory) -> Path:
+    """Where jobs that nobody signals find a quicker python and torchrun; their ranks are no descendants of Slurm's daemon."""
+    return warm.shims(tmp_path_factory.mktemp("shims") / "bin")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, shims, tmp_path_factory) -> Job:
+    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *WORDS, PATH=f"{shims}:{cluster.env['PATH']}")
     job.end()
     return job
 
@@ -221,10 +228,12 @@ def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
 SWEEP = "python train.py -m hydra/launcher=slurm"
 
 
-def at(cluster, monkeypatch) -> None:
+@pytest.fixture
+def at_cluster(cluster, shims, monkeypatch) -> None:
     """The tests' Slurm is the one that a launch here finds."""
     for key, value in cluster.env.items():
         monkeypatch.setenv(key, value)
+    monkeypatch.setenv("PATH", f"{shims}:{cluster.env['PATH']}")
     monkeypatch.setenv("NPROC_PER_NODE", "2")
 
 
@@ -233,8 +242,7 @@ def submitted(output: str) -> dict[str, str]:
     return dict(re.findall(r"^\[(.*)\] Submitted batch job (\d+)$", output, re.MULTILINE))
 
 
-def test_a_sweep_is_submitted_once(cluster, tmp_path, monkeypatch):
-    at(cluster, monkeypatch)
+def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
     sweep = tmp_path / "it's a, sweep"
     odd = f"""{tmp_path}/a  b 'c' "d" \\e $HOME $(touch {tmp_path}/bad) `touch {tmp_path}/bad`; #é"""
     line = [
@@ -290,8 +298,7 @@ def test_a_sweep_is_submitted_once(cluster, tmp_path, monkeypatch):
     assert submitted(output) == {}
 
 
-def test_what_slurm_refuses_is_told_for_every_job(cluster, tmp_path, monkeypatch):
-    at(cluster, monkeypatch)
+def test_what_slurm_refuses_is_told_for_every_job(cluster, at_cluster, tmp_path):
     words = [*SMALL, f"hydra.sweep.dir={tmp_path}/sweep", "strategy=scratch,ddp"]
     code, output = launch(SWEEP, *words, "hydra.launcher.sbatch=['--partition=nonsense']")
     assert code == 1, output
@@ -302,8 +309,7 @@ def test_what_slurm_refuses_is_told_for_every_job(cluster, tmp_path, monkeypatch
     assert cluster.run("squeue", "--noheader") == ""
 
 
-def test_a_slurm_that_does_not_answer_is_one_message(cluster, tmp_path, monkeypatch):
-    at(cluster, monkeypatch)
+def test_a_slurm_that_does_not_answer_is_one_message(cluster, at_cluster, tmp_path, monkeypatch):
     conf = tmp_path / "slurm.conf"
     conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", Path(cluster.env["SLURM_CONF"]).read_text()))
     monkeypatch.setenv("SLURM_CONF", str(conf))

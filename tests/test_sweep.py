@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from ddp_lab.errors import ConfigError
 from ddp_lab.launch.sweep import LONGEST, Job, directory_name, quote
 from ddp_lab.launch.torchrun import TorchrunLauncher, describe
+from ddp_lab.rundir import read_json
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"
 
@@ -66,16 +68,34 @@ def test_a_sweep_that_is_ended_goes_on(tmp_path):
     line = words(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
     process = start(SWEEP, *line, "data.dataset.train_size=240000", "checkpoint.every_epochs=1")
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "sweep").glob("*/ranks/0.json")):
+    while not any(read_json(path)["step"] > 0 for path in (tmp_path / "sweep").glob("*/ranks/1.json")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    time.sleep(5)
     os.kill(process.pid, signal.SIGINT)
     code, output = finish(process, timeout=60)
     assert code == 130, output
     assert "goes on" in output
     assert "strategy=single: did not start" not in output
     assert jobs(tmp_path) == {"ddp ": "preempted"}
+
+
+def test_an_ended_sweep_sends_each_job_one_sigterm(monkeypatch):
+    """A second one would end torchrun's agent, and with it the ranks, while they save."""
+
+    class Saving:
+        received = 0
+
+        def terminate(self):
+            self.received += 1
+            threading.Timer(1, launcher.processes.discard, [self]).start()
+
+    launcher = TorchrunLauncher(1, 1)
+    job = Saving()
+    launcher.processes = {job}
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    launcher._end_for_good(130)
+    assert (job.received, codes) == (1, [130])
 
 
 def test_slurm_dry_run_prints_the_script_and_quotes(tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import warm
 from launches import ROOT, finish
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -96,8 +97,8 @@ def copy_tree(to: Path) -> None:
             shutil.copy(ROOT / name, to / name)
 
 
-def run(command: str, exported: str, tree: Path) -> tuple[int, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+def run(command: str, exported: str, tree: Path, programs: Path) -> tuple[int, str]:
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", exported + command],
         cwd=tree,
@@ -115,12 +116,13 @@ def run(command: str, exported: str, tree: Path) -> tuple[int, str]:
 def test_every_command_prints_what_is_shown(tmp_path):
     tree = tmp_path / "ddp_lab"
     copy_tree(tree)
+    programs = warm.shims(tmp_path / "bin")
     exported, wrong = "", []
     found = blocks()
     for block, shown in pairwise(found):
         if block.info != "bash":
             continue
-        code, output = run(block.text, exported, tree)
+        code, output = run(block.text, exported, tree, programs)
         exported += "".join(line + "\n" for line in block.text.splitlines() if line.startswith("export "))
         stated = re.search(r"# exits with (\d+)", block.text)
         line = missing(shown.text, output, "timings" in shown.info)

@@ -6,7 +6,8 @@ that a forked agent or sweep starts are forked, too, and are children of it, bec
 with it. Three things differ, so some launches of the tests stay cold: imports, the interpreter's finalization, and the seed of
 string hashes, which all forks share.
 
-`python tests/warm.py FD` is the server, listening on an inherited socket. Linux only.
+`python tests/warm.py FD` is the server, listening on an inherited socket; `python tests/warm.py python|torchrun WORD...` is the
+command, forked from the server at $DDP_LAB_TESTS_WARM. Linux only.
 """
 
 import atexit
@@ -17,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import struct
@@ -165,9 +167,7 @@ def serve(listener: socket.socket) -> Request:
                 os.close(file)
             connection.sendall(NUMBER.pack(pid))
             if request.owner is None:
-                _, status = os.waitpid(pid, 0)
-                with contextlib.suppress(OSError):  # nobody waits any more
-                    connection.sendall(NUMBER.pack(status))
+                watch(pid, connection)
             os._exit(0)
         connection.close()
         for file in files:
@@ -177,6 +177,17 @@ def serve(listener: socket.socket) -> Request:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def watch(pid: int, connection: socket.socket) -> None:
+    """Sends the exit status. A process that nobody waits for any more is killed."""
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, connection], [], [])
+    if ended not in ready:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        connection.sendall(NUMBER.pack(status))
 
 
 def settle(request: Request, files: list[int]) -> None:
@@ -234,6 +245,28 @@ def execute(request: Request) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def shims(folder: Path) -> Path:
+    """A folder for $PATH whose `python` and `torchrun` are forked, for commands that a shell starts; empty without a server."""
+    folder.mkdir()
+    for name in ("python", "torchrun") if ADDRESS in os.environ else ():
+        command = [sys.executable, "-S", __file__, name]
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def stand_in(name: str, words: list[str]) -> NoReturn:
+    """A shim's process: starts the command, and ends as it does."""
+    command = [str(Path(sys.executable).with_name(name)), *words]
+    if program_of(command) is None:
+        os.execv(command[0], command)
+    inherited = dict.fromkeys(("p2cread", "c2pwrite", "errwrite"), -1)
+    connection = ask({"args": command, "env": None, "cwd": None, "start_new_session": False, **inherited}, owner=None)
+    receive(connection)  # the process's id
+    code = os.waitstatus_to_exitcode(receive(connection))
+    sys.exit(code if code >= 0 else 128 - code)  # as a shell has it
+
+
 def start_server(address: str) -> subprocess.Popen:
     """Returns when it listens; it has still to import. It ends with this process."""
     listener = socket.create_server(address, family=socket.AF_UNIX)
@@ -249,6 +282,8 @@ def start_server(address: str) -> subprocess.Popen:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1].isdigit():
+        stand_in(sys.argv[1], sys.argv[2:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tests")]
     import gc

@@ -44,6 +44,8 @@ def once(function: Callable) -> Callable:
 def _rank(function: Callable, args: tuple, environment: dict[str, str], pipe) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # As torchrun's ranks: the forkserver hands its own way of starting processes on, and each loader worker would import torch.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         result = function(*args)
         assert not dist.is_initialized(), "the process group leaked: it is still open after the run"

@@ -132,10 +132,9 @@ class TorchrunLauncher(SweepLauncher):
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         def end(number: int, frame: object) -> None:
-            self.ended = True
-            for process in list(self.processes):
-                process.terminate()
-            threading.Thread(target=self._end_for_good, args=(128 + number,)).start()
+            if not self.ended:
+                self.ended = True
+                threading.Thread(target=self._end_for_good, args=(128 + number,)).start()
 
         for number in before:
             signal.signal(number, end)
@@ -147,11 +146,14 @@ class TorchrunLauncher(SweepLauncher):
 
     def _end_for_good(self, code: int) -> None:
         deadline = time.monotonic() + PATIENCE
+        terminated: set[subprocess.Popen] = set()
         while self.processes and time.monotonic() < deadline:
-            for process in list(self.processes):
-                if process.poll() is None:
-                    process.terminate()  # also those that another thread has just started
-            time.sleep(0.5)
+            # Also those that another thread has just started. Each once: a second SIGTERM ends torchrun's agent, and with it
+            # the ranks, while they save.
+            for process in set(self.processes) - terminated:
+                process.terminate()
+                terminated.add(process)
+            time.sleep(0.1)
         for process in list(self.processes):
             process.kill()
         print("the sweep was ended; the same line with its hydra.sweep.dir goes on", flush=True)
