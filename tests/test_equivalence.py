@@ -207,6 +207,14 @@ WRONG = [
 ]
 
 
+# Two and three ranks take all of these in `make test`, one rank and four take these alone, and the rest in `make test-slow`.
+ONCE = [REPLICAS[0], REPLICAS[3], REPLICAS[5], REPLICAS[9], REPLICAS[10], REPLICAS[13], SHARDED[2], SHARDED[3]]
+
+
+def is_slow(case: Case, size: int) -> bool:
+    return size in (1, 4) and case in REPLICAS + SHARDED and case not in ONCE
+
+
 def cases_for(size: int) -> list[Case]:
     return [*(REPLICAS + SHARDED if size < 8 else []), *MODEL_PARALLEL[size]]
 
@@ -217,9 +225,15 @@ def batch_norm_cases(size: int, model: str) -> list[Case]:
 
 @once
 def world(size: int) -> list[dict]:
-    """The outcomes of all cases, for each rank."""
+    """The outcomes of the cases of `make test`, for each rank."""
+    cases = [case for case in cases_for(size) if not is_slow(case, size)]
     more = batch_norm_cases(size, "narrow") + WRONG if 1 < size < 8 else []
-    return run_world(size, run_cases, cases_for(size) + more, timeout=300)
+    return run_world(size, run_cases, cases + more, timeout=300)
+
+
+@once
+def slow_world(size: int) -> list[dict]:
+    return run_world(size, run_cases, [case for case in cases_for(size) if is_slow(case, size)], timeout=300)
 
 
 @once
@@ -264,7 +278,11 @@ def name(case: Case) -> str:
 
 
 def on_every_size() -> list:
-    return [pytest.param(case, size, id=f"{name(case)}-on-{size}") for size in MODEL_PARALLEL for case in cases_for(size)]
+    return [
+        pytest.param(case, size, id=f"{name(case)}-on-{size}", marks=[pytest.mark.slow] * is_slow(case, size))
+        for size in MODEL_PARALLEL
+        for case in cases_for(size)
+    ]
 
 
 def test_the_reference_moves_and_is_clipped_and_augmented():
@@ -282,7 +300,7 @@ def test_one_process(case):
 
 @pytest.mark.parametrize(("case", "size"), on_every_size())
 def test_several_processes(case, size):
-    outcomes = [rank[case] for rank in world(size)]
+    outcomes = [rank[case] for rank in (slow_world if is_slow(case, size) else world)(size)]
     assert_equal(outcomes[0], alone()[case.reference()])
     for outcome in outcomes[1:]:
         assert outcome.sums == outcomes[0].sums

@@ -103,8 +103,15 @@ def shims(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, shims, tmp_path_factory) -> Job:
-    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *WORDS, PATH=f"{shims}:{cluster.env['PATH']}")
+def forking(cluster, tmp_path_factory) -> dict[str, str]:
+    """The environment of jobs whose torchrun forks its ranks."""
+    folder = warm.agent_shims(tmp_path_factory.mktemp("agents") / "bin")
+    return {"PATH": f"{folder}:{cluster.env['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, forking, tmp_path_factory) -> Job:
+    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *WORDS, **forking)
     job.end()
     return job
 
@@ -116,8 +123,8 @@ def test_two_nodes_of_two_ranks_finish(undisturbed):
     assert [path.name for path in undisturbed.runs.iterdir() if path.is_dir()] == [f"slurm-{undisturbed.id}"]
 
 
-def test_a_preempted_job_saves_is_requeued_and_ends_as_if_nothing_had_been(cluster, undisturbed, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW)
+def test_a_preempted_job_saves_is_requeued_and_ends_as_if_nothing_had_been(cluster, forking, undisturbed, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW, **forking)
     job.train(epochs=2)
     cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # as Slurm does by --signal=B:USR1@60
     job.start_again()

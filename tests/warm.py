@@ -6,8 +6,9 @@ that a forked agent or sweep starts are forked, too, and are children of it, bec
 with it. Three things differ, so some launches of the tests stay cold: imports, the interpreter's finalization, and the seed of
 string hashes, which all forks share.
 
-`python tests/warm.py FD` is the server, listening on an inherited socket; `python tests/warm.py python|torchrun WORD...` is the
-command, forked from the server at $DDP_LAB_TESTS_WARM. Linux only.
+`python tests/warm.py FD` is the server, listening on an inherited socket. `python tests/warm.py ask python|torchrun WORD...` is
+the command, forked from the server at $DDP_LAB_TESTS_WARM; `... be torchrun WORD...` is the command itself, which forks its
+ranks. Linux only.
 """
 
 import atexit
@@ -73,7 +74,7 @@ class Warm(subprocess.Popen):
 
     def _execute_child(self, *given: Any) -> None:
         call = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
-        self.connection = ask(call, owner=None)
+        self.connection = ask(call, os.environ[ADDRESS])
         self.pid = receive(self.connection)
         close_pipes(self, call)
 
@@ -94,13 +95,13 @@ class Warm(subprocess.Popen):
         return self.returncode
 
 
-def ask(call: dict[str, Any], owner: int | None) -> socket.socket:
-    """Sends what Popen._execute_child was given to the server. The first answer is the process's id."""
+def ask(call: dict[str, Any], address: str, owner: int | None = None) -> socket.socket:
+    """Sends what Popen._execute_child was given to the server at `address`. The first answer is the process's id."""
     env = dict(os.environ if call["env"] is None else call["env"])
     request = Request(program_of(call["args"]), env, os.fspath(call["cwd"] or os.getcwd()), call["start_new_session"], owner)
     files = [call[name] if call[name] != -1 else i for i, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(os.environ[ADDRESS])
+    connection.connect(address)
     data = json.dumps(request).encode()
     socket.send_fds(connection, [NUMBER.pack(len(data))], files)
     connection.sendall(data)
@@ -134,7 +135,6 @@ def fork_children() -> None:
             os._exit(0)
         run(serve(listener))
     listener.close()
-    os.environ[ADDRESS] = address
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the forks' parent is this process
     cold = subprocess.Popen._execute_child
 
@@ -142,7 +142,7 @@ def fork_children() -> None:
         call = inspect.signature(cold).bind(process, *given).arguments
         if program_of(call["args"]) is None:
             return cold(process, *given)
-        with ask(call, owner=owner) as connection:
+        with ask(call, address, owner) as connection:
             process.pid = receive(connection)
         close_pipes(process, call)
 
@@ -151,8 +151,8 @@ def fork_children() -> None:
 
 def serve(listener: socket.socket) -> Request:
     """Forks a process for each request. Returns in the forks alone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole process group they mean the programs in it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # sent to all of a process's group or children, they mean the programs there
     while True:
         connection, _ = listener.accept()
         length, files, _, _ = socket.recv_fds(connection, NUMBER.size, 3)
@@ -201,6 +201,7 @@ def settle(request: Request, files: list[int]) -> None:
         os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)
@@ -247,9 +248,18 @@ def execute(request: Request) -> None:
 
 def shims(folder: Path) -> Path:
     """A folder for $PATH whose `python` and `torchrun` are forked, for commands that a shell starts; empty without a server."""
+    return _write_shims(folder, "ask", "python", "torchrun")
+
+
+def agent_shims(folder: Path) -> Path:
+    """As `shims`, with a `torchrun` that is a child of the shell, as Slurm's jobs need it: its ranks alone are forked."""
+    return _write_shims(folder, "be", "torchrun")
+
+
+def _write_shims(folder: Path, how: str, *names: str) -> Path:
     folder.mkdir()
-    for name in ("python", "torchrun") if ADDRESS in os.environ else ():
-        command = [sys.executable, "-S", __file__, name]
+    for name in names if ADDRESS in os.environ else ():
+        command = [sys.executable, *(["-S"] if how == "ask" else []), __file__, how, name]
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         (folder / name).chmod(0o755)
     return folder
@@ -261,7 +271,7 @@ def stand_in(name: str, words: list[str]) -> NoReturn:
     if program_of(command) is None:
         os.execv(command[0], command)
     inherited = dict.fromkeys(("p2cread", "c2pwrite", "errwrite"), -1)
-    connection = ask({"args": command, "env": None, "cwd": None, "start_new_session": False, **inherited}, owner=None)
+    connection = ask({"args": command, "env": None, "cwd": None, "start_new_session": False, **inherited}, os.environ[ADDRESS])
     receive(connection)  # the process's id
     code = os.waitstatus_to_exitcode(receive(connection))
     sys.exit(code if code >= 0 else 128 - code)  # as a shell has it
@@ -282,13 +292,17 @@ def start_server(address: str) -> subprocess.Popen:
 
 
 if __name__ == "__main__":
-    if not sys.argv[1].isdigit():
-        stand_in(sys.argv[1], sys.argv[2:])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.argv[1] == "ask":
+        stand_in(sys.argv[2], sys.argv[3:])
+    if sys.argv[1] != "be":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tests")]
     import gc
 
     import preload  # noqa: F401
 
     gc.freeze()  # what is there is never looked through again, so forks need not copy it
+    if sys.argv[1] == "be":
+        command = [str(Path(sys.executable).with_name(sys.argv[2])), *sys.argv[3:]]
+        run(Request(program_of(command), dict(os.environ), os.getcwd(), False, None))
     run(serve(socket.socket(fileno=int(sys.argv[1]))))
