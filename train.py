@@ -18,8 +18,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from ddp_lab.cli import record, user_errors
-from ddp_lab.config import check
+from ddp_lab.config.schema import check
+from ddp_lab.launch.command_line import record, user_errors
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later
 
@@ -31,9 +31,9 @@ PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later
 def main(cfg: DictConfig) -> None:
     check(cfg)
     # Here and not above: torch takes 1.5 s to load, which --help and most mistakes in the config need not wait for.
+    from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
     from ddp_lab.run import train
-    from ddp_lab.runtime import Runtime
-    from ddp_lab.watch import COLLECTIVE_GRACE
+    from ddp_lab.world.runtime import Runtime
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
         status = train(cfg, runtime)  # a function of its own: what holds the process group is gone before the group is

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from ddp_lab.cli import CONF, record, user_errors
-from ddp_lab.config import build, check
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.schema import build, check
 from ddp_lab.data.datasets import Dataset
-from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.plan import Plan
-from ddp_lab.preflight import Finding, check_free_disk, check_host_name, check_master, check_shared
-from ddp_lab.runtime import Runtime, list_devices
+from ddp_lab.launch.command_line import CONF, record, user_errors
+from ddp_lab.launch.preflight import Finding, check_free_disk, check_host_name, check_master, check_shared
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.plan import Plan
+from ddp_lab.world.runtime import Runtime, list_devices
 
 T = TypeVar("T")
 

@@ -7,28 +7,28 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_lab.checkpoint import Checkpoints
-from ddp_lab.checkpoint_files import load_checkpoint
-from ddp_lab.config import build
+from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.schema import build
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import Loader
-from ddp_lab.decisions import Decisions
-from ddp_lab.errors import TrainingError
-from ddp_lab.guard import Guard, Preempted
-from ddp_lab.inject import Fault
-from ddp_lab.levers import Levers
-from ddp_lab.logger import FileLogger, Logger, log, setup_logging
-from ddp_lab.loop import fit, is_over
-from ddp_lab.plan import Plan
-from ddp_lab.preflight import check_network, check_storage, warn
-from ddp_lab.profiler import NEEDED, Profiled, check_profile
-from ddp_lab.rundir import RunDir
-from ddp_lab.runtime import Runtime
-from ddp_lab.schedule import make_scheduler
-from ddp_lab.step import Step
+from ddp_lab.launch.preflight import check_network, check_storage, warn
+from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
+from ddp_lab.observe.profiler import NEEDED, Profiled, check_profile
+from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.checkpoint_files import load_checkpoint
+from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.resilience.fault_injection import Fault
+from ddp_lab.resilience.guard import Guard, Preempted
+from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.resilience.watchdog import Watch
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.watch import Watch
+from ddp_lab.training.loop import fit, is_over
+from ddp_lab.training.plan import Plan
+from ddp_lab.training.schedule import make_scheduler
+from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.step import Step
+from ddp_lab.world.runtime import Runtime
 
 
 def train(cfg: DictConfig, runtime: Runtime) -> str:

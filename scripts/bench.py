@@ -48,18 +48,18 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-from ddp_lab.config import build  # noqa: E402
+from ddp_lab.config.schema import build  # noqa: E402
 from ddp_lab.data.datasets import Synthetic  # noqa: E402
-from ddp_lab.graph import GraphStep  # noqa: E402
-from ddp_lab.levers import Levers  # noqa: E402
 from ddp_lab.models.lenet import lenet  # noqa: E402
 from ddp_lab.models.resnet import resnet18  # noqa: E402
-from ddp_lab.plan import Plan  # noqa: E402
-from ddp_lab.plot import Curve, bars, beside, curves  # noqa: E402
+from ddp_lab.observe.plot import Curve, bars, beside, curves  # noqa: E402
 from ddp_lab.run import make_loaders  # noqa: E402
-from ddp_lab.runtime import Runtime  # noqa: E402
-from ddp_lab.schedule import make_scheduler  # noqa: E402
-from ddp_lab.step import Step  # noqa: E402
+from ddp_lab.training.plan import Plan  # noqa: E402
+from ddp_lab.training.schedule import make_scheduler  # noqa: E402
+from ddp_lab.training.speed.cuda_graph import GraphStep  # noqa: E402
+from ddp_lab.training.speed.options import Levers  # noqa: E402
+from ddp_lab.training.step import Step  # noqa: E402
+from ddp_lab.world.runtime import Runtime  # noqa: E402
 
 MODELS = {"lenet": lenet, "resnet18": resnet18}
 GPU_LEVERS = ["cuda_graph=true", "compile=tuned", "channels_last=true", "precision=bf16"]

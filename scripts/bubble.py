@@ -19,8 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ddp_lab.models.resnet import resnet18
-from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.world.runtime import Runtime
 
 
 def seconds(function, device: torch.device, repeat: int) -> float:

@@ -10,8 +10,8 @@ report.md, report.html, which needs no network, and the plots.
 speed-up      samples a second against `single`; efficiency: that by the number of devices
 memory        the most that one device had allocated; without GPUs, what one process had resident, PyTorch itself included
 sent          what a rank hands to collectives and sends in a step
-time split    of a step, the mean over devices: see ddp_lab/time_split.py. Ten steps of the first epoch are recorded for it
-              (profile=true); so for speed and clock that epoch counts as the median of the others, where there are others
+time split    of a step, the mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch are
+              recorded for it (profile=true); so for speed and clock that epoch counts as the median of the others, where there are others
 difference    of the weights from `single`'s, the largest: after the first epoch, and at the end. Sums of float32 in another
               order round otherwise, and training makes that grow; models with BatchNorm differ by more (docs/strategies.md)
 """
@@ -39,9 +39,9 @@ sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.sweep import quote  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
-from ddp_lab.plot import Curve, bars, beside, curves, short, stacked  # noqa: E402
-from ddp_lab.profiler import mean_split  # noqa: E402
-from ddp_lab.rundir import read_json  # noqa: E402
+from ddp_lab.observe.plot import Curve, bars, beside, curves, short, stacked  # noqa: E402
+from ddp_lab.observe.profiler import mean_split  # noqa: E402
+from ddp_lab.resilience.run_directory import read_json  # noqa: E402
 
 COLUMNS = (
     "strategy",

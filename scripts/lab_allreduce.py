@@ -25,11 +25,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ddp_lab.models.lenet import lenet
-from ddp_lab.plot import Curve, bars, beside, curves
-from ddp_lab.runtime import Runtime
+from ddp_lab.observe.plot import Curve, bars, beside, curves
 from ddp_lab.strategies.all_reduce import ALGORITHMS, flatten
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.scratch import Scratch
+from ddp_lab.world.runtime import Runtime
 
 PIECES = 8  # tensors, as many as LeNet has
 

@@ -36,7 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.plot import Curve, bars, beside, curves, timeline
+from ddp_lab.observe.plot import Curve, bars, beside, curves, timeline
 from scripts.lanes import Lane, Run, Work, lane, once, repeated
 
 CHAINS, LINKS, SMALL = 8, 32, 128  # independent chains of so many products, SMALL x SMALL

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.sweep import quote  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
-from ddp_lab.plot import Curve, beside, curves  # noqa: E402
+from ddp_lab.observe.plot import Curve, beside, curves  # noqa: E402
 
 RULES = ("none", "linear", "sqrt")
 

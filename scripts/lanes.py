@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.plot import Boxes
+from ddp_lab.observe.plot import Boxes
 
 Work = Callable[[], object]
 

@@ -26,7 +26,7 @@ import worlds  # noqa: F401
 from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
 import ddp_lab
-from ddp_lab.plot import Curve, beside, curves
+from ddp_lab.observe.plot import Curve, beside, curves
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

@@ -17,10 +17,11 @@ from test_equivalence import assert_equal, ddp, ddp_pipeline, fsdp, pipeline, sc
 from training import Case, Outcome, make_model, run_cases
 from worlds import run_world
 
-from ddp_lab.checkpoint import Checkpoints, Progress
-from ddp_lab.runtime import Runtime
-from ddp_lab.schedule import cosine, make_scheduler
+from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import cosine, make_scheduler
+from ddp_lab.world.runtime import Runtime
 
 
 def train(tmp_path, name: str, *overrides: str, ranks: int = 1) -> dict:

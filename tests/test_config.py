@@ -5,10 +5,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from ddp_lab.config import build, check
-from ddp_lab.errors import ConfigError
-from ddp_lab.plan import Plan
-from ddp_lab.runtime import Runtime
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.schema import build, check
+from ddp_lab.training.plan import Plan
+from ddp_lab.world.runtime import Runtime
 
 CONF = Path(__file__).parent.parent / "conf"
 GROUPS = ["data", "model", "strategy", "optimizer", "scheduler", "experiment"]
@@ -181,7 +181,7 @@ def test_batch_that_does_not_divide(batch, advice):
 
 
 def test_schedules():
-    from ddp_lab.schedule import constant, cosine, make_scheduler
+    from ddp_lab.training.schedule import constant, cosine, make_scheduler
 
     def rates(shape, warmup_steps):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from test_config import config
 
-from ddp_lab.config import build
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.schema import build
 from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import IGNORE
-from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.plan import Plan
 from ddp_lab.run import make_loaders
-from ddp_lab.runtime import Runtime
+from ddp_lab.training.plan import Plan
+from ddp_lab.world.runtime import Runtime
 
 
 def numbered(samples: int) -> Split:

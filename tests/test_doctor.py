@@ -18,12 +18,13 @@ from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_wo
 from omegaconf import OmegaConf
 from worlds import run_world
 
-from ddp_lab import preflight, run
+from ddp_lab import run
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.doctor import Findings, find_backend, merge
-from ddp_lab.errors import ConfigError
+from ddp_lab.launch import preflight
+from ddp_lab.launch.preflight import Finding, checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.preflight import Finding, checkpoint_bytes
-from ddp_lab.runtime import Runtime, list_devices
+from ddp_lab.world.runtime import Runtime, list_devices
 
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
 CHECKS += ["partition"]

@@ -1,6 +1,6 @@
 """Faults in real processes: what is left of a run, what is told, and that nothing hangs.
 
-The faults are those that users can inject (ddp_lab/inject.py), or real signals from outside.
+The faults are those that users can inject (ddp_lab/resilience/fault_injection.py), or real signals from outside.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import pytest
 import torch
 from launches import NARROW, SMALL, finish, launch, read_metrics, start
 
-from ddp_lab.watch import Watch, suspicion
+from ddp_lab.resilience.watchdog import Watch, suspicion
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 STEPS = 5  # an epoch of SMALL has

@@ -32,17 +32,17 @@ from torch import nn
 from training import Case, largest_difference, run_cases
 from worlds import once, run_world
 
-import ddp_lab.levers
-from ddp_lab import kernel_choice
-from ddp_lab.convolution import pad_convolutions
-from ddp_lab.decisions import Decisions
-from ddp_lab.graph import CHANNELS_LAST, COMBO, GraphStep
-from ddp_lab.levers import Levers
-from ddp_lab.runtime import Runtime
+import ddp_lab.training.speed.options
+from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.strategies.dp import DP
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
-from ddp_lab.tally import Tally
+from ddp_lab.training.speed import kernel_choice
+from ddp_lab.training.speed.convolution import pad_convolutions
+from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep
+from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.tally import Tally
+from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
 REPLICAS = [
@@ -206,7 +206,7 @@ def run_elsewhere(cases: list[Case], device: str) -> dict:
 
     GraphStep._record = noted
     kernel_choice.quickest = lambda graphs: len(graphs) - 1
-    ddp_lab.levers.CHOOSING = 0.1
+    ddp_lab.training.speed.options.CHOOSING = 0.1
     outcomes = run_cases(cases, device)
     assert threads - {threading.get_ident()}, "nothing was recorded in another thread"
     return outcomes

@@ -17,15 +17,16 @@ import torch
 from launches import read_metrics
 from test_config import config
 
-from ddp_lab.config import build
-from ddp_lab.decisions import Decisions
-from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.levers import Levers
-from ddp_lab.process import is_alive, machine, start_time
-from ddp_lab.profiler import check_profile
-from ddp_lab.runtime import Runtime, find_device, list_devices
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.schema import build
+from ddp_lab.observe.profiler import check_profile
+from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.strategies.base import sum_dtype
 from ddp_lab.strategies.single import Single
-from ddp_lab.tally import Tally, sum_dtype
+from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.tally import Tally
+from ddp_lab.world.process import is_alive, machine, start_time
+from ddp_lab.world.runtime import Runtime, find_device, list_devices
 
 ROOT = Path(__file__).parent.parent
 HIDE_PROC = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
@@ -104,7 +105,7 @@ input()
 RANK = """
 import sys, time
 sys.platform = "darwin"
-from ddp_lab.process import die_with_torchrun
+from ddp_lab.world.process import die_with_torchrun
 die_with_torchrun()
 time.sleep(60)
 """
@@ -205,7 +206,7 @@ def test_sums_on_mps_have_a_dtype_that_it_has():
 def test_decisions_are_the_same_from_sums_in_float32(monkeypatch):
     verdicts = []
     for dtype in (torch.float32, torch.float64):
-        monkeypatch.setattr("ddp_lab.tally.sum_dtype", lambda device, dtype=dtype: dtype)
+        monkeypatch.setattr("ddp_lab.training.tally.sum_dtype", lambda device, dtype=dtype: dtype)
         runtime = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
         decisions, tally = Decisions(runtime), Tally(runtime.device)
         decisions.begin(0, tally)

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 from worlds import run_world
 
-from ddp_lab.logger import FileLogger, Logger, log, setup_logging
-from ddp_lab.picture import prediction_grid
+from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
+from ddp_lab.observe.prediction_grid import prediction_grid
 
 
 def test_the_silent_logger_has_the_same_methods():

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.models import resnet18 as torchvision_resnet18
 
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.book_resnet import book_resnet18, draw_weights
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.partition import Partition, cut, trace

@@ -12,7 +12,7 @@ import time
 import pytest
 from launches import SMALL, finish, only_run, start
 
-from ddp_lab.notice import working
+from ddp_lab.training.speed.notice import working
 
 WHAT = "compiling the training step (compile=true)"
 

@@ -12,7 +12,20 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.text import Text
 from PIL import Image
 
-from ddp_lab.plot import COLOURS, STYLE, Curve, Plot, bars, beside, curves, figure, house_style, short, stacked, timeline
+from ddp_lab.observe.plot import (
+    COLOURS,
+    STYLE,
+    Curve,
+    Plot,
+    bars,
+    beside,
+    curves,
+    figure,
+    house_style,
+    short,
+    stacked,
+    timeline,
+)
 
 LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")
@@ -243,7 +256,7 @@ def test_beside_writes_all_panels_in_rows(tmp_path):
 
 def test_matplotlib_is_imported_for_the_first_picture_and_pyplot_never(tmp_path):
     script = (
-        "import sys, train, ddp_lab.plot as plot\n"
+        "import sys, train, ddp_lab.observe.plot as plot\n"
         "assert not any(name.startswith('matplotlib') for name in sys.modules)\n"
         "from pathlib import Path\n"
         f"plot.beside([plot.bars('a', 'ms', {{'b': 1.0}})], Path({str(tmp_path / 'a.png')!r}))\n"

@@ -9,9 +9,9 @@ from launches import SMALL, launch
 from PIL import Image
 
 from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.profiler import RECORD
-from ddp_lab.time_split import length, split, straggler, summarise, verdict
-from ddp_lab.trace import DATA, STEP, Call, StepTrace, bytes_per_step, host_ranges, read, spans_of_steps, union
+from ddp_lab.observe.profiler import RECORD
+from ddp_lab.observe.time_split import length, split, straggler, summarise, verdict
+from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, host_ranges, read, spans_of_steps, union
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 

@@ -11,9 +11,9 @@ from launches import SMALL, main_in_world, read_metrics
 from omegaconf import OmegaConf
 from worlds import run_world
 
-from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.rundir import RunDir
-from ddp_lab.runtime import Runtime, find_device
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.world.runtime import Runtime, find_device
 
 
 def on_two_nodes() -> Runtime:

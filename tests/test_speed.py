@@ -19,23 +19,23 @@ from torch import nn
 from training import Case, run_cases
 from worlds import run_world
 
-from ddp_lab import kernel_choice
-from ddp_lab.config import build
-from ddp_lab.convolution import as_product, pad_convolutions
+from ddp_lab.config.schema import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Shard
-from ddp_lab.graph import CHANNELS_LAST, COMBO, compile_step
-from ddp_lab.kernel_choice import NewThread
-from ddp_lab.levers import Levers
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
-from ddp_lab.runtime import Runtime
-from ddp_lab.step import Step
 from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
-from ddp_lab.tally import LONGEST, Tally
+from ddp_lab.training.speed import kernel_choice
+from ddp_lab.training.speed.convolution import as_product, pad_convolutions
+from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, compile_step
+from ddp_lab.training.speed.kernel_choice import NewThread
+from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.step import Step
+from ddp_lab.training.tally import LONGEST, Tally
+from ddp_lab.world.runtime import Runtime
 
 COMPILED = Levers(cuda_graph=False, compile=True, channels_last=True)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
@@ -359,7 +359,7 @@ def test_what_has_no_parameters_has_no_bucket():
 
 def test_what_a_step_calls_is_free_of_hydra():
     """Whose own partial looks up its policy at every call, 0.1 ms and more."""
-    shape = build(OmegaConf.create({"_target_": "ddp_lab.schedule.cosine", "_partial_": True}))
+    shape = build(OmegaConf.create({"_target_": "ddp_lab.training.schedule.cosine", "_partial_": True}))
     assert type(shape) is partial
     assert shape(0.5) == pytest.approx(0.5)
 

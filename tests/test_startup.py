@@ -69,5 +69,5 @@ def test_a_default_run_loads_neither_torchvision_nor_scikit_learn(tmp_path):
     ended = interpret(RUN, "epochs=1", f"runs_dir={tmp_path}")
     exit_code, *modules = ended.stdout.splitlines()[-1].split()
     assert int(exit_code) == 0, ended.stderr
-    assert "ddp_lab.loop" in modules
+    assert "ddp_lab.training.loop" in modules
     assert not {"torchvision", "sklearn", "scipy"} & set(modules)

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from launches import ROOT, SMALL, finish, launch, read_metrics, start
 from omegaconf import OmegaConf
 
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.sweep import LONGEST, Job, directory_name, quote
 from ddp_lab.launch.torchrun import TorchrunLauncher, describe
 from ddp_lab.rundir import read_json

@@ -12,20 +12,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.checkpoint import Checkpoints, Progress
 from ddp_lab.data.datasets import Split, Synthetic
 from ddp_lab.data.loaders import LOADERS
-from ddp_lab.levers import Levers
-from ddp_lab.loop import evaluate
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
-from ddp_lab.runtime import Runtime
-from ddp_lab.schedule import cosine, make_scheduler
-from ddp_lab.step import Step
+from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.loop import evaluate
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import cosine, make_scheduler
+from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.step import Step
+from ddp_lab.world.runtime import Runtime
 
 SEED = 7
 OFF = Levers(cuda_graph=False, compile=False, channels_last=False)

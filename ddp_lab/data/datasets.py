@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ddp_lab.config import Count
-from ddp_lab.errors import NodeError
+from ddp_lab.config.errors import NodeError
+from ddp_lab.config.schema import Count
 
 
 class Split(NamedTuple):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DistributedSampler
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Split
-from ddp_lab.errors import ConfigError
 
 IGNORE = -100  # F.cross_entropy's ignore_index
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from hydra.core.utils import JobReturn
 
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, is_finished, job_return
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"

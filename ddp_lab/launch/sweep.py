@@ -13,8 +13,8 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_lab.errors import ConfigError
-from ddp_lab.rundir import read_json
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.resilience.run_directory import read_json
 
 ROOT = Path(__file__).parent.parent.parent
 LONGEST = 120  # characters of a name

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from hydra.core.utils import JobReturn
 
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, is_finished, job_return
-from ddp_lab.rundir import read_json
+from ddp_lab.resilience.run_directory import read_json
 
 PATIENCE = 45.0  # seconds that a job has for its last checkpoint, when the sweep is ended
 

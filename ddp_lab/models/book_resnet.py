@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_lab.config import Positive
+from ddp_lab.config.schema import Positive
 from ddp_lab.models.chain import Chain, require_image_size
 
 STAGES = [(64, 1), (128, 2), (256, 2), (512, 2)]  # channels, and stride of the first of two blocks

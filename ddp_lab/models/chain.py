@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
 
 
 class Chain(nn.Sequential):

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 
 

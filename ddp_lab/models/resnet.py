@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ddp_lab.config import Positive
+from ddp_lab.config.schema import Positive
 from ddp_lab.models.chain import Chain, init_normal, require_image_size
 
 

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.sharding import IGNORE
-from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.batch_norm import BatchNorm
-from ddp_lab.tally import sum_dtype
+from ddp_lab.world.runtime import Runtime
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 
@@ -25,6 +24,14 @@ ALL_LEVERS = frozenset({"cuda_graph", "compile", "channels_last"})
 
 # For torch.distributed.checkpoint, which is imported where a state is saved or loaded: it brings 700 modules and takes 0.5 s.
 WHOLE = {"full_state_dict": True, "cpu_offload": True}
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype that sums over samples are kept in: float64, or float32 on mps, which has no float64.
+
+    In float32 a count is exact up to 2**24 samples, and a loss sum keeps about six digits.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,12 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.config import Positive
+from ddp_lab.config.schema import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.all_reduce import MiB
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.world.runtime import Runtime
 
 
 class DDP(Strategy):

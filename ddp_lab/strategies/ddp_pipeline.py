@@ -15,10 +15,10 @@ from typing import Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.config import Count
-from ddp_lab.runtime import Runtime
+from ddp_lab.config.schema import Count
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.pipeline import Pipeline, Stage
+from ddp_lab.world.runtime import Runtime
 
 # Without interleavedzerobubble: it computes the weights' gradients apart, where DDP's hooks miss them, and the replicas drift
 # apart without a word (seen in torch 2.11 and 2.15).

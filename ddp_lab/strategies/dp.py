@@ -6,10 +6,10 @@ sums the gradients there, all under one Python interpreter's lock.
 
 from torch import nn
 
-from ddp_lab.config import DeviceName
+from ddp_lab.config.schema import DeviceName
 from ddp_lab.models.chain import Chain
-from ddp_lab.runtime import Runtime, find_device
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.world.runtime import Runtime, find_device
 
 
 class DP(Strategy):

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ddp_lab.models.chain import Chain
-from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.world.runtime import Runtime
 
 
 class FSDP(Strategy):

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.config import Count
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.schema import Count
 from ddp_lab.data.sharding import IGNORE
-from ddp_lab.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.base import Strategy, loss_sum, sums
+from ddp_lab.world.runtime import Runtime
 
 # torch's own names, in lower case. Not among them: zbvzerobubble and dualpipev, through which torch (2.11 to 2.15) cannot
 # evaluate: "can't steal_bwd_input if this stage doesn't have backward".

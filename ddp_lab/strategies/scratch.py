@@ -18,12 +18,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ddp_lab.config import Positive
+from ddp_lab.config.schema import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of, set_gradients
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.world.runtime import Runtime
 
 LAST = MiB  # bytes: the most that `bucketed` leaves for its last bucket, of a model that has more
 

@@ -15,11 +15,11 @@ BatchNorm sees micro-batches: use num_microbatches=1 where its statistics have t
 import torch
 from torch import nn
 
-from ddp_lab.config import Count, DeviceName
+from ddp_lab.config.schema import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.runtime import Runtime, find_device
 from ddp_lab.strategies.base import Strategy, loss_sum, sums
+from ddp_lab.world.runtime import Runtime, find_device
 
 
 class Split(Strategy):

@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config import Count
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.schema import Count
 from ddp_lab.models.chain import Chain
-from ddp_lab.runtime import Runtime
 from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
+from ddp_lab.world.runtime import Runtime
 
 
 class ShardedConv2d(nn.Module):

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig
 
-from ddp_lab.errors import ConfigError
-from ddp_lab.process import launch_id, run_id
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.world.process import launch_id, run_id
 
 if TYPE_CHECKING:  # the launchers read records by this file, and --help loads the launchers: torch would add its 1.5 s
-    from ddp_lab.runtime import Runtime
+    from ddp_lab.world.runtime import Runtime
 
 LAUNCH_FILE = ".launch"  # holds the launch's id, by which a restart finds its directory again
 LOCK_FILE = ".lock"

@@ -3,6 +3,7 @@ before torch is loaded.
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -95,3 +96,13 @@ def _die_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def show(message: str, timestamp: int | None = None) -> None:
+    """Prints on stderr; under torchrun leaves it for the summary, whose root cause is the rank with the earliest timestamp."""
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": message, "timestamp": str(timestamp or int(time.time()))}
+        record = {"message": {"message": message, "errorCode": 2, "extraInfo": extra}}
+        Path(error_file).write_text(json.dumps(record))
+    else:
+        print(message, file=sys.stderr, flush=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from ddp_lab.checkpoint import Progress
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.training.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddp_lab.logger import log
+from ddp_lab.observe.logger import log
 
 CLEAR = "\033[K"  # the rest of a terminal's line
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.process import die_with_torchrun, env_int
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.world.process import die_with_torchrun, env_int
 
 DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
 LAST_WORDS = 1.0  # seconds that a store outlives the mistake which ends its rank

@@ -9,44 +9,18 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_lab.checkpoint_files import damage, digest_of, in_order, load_checkpoint, sha256, write_whole
-from ddp_lab.errors import ConfigError
-from ddp_lab.logger import log
-from ddp_lab.runtime import Runtime
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.logger import log
+from ddp_lab.resilience.checkpoint_files import damage, digest_of, in_order, load_checkpoint, sha256, write_whole
 from ddp_lab.strategies.base import Strategy
-
-
-@dataclass
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        epoch: the one being trained, from 1.
-        samples: of it that are trained on, all ranks together: a multiple of the batch size, or all.
-        step: optimizer steps taken since the beginning of the run.
-        sums: [loss_sum, correct, count] of this epoch's steps so far, over all ranks.
-        seconds: that these steps took.
-        lr: of the last of them.
-        best_loss, best_epoch: of the evaluations so far.
-    """
-
-    epoch: int = 1
-    samples: int = 0
-    step: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    seconds: float = 0.0
-    lr: float = 0.0
-    best_loss: float | None = None
-    best_epoch: int = 0
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch}, {self.samples:,} samples into it, step {self.step}"
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
 
 
 class Checkpoints:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.errors import ConfigError
+from ddp_lab.config.errors import ConfigError
 
 
 def in_order(paths: Iterable[Path]) -> list[Path]:

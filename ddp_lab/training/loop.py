@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from ddp_lab.checkpoint import Progress
+from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.sharding import Batch, Loader
-from ddp_lab.errors import TrainingError
-from ddp_lab.guard import Guard
-from ddp_lab.logger import Logger, log
-from ddp_lab.step import Step
-from ddp_lab.strategies.base import Strategy
-from ddp_lab.tally import sum_dtype
+from ddp_lab.observe.logger import Logger, log
+from ddp_lab.strategies.base import Strategy, sum_dtype
+from ddp_lab.training.hooks import Hooks
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.step import Step
 
 
 def fit(
@@ -24,7 +23,7 @@ def fit(
     train_loader: Loader,
     test_loader: Loader,
     logger: Logger,
-    guard: Guard,
+    hooks: Hooks,
     progress: Progress,
     epochs: int,
     patience: int | None = None,
@@ -36,13 +35,13 @@ def fit(
     durations = []
     shown = next(iter(test_loader))
     while not is_over(progress, epochs, patience):
-        progress = train_epoch(strategy, step, train_loader, logger, guard, progress, epochs)
-        guard.check(progress)
+        progress = train_epoch(strategy, step, train_loader, logger, hooks, progress, epochs)
+        hooks.check(progress)
         durations.append(progress.seconds)
         if progress.sums[2] == 0:
             raise TrainingError(f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr")
         train_loss, train_accuracy, samples = means(progress.sums)
-        test_loss, test_accuracy, _ = evaluate(strategy, guard.evaluating(test_loader, progress))
+        test_loss, test_accuracy, _ = evaluate(strategy, hooks.evaluating(test_loader, progress))
         logger.epoch(
             progress.epoch,
             train_loss=train_loss,
@@ -55,7 +54,7 @@ def fit(
         )
         logger.predictions(progress.epoch, shown.inputs, shown.targets, strategy.predict(shown.inputs))
         progress = next_epoch(progress, test_loss)
-        guard.end_epoch(progress, last=is_over(progress, epochs, patience))
+        hooks.end_epoch(progress, last=is_over(progress, epochs, patience))
     if durations:
         logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
     if progress.epoch <= epochs:
@@ -64,7 +63,7 @@ def fit(
 
 
 def train_epoch(
-    strategy: Strategy, step: Step, loader: Loader, logger: Logger, guard: Guard, before: Progress, epochs: int
+    strategy: Strategy, step: Step, loader: Loader, logger: Logger, hooks: Hooks, before: Progress, epochs: int
 ) -> Progress:
     """The steps of an epoch that are left, and where the run stands behind them."""
     loader.set_epoch(before.epoch, before.samples)
@@ -78,11 +77,11 @@ def train_epoch(
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
     done = -(-before.samples // loader.batch_size)
-    batches = guard.batches("training", step.batches(loader), progress)
+    batches = hooks.batches("training", step.batches(loader), progress)
     for batch in logger.progress(batches, f"epoch {before.epoch}/{epochs}", done, len(loader)):
         step(batch)
         progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
-        guard.after_step(progress, here)
+        hooks.after_step(progress, here)
     return here()
 
 

@@ -11,12 +11,12 @@ from operator import call
 
 import torch
 
-from ddp_lab.convolution import pad_convolutions
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Batch, Turn
-from ddp_lab.kernel_choice import fastest_thread, recording
-from ddp_lab.notice import working
-from ddp_lab.step import Step
+from ddp_lab.training.speed.convolution import pad_convolutions
+from ddp_lab.training.speed.kernel_choice import fastest_thread, recording
+from ddp_lab.training.speed.notice import working
+from ddp_lab.training.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
 

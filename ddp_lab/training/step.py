@@ -7,7 +7,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.strategies.base import Strategy, local
-from ddp_lab.tally import Tally
+from ddp_lab.training.tally import Tally
 
 
 class Step:

@@ -17,8 +17,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_lab.errors import ConfigError
-from ddp_lab.inject import KINDS, parse
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.faults import KINDS, parse
 
 
 class Rule(NamedTuple):

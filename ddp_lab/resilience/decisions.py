@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runtime import Runtime
-from ddp_lab.tally import LONGEST, Tally
+from ddp_lab.training.tally import LONGEST, Tally
+from ddp_lab.world.runtime import Runtime
 
 PERIOD = 0.5  # seconds between two exchanges, about
 

@@ -3,21 +3,23 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ddp_lab.checkpoint import Checkpoints, Progress
-from ddp_lab.decisions import Decisions, Verdict
-from ddp_lab.errors import TrainingError
-from ddp_lab.logger import log
-from ddp_lab.replicas import first_difference
+from ddp_lab.config.errors import TrainingError
+from ddp_lab.observe.logger import log
+from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.decisions import Decisions, Verdict
+from ddp_lab.resilience.replicas import first_difference
+from ddp_lab.resilience.watchdog import Watch
 from ddp_lab.strategies.base import local
-from ddp_lab.tally import Tally
-from ddp_lab.watch import Watch
+from ddp_lab.training.hooks import Hooks
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.tally import Tally
 
 
 class Preempted(Exception):
     """The machine is wanted back; a checkpoint of this very step is being written."""
 
 
-class Guard:
+class Guard(Hooks):
     """What the loop calls at its boundaries.
 
     Args:

@@ -17,12 +17,12 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_lab.config import build
-from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.logger import log
-from ddp_lab.process import launch_id
-from ddp_lab.rundir import find_launch
-from ddp_lab.runtime import Runtime
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.schema import build
+from ddp_lab.observe.logger import log
+from ddp_lab.resilience.run_directory import find_launch
+from ddp_lab.world.process import launch_id
+from ddp_lab.world.runtime import Runtime
 
 ANSWER_WAIT = 10.0  # seconds that the ranks' store has to take a connection
 TOKEN_WAIT = 3.0  # seconds after which every node must see a new file: network file systems remember that there was none

@@ -3,7 +3,6 @@
 import difflib
 import faulthandler
 import functools
-import json
 import os
 import re
 import sys
@@ -18,10 +17,10 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_lab.errors import ConfigError, NodeError
-from ddp_lab.process import env_int
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.world.process import env_int, show
 
-CONF = Path(__file__).parent.parent / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 
 
 def user_errors(main: Callable[..., None]) -> Callable[..., None]:
@@ -30,7 +29,7 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def run(*args: Any) -> None:
-        sys.path.append(str(Path(__file__).parent / "launch"))  # where Hydra's plug-ins are, which it takes by their package
+        sys.path.append(str(Path(__file__).parent))  # where Hydra's plug-ins are, which it takes by their package
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: Hydra would print them on every rank
         # Hydra takes a comma for a sweep.
         sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', word) for word in sys.argv]
@@ -80,16 +79,6 @@ def report(error: Exception) -> None:
         time.sleep(10)  # torchrun ends us when the reporting rank has exited; exiting first would end that one unheard
         return
     show(f"error: {error if isinstance(error, ConfigError) else explain(error)}")
-
-
-def show(message: str, timestamp: int | None = None) -> None:
-    """Prints on stderr; under torchrun leaves it for the summary, whose root cause is the rank with the earliest timestamp."""
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(timestamp or int(time.time()))}
-        record = {"message": {"message": message, "errorCode": 2, "extraInfo": extra}}
-        Path(error_file).write_text(json.dumps(record))
-    else:
-        print(message, file=sys.stderr, flush=True)
 
 
 def explain(error: Exception) -> str:

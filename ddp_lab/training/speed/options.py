@@ -6,13 +6,13 @@ import torch
 from omegaconf import DictConfig
 
 from ddp_lab.data.sharding import Loader
-from ddp_lab.graph import GraphStep, compile_step, warm_up
-from ddp_lab.logger import log
 from ddp_lab.models.chain import Chain
-from ddp_lab.notice import working
-from ddp_lab.runtime import Runtime
-from ddp_lab.step import Step
+from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step, warm_up
+from ddp_lab.training.speed.notice import working
+from ddp_lab.training.step import Step
+from ddp_lab.world.runtime import Runtime
 
 CHOOSING = 2.0  # seconds for cuDNN's choices, where compiling takes many anyway
 

@@ -17,7 +17,6 @@ Once in a run: the file `.injected` remembers it over restarts.
 
 import ctypes
 import os
-import re
 import signal
 import sys
 import time
@@ -25,13 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KINDS = ("crash", "segfault", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")
-
-
-def parse(word: str) -> tuple[str, int, int] | None:
-    """Kind, rank and step; None where it is no injection."""
-    match = re.fullmatch(r"(\w+)@rank=(\d+),step=([1-9]\d*)", word)
-    return (match[1], int(match[2]), int(match[3])) if match and match[1] in KINDS else None
+from ddp_lab.config.faults import parse
 
 
 class Fault:

@@ -15,13 +15,12 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from ddp_lab.checkpoint import Progress
-from ddp_lab.cli import show
-from ddp_lab.errors import ConfigError, TrainingError
-from ddp_lab.logger import log
-from ddp_lab.process import is_alive, machine
-from ddp_lab.rundir import RunDir, read_json, write_status
-from ddp_lab.runtime import Runtime
+from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.observe.logger import log
+from ddp_lab.resilience.run_directory import RunDir, read_json, write_status
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.process import is_alive, machine, show
+from ddp_lab.world.runtime import Runtime
 
 BEAT = 0.5  # seconds between two looks
 GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of who did it

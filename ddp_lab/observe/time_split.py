@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ddp_lab.trace import Call, Span, StepTrace, union
+from ddp_lab.observe.trace import Call, Span, StepTrace, union
 
 PARTS = ("compute", "communication", "waiting", "data", "idle")
 

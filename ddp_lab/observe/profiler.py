@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ddp_lab.errors import ConfigError
-from ddp_lab.logger import Logger, log, peak_memory_bytes
-from ddp_lab.plot import beside, stacked
-from ddp_lab.runtime import Runtime
-from ddp_lab.time_split import PARTS, split, summarise, verdict
-from ddp_lab.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.logger import Logger, log, peak_memory_bytes
+from ddp_lab.observe.plot import beside, stacked
+from ddp_lab.observe.time_split import PARTS, split, summarise, verdict
+from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
+from ddp_lab.world.runtime import Runtime
 
 SKIP, RECORD = 5, 11  # steps; the first recorded one does not count, because the profiler is still settling in it
 NEEDED = SKIP + RECORD

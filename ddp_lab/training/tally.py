@@ -4,15 +4,9 @@ import math
 
 import torch
 
+from ddp_lab.strategies.base import sum_dtype
+
 LONGEST = 1000  # steps whose losses are remembered
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that sums over samples are kept in: float64, or float32 on mps, which has no float64.
-
-    In float32 a count is exact up to 2**24 samples, and a loss sum keeps about six digits.
-    """
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Tally:

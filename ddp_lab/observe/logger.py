@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ddp_lab.picture import prediction_grid
-from ddp_lab.plot import Curve, beside, curves
+from ddp_lab.observe.plot import Curve, beside, curves
+from ddp_lab.observe.prediction_grid import prediction_grid
 
 log = logging.getLogger("ddp_lab")
 

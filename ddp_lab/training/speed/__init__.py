@@ -1,0 +1,1 @@
+"""Performance options: how a training step is executed, never what it computes."""

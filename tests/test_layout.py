@@ -1,0 +1,69 @@
+"""The rooms of ddp_lab/: few, described, and importing in one direction only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from launches import ROOT
+
+PACKAGE = ROOT / "ddp_lab"
+# From the bottom up: a room imports itself and those before it. What may be added to a list elsewhere is decided here.
+ORDER = [
+    "config",
+    "world",
+    "observe",
+    "models",
+    "data",
+    "strategies",
+    "training",
+    "training.speed",
+    "resilience",
+    "launch",
+    "run",
+    "doctor",
+]
+
+
+def room_of(module: str) -> str:
+    """The room of a module named below ddp_lab: `training.speed.options` is in `training.speed`."""
+    return max((room for room in ORDER if f"{module}.".startswith(f"{room}.")), key=len)
+
+
+def imports_of(path: Path) -> list[str]:
+    """The modules of ddp_lab that a file imports, anywhere in it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ddp_lab":
+            if (PACKAGE.parent / node.module.replace(".", "/")).is_dir():
+                found += [f"{node.module}.{name.name}" for name in node.names]
+            else:
+                found.append(node.module)
+        elif isinstance(node, ast.Import):
+            found += [name.name for name in node.names if name.name.startswith("ddp_lab.")]
+    return [name.removeprefix("ddp_lab.") for name in found]
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_imports_only_rooms_below_its_own(path):
+    own = room_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    upward = [name for name in imports_of(path) if ORDER.index(room_of(name)) > ORDER.index(own)]
+    assert not upward, f"{path} is in {own} and imports {upward}"
+
+
+def test_the_import_check_finds_imports():
+    assert "resilience.guard" in imports_of(PACKAGE / "run.py")
+    assert "launch.slurm" in imports_of(PACKAGE / "launch" / "hydra_plugins" / "ddp_lab_launchers.py")
+
+
+def test_top_level_has_at_most_twelve_entries():
+    entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert len(entries) <= 12, sorted(entries)
+
+
+@pytest.mark.parametrize("room", [room for room in ORDER if (PACKAGE / room.replace(".", "/")).is_dir()])
+def test_room_says_what_lives_there(room):
+    text = (PACKAGE / room.replace(".", "/") / "__init__.py").read_text()
+    assert ast.get_docstring(ast.parse(text)), f"{room}/__init__.py needs a docstring: what lives there and what may not"
