@@ -11,7 +11,8 @@ speed-up      samples a second against `single`; efficiency: that by the number 
 memory        the most that one device had allocated; without GPUs, what one process had resident, PyTorch itself included
 sent          what a rank hands to collectives and sends in a step
 time split    of a step, the mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch are
-              recorded for it (profile=true); so for speed and clock that epoch counts as the median of the others, where there are others
+              recorded for it (profile=true); so for speed and clock that epoch counts as the median of the others, where
+              there are others
 difference    of the weights from `single`'s, the largest: after the first epoch, and at the end. Sums of float32 in another
               order round otherwise, and training makes that grow; models with BatchNorm differ by more (docs/strategies.md)
 """
