@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.sweep import LONGEST, Job, directory_name, quote
 from ddp_lab.launch.torchrun import TorchrunLauncher, describe
-from ddp_lab.rundir import read_json
+from ddp_lab.resilience.run_directory import read_json
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"
 
