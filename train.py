@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> None:
     check(cfg)
     # Here and not above: torch takes 1.5 s to load, which --help and most mistakes in the config need not wait for.
     from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
-    from ddp_lab.run import train
+    from ddp_lab.run.train import train
     from ddp_lab.world.runtime import Runtime
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:

@@ -11,6 +11,7 @@ strategies  one file for each way of spreading a training step
 training    the loop, its step and schedule; `training/speed` makes the step faster
 resilience  checkpoints, the watchdog, preemption, the run directory
 launch      starting: command line, preflight, sweeps, Slurm
+run         puts them together: the parts of a run, and its life
 
-`run.py` puts them together for train.py; `doctor.py` is the command that checks a machine before a run.
+`doctor.py` is the command that checks a machine before a run.
 """

@@ -24,9 +24,9 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.config.schema import build, check
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.launch.command_line import CONF, record, user_errors
-from ddp_lab.launch.preflight import Finding, check_free_disk, check_host_name, check_master, check_shared
+from ddp_lab.launch.preflight import Finding, check_free_disk, check_host_name, check_master, check_shared, checkpoint_bytes
+from ddp_lab.run.job import Job
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime, list_devices
 
 T = TypeVar("T")
@@ -89,27 +89,30 @@ def conclude(findings: list[Finding], tell: bool) -> None:
 
 
 def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
-    """Goes train.py's way up to the run directory; what needs something that could not be made is left out."""
-    choices = HydraConfig.get().runtime.choices
-    strategy = findings.look("strategy", lambda: build(cfg.strategy, runtime), describe_strategy)
-    dataset = findings.look("dataset", lambda: load(cfg, runtime), partial(describe_dataset, choices.data))
+    """Makes the parts of a run one by one; what needs a part that could not be made is left out."""
+    choices, job = HydraConfig.get().runtime.choices, Job(cfg, runtime)
+    strategy = findings.look("strategy", lambda: job.strategy, describe_strategy)
+    dataset = findings.look("dataset", lambda: job.dataset, partial(describe_dataset, choices.data))
     if dataset is None:
         return
     model = findings.look(
         "model",
-        lambda: build(cfg.model, **dataset.model_shape()),
+        lambda: job.model,
         lambda model: f"{choices.model}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
     )
-    if model is not None and runtime.rank == 0 and Path(cfg.runs_dir).is_dir():
-        findings.look("free disk", lambda: check_free_disk(cfg, model), as_it_is)
+    root, checkpoint = Path(cfg.runs_dir), cfg.checkpoint
+    if model is not None and runtime.rank == 0 and root.is_dir():
+        size = checkpoint_bytes(build(cfg.optimizer), model)
+        findings.look(
+            "free disk", lambda: check_free_disk(root, cfg.name, size, checkpoint.keep, checkpoint.on_error), as_it_is
+        )
     if strategy is None:
         return
-    size = len(dataset.train.targets)
-    plan = findings.look("batch", lambda: Plan.make(cfg, runtime.world_size, strategy.replicas, size), str)
+    plan = findings.look("batch", lambda: job.plan, str)
     if model is not None and plan is not None:
         findings.look(
             "partition",
-            lambda: strategy.partition(model, plan.samples_at_once),
+            job.partition,
             lambda _: f"{strategy.name} can spread {choices.model} and {plan.samples_at_once} samples at once",
         )
 
@@ -140,12 +143,6 @@ def find_backend(runtime: Runtime) -> str:
         raise NodeError(f"torch {torch.__version__} on {socket.gethostname()} is built without {name}; install one that has it")
     version = " " + ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
     return f"{name}{version} of torch {torch.__version__} connects ranks on {'GPUs' if cuda else 'CPUs'}"
-
-
-def load(cfg: DictConfig, runtime: Runtime) -> Dataset:
-    source = build(cfg.data.dataset)
-    runtime.agree("dataset", source.prepare, per_node=True)
-    return source.load()
 
 
 def describe_dataset(name: str, dataset: Dataset) -> str:

@@ -48,17 +48,12 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-from ddp_lab.config.schema import build  # noqa: E402
 from ddp_lab.data.datasets import Synthetic  # noqa: E402
 from ddp_lab.models.lenet import lenet  # noqa: E402
 from ddp_lab.models.resnet import resnet18  # noqa: E402
 from ddp_lab.observe.plot import Curve, bars, beside, curves  # noqa: E402
-from ddp_lab.run import make_loaders  # noqa: E402
-from ddp_lab.training.plan import Plan  # noqa: E402
-from ddp_lab.training.schedule import make_scheduler  # noqa: E402
+from ddp_lab.run.job import materialize, prepare  # noqa: E402
 from ddp_lab.training.speed.cuda_graph import GraphStep  # noqa: E402
-from ddp_lab.training.speed.options import Levers  # noqa: E402
-from ddp_lab.training.step import Step  # noqa: E402
 from ddp_lab.world.runtime import Runtime  # noqa: E402
 
 MODELS = {"lenet": lenet, "resnet18": resnet18}
@@ -219,15 +214,10 @@ def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Itera
         cfg = compose("config", words(name, strategy_name, arguments, runtime.world_size, GPU_LEVERS))
     OmegaConf.resolve(cfg)
     runtime.precision = cfg.precision
-    strategy = build(cfg.strategy, runtime)
-    dataset = build(cfg.data.dataset).load()
-    plan = Plan.make(cfg, runtime.world_size, strategy.replicas, len(dataset.train.targets))
-    model = build(cfg.model, **dataset.model_shape())
-    loader, _ = make_loaders(cfg, dataset, strategy, plan)
-    levers = Levers.choose(cfg, strategy)
-    strategy.setup(levers.shape(model, runtime))
-    optimizer = levers.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
-    step = levers.build(Step(strategy, optimizer, make_scheduler(optimizer, build(cfg.scheduler), 1, 0)), loader)
+    job = prepare(cfg, runtime)
+    training = materialize(job)
+    training.compile()
+    loader, step = job.loaders[0], training.step
     assert isinstance(step, GraphStep)
     graph = next(iter(step.graphs.values()))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import build, check
@@ -33,7 +33,7 @@ def test_every_config_composes_checks_and_instantiates(group, option):
     optimizer = build(cfg.optimizer)(model.parameters(), lr=cfg.optimizer.lr)
     assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr
     assert build(cfg.scheduler)(0.0) == 1.0
-    assert str(Plan.make(cfg, 1, strategy.replicas, 1000)).startswith("1 rank, global batch")
+    assert str(plan_of(cfg, 1, strategy.replicas, 1000)).startswith("1 rank, global batch")
 
 
 def test_help_names_every_strategy():
@@ -119,8 +119,14 @@ def test_bad_values_are_named(override, message):
     assert str(error.value).startswith(message)
 
 
+def plan_of(cfg: DictConfig, world: int, replicas: int, train_size: int) -> Plan:
+    keys = ("batch_size", "scaling", "accumulate", "lr_scaling", "lr_base_batch_size")
+    sizes = {"world_size": world, "replicas": replicas, "train_size": train_size}
+    return Plan.make(**sizes, lr=cfg.optimizer.lr, **{key: cfg[key] for key in keys})
+
+
 def plan(world: int, replicas: int, *overrides: str) -> Plan:
-    return Plan.make(config(*overrides), world, replicas, 60000)
+    return plan_of(config(*overrides), world, replicas, 60000)
 
 
 def test_plan_in_words():

@@ -7,13 +7,11 @@ import torch.nn.functional as F
 from test_config import config
 
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.config.schema import build
 from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import IGNORE
-from ddp_lab.run import make_loaders
-from ddp_lab.training.plan import Plan
+from ddp_lab.run.job import Job
 from ddp_lab.world.runtime import Runtime
 
 
@@ -215,11 +213,8 @@ def test_images_stay_as_they_are_unless_asked(kind):
 @pytest.mark.parametrize("kind", ["device", "workers"])
 def test_the_test_split_is_never_augmented(kind):
     cfg = config("data.shift=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
-    dataset, strategy = build(cfg.data.dataset).load(), build(cfg.strategy, Runtime("cpu"))
-    plan = Plan.make(cfg, 1, 1, len(dataset.train.targets))
-    for loader, split, augmented in zip(
-        make_loaders(cfg, dataset, strategy, plan), (dataset.train, dataset.test), (True, False), strict=True
-    ):
+    job = Job(cfg, Runtime("cpu"))
+    for loader, split, augmented in zip(job.loaders, (job.dataset.train, job.dataset.test), (True, False), strict=True):
         seen = torch.cat([inputs for inputs, _, _ in loader])
         assert torch.equal(seen, loader.normalise(split.images[loader.sampler.indices()])) is not augmented
 

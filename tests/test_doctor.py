@@ -18,12 +18,12 @@ from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_wo
 from omegaconf import OmegaConf
 from worlds import run_world
 
-from ddp_lab import run
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.doctor import Findings, find_backend, merge
 from ddp_lab.launch import preflight
 from ddp_lab.launch.preflight import Finding, checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
+from ddp_lab.run import train
 from ddp_lab.world.runtime import Runtime, list_devices
 
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
@@ -319,7 +319,7 @@ def timed_main(line: str) -> float:
 
         return clocked
 
-    run.check_network, run.check_storage = timed(run.check_network), timed(run.check_storage)
+    train.check_network, train.check_storage = timed(train.check_network), timed(train.check_storage)
     main_with_words(line)
     assert spent > 0, "train.py does not ask"
     return spent

@@ -40,7 +40,7 @@ from ddp_lab.strategies.split import Split
 from ddp_lab.training.speed import kernel_choice
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep
-from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.tally import Tally
 from ddp_lab.world.runtime import Runtime
 
@@ -171,10 +171,14 @@ def test_bf16(strategy, tmp_path):
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
 
 
-GRAPH, FUSED, BOTH = Levers(True, False, False), Levers(False, True, True), Levers(True, True, True)
+GRAPH, FUSED, BOTH = (
+    PerformanceOptions(True, False, False),
+    PerformanceOptions(False, True, True),
+    PerformanceOptions(True, True, True),
+)
 
 
-def pulled(levers: Levers, *cases: Case) -> list[Case]:
+def pulled(levers: PerformanceOptions, *cases: Case) -> list[Case]:
     return [replace(case, levers=levers) for case in cases]
 
 

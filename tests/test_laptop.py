@@ -23,7 +23,7 @@ from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.strategies.base import sum_dtype
 from ddp_lab.strategies.single import Single
-from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.tally import Tally
 from ddp_lab.world.process import is_alive, machine, start_time
 from ddp_lab.world.runtime import Runtime, find_device, list_devices
@@ -187,8 +187,8 @@ def test_single_on_mps_leaves_off_what_torch_cannot_do_there(mac, caplog):
     strategy = Single(Runtime("mps"))
     assert strategy.where == "1 x mps"
     with caplog.at_level("INFO", "ddp_lab"):
-        levers = Levers.choose(config("cuda_graph=true", "compile=true", "channels_last=true"), strategy)
-    assert levers == Levers(False, False, False)
+        options = PerformanceOptions(cuda_graph=True, compile=True, channels_last=True).supported(strategy, "device")
+    assert options == PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "cuda_graph=true",
         "compile=true",

@@ -54,7 +54,7 @@ def test_module_imports_only_rooms_below_its_own(path):
 
 
 def test_the_import_check_finds_imports():
-    assert "resilience.guard" in imports_of(PACKAGE / "run.py")
+    assert "resilience.guard" in imports_of(PACKAGE / "run" / "train.py")
     assert "launch.slurm" in imports_of(PACKAGE / "launch" / "hydra_plugins" / "ddp_lab_launchers.py")
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from launches import SMALL, main_in_world, read_metrics
-from omegaconf import OmegaConf
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, NodeError
@@ -44,9 +43,8 @@ def test_once_per_node_and_the_others_wait(tmp_path):
 
 
 def choose_run_dir(runs_dir) -> str:
-    cfg = OmegaConf.create({"runs_dir": str(runs_dir), "name": None, "resume": "auto"})
     with on_two_nodes() as runtime:
-        return str(RunDir(cfg, runtime, "label").path)
+        return str(RunDir(runtime, runs_dir, name=None, resume="auto", label="label").path)
 
 
 def test_one_run_directory_for_all_nodes(tmp_path):

@@ -32,12 +32,12 @@ from ddp_lab.training.speed import kernel_choice
 from ddp_lab.training.speed.convolution import as_product, pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, compile_step
 from ddp_lab.training.speed.kernel_choice import NewThread
-from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import LONGEST, Tally
 from ddp_lab.world.runtime import Runtime
 
-COMPILED = Levers(cuda_graph=False, compile=True, channels_last=True)
+COMPILED = PerformanceOptions(cuda_graph=False, compile=True, channels_last=True)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 
 

@@ -1,35 +1,37 @@
 """A short training run under any strategy, for comparing what strategies compute."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.data.datasets import Split, Synthetic
-from ddp_lab.data.loaders import LOADERS
+from ddp_lab.data.datasets import Synthetic
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
+from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.run.job import materialize, prepare
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.loop import evaluate
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import cosine, make_scheduler
-from ddp_lab.training.speed.options import Levers
-from ddp_lab.training.step import Step
+from ddp_lab.training.schedule import cosine
+from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
-OFF = Levers(cuda_graph=False, compile=False, channels_last=False)
+TEST_SAMPLES = 53
+OFF = PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
 
 
 def narrow_resnet(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
@@ -71,7 +73,7 @@ class Case:
     save: str = ""  # folder for checkpoints
     keep_momentum: bool = True  # gigabytes add up where many ResNets are compared
     resume: str = "never"
-    levers: Levers = OFF
+    levers: PerformanceOptions = OFF
     start: int = 0  # added to the seed on ranks other than 0: their start must not matter
 
     def reference(self) -> "Case":
@@ -101,69 +103,107 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def make_model(name: str, seed: int) -> Chain:
-    """The same weights in any default dtype."""
     make, channels, image_size = MODELS[name]
     torch.manual_seed(seed)
-    with default_dtype(torch.float32):
-        model = make(channels, image_size, 10, None)  # torch's initialisation: the books' is so small that every gradient is
-    return model.to(torch.get_default_dtype())
+    return make(channels, image_size, 10, None)
 
 
-def make_splits(case: Case) -> tuple[Split, Split]:
-    _, channels, image_size = MODELS[case.model]
-    dataset = Synthetic(case.samples, 53, channels, image_size, 10).load()
-    return dataset.train, dataset.test
+def target(function: Callable | type, **options: Any) -> dict[str, Any]:
+    """A config group that names `function`."""
+    return {"_target_": f"{function.__module__}.{function.__qualname__}", **options}
+
+
+def config_of(case: Case) -> DictConfig:
+    """The config by which train.py would run the case. Every key that changes numbers is other than its default."""
+    model, channels, image_size = MODELS[case.model]
+    options = {key: dict(value) if key == "plan" else value for key, value in case.options}
+    options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    return OmegaConf.create(
+        {
+            "seed": SEED,
+            "epochs": case.epochs,
+            "batch_size": case.batch_size,
+            "scaling": "strong",
+            "accumulate": case.accumulate,
+            "max_grad_norm": case.max_grad_norm,
+            "lr_scaling": "linear",
+            "lr_base_batch_size": case.batch_size,
+            "warmup_epochs": 2 / -(-case.samples // case.batch_size),  # two steps
+            "patience": None,
+            "on_nan": "stop",
+            "profile": False,
+            **case.levers._asdict(),
+            "data": {
+                "dataset": target(
+                    Synthetic,
+                    train_size=case.samples,
+                    test_size=TEST_SAMPLES,
+                    channels=channels,
+                    image_size=image_size,
+                    num_classes=10,
+                ),
+                "loader": case.loader,
+                "num_workers": 1,
+                "shift": case.shift,
+                "flip": case.flip,
+                "mean": [0.5],
+                "std": [0.2],
+            },
+            # init_std=null, torch's own: LeNet's in the book is so small that every gradient is nearly zero.
+            "model": target(model, init_std=None),
+            "strategy": target(case.strategy, **options),
+            "optimizer": target(torch.optim.SGD, lr=case.lr, momentum=0.9, _partial_=True),
+            "scheduler": target(cosine, _partial_=True),
+        }
+    )
+
+
+class Recorder(Hooks, Logger):
+    """Remembers what `fit` reports of each epoch, and saves where the case says so."""
+
+    def __init__(self, checkpoints: Checkpoints, save: bool):
+        self.checkpoints, self.saves = checkpoints, save
+        self.sums: list[list[float]] = []
+        self.tests: list[tuple[float, float]] = []
+
+    def check(self, progress: Progress) -> None:
+        self.sums.append(progress.sums)
+
+    def epoch(self, epoch: int, **metrics: float) -> None:
+        self.tests.append((metrics["test_loss"], metrics["test_accuracy"]))
+
+    def end_epoch(self, progress: Progress, last: bool) -> None:
+        if self.saves:
+            self.checkpoints.save(progress)
+            self.checkpoints.wait()
 
 
 def run_case(runtime: Runtime, case: Case) -> Outcome:
-    """Trains as train.py does. With several ranks the runtime's process group must be open."""
-    options = {key: dict(value) if key == "plan" else value for key, value in case.options}
-    strategy = case.strategy(runtime, **options)
-    train, test = make_splits(case)
-    share = {
-        "batch_size": case.batch_size,
-        "num_workers": 1,
-        "dp_rank": strategy.dp_rank,
-        "dp_size": strategy.dp_size,
-        "device": strategy.device,
-        "mean": [0.5],
-        "std": [0.2],
-    }
-    make = partial(LOADERS[case.loader], **share)
-    loaders = [make(train, shuffle=True, shift=case.shift, flip=case.flip), make(test, shuffle=False)]
-    model = make_model(case.model, seed=SEED + (case.start if runtime.rank else 0))
-    strategy.partition(model, case.batch_size // strategy.dp_size // case.accumulate)
-    strategy.setup(case.levers.shape(model, runtime))
-    optimizer = case.levers.settle(torch.optim.SGD(strategy.param_groups(), lr=case.lr, momentum=0.9))
-    scheduler = make_scheduler(optimizer, cosine, case.epochs * len(loaders[0]), warmup_steps=2)
-    step = Step(strategy, optimizer, scheduler, case.accumulate, case.max_grad_norm)
-    shapes = {name: tuple(tensor.shape) for name, tensor in make_model(case.model, SEED).state_dict().items()}
-    checkpoints = Checkpoints(Path(case.save), runtime, strategy, optimizer, scheduler, shapes)
-    sums = []
+    """Trains by what train.py trains by: `prepare`, `materialize` and `fit`. With several ranks their group must be open."""
+    job = prepare(config_of(case), runtime)
+    if case.start and runtime.rank:
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.add_(case.start)
+    strategy, names = job.strategy, job.model.state_dict().keys()
+    training = materialize(job)
+    checkpoints = Checkpoints(Path(case.save), runtime, strategy, training.optimizer, training.scheduler, job.shapes)
     progress = checkpoints.resume(case.resume, lambda progress: progress.step)
-    step = case.levers.build(step, loaders[0])
-    for epoch in range(progress.epoch, case.epochs + 1):
-        loaders[0].set_epoch(epoch)
-        strategy.train()
-        step.tally.totals.zero_()
-        for batch in step.batches(loaders[0]):
-            step(batch)
-        sums.append(strategy.total(step.tally.totals))
-        if case.save:
-            strategy.train(False)
-            checkpoints.save(Progress(epoch + 1, step=epoch * len(loaders[0])))
-            checkpoints.wait()
-    evaluation = evaluate(strategy, loaders[1])
-    state = strategy.state_dict(optimizer)
+    training.compile()
+    recorder = Recorder(checkpoints, bool(case.save))
+    training.fit(recorder, recorder, progress)
+    evaluation = evaluate(strategy, job.loaders[1])
+    assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "evaluated again, the same model is another"
+    state = strategy.state_dict(training.optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
-    whole = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == model.state_dict().keys()
+    whole = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
     if runtime.rank == 0 and whole:
         assert largest_difference(own, state["model"]) == 0
     weights = own if whole else state["model"]  # of a sharded or cut model the checkpoint, which rank 0 alone has
     momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
     weights, momentum = (weights, momentum) if runtime.rank == 0 else ({}, {})
-    return Outcome(weights, momentum if case.keep_momentum else {}, digest, sums, evaluation)
+    return Outcome(weights, momentum if case.keep_momentum else {}, digest, recorder.sums, evaluation)
 
 
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
@@ -176,7 +216,7 @@ def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
     torch.backends.cudnn.enabled = False
     with Runtime(device, timeout=30) as runtime:
         if runtime.world_size > 1 or any(not case.strategy.one_process for case in cases):
-            runtime.open_group()
+            runtime.open_group()  # once for all of them
         outcomes = {}
         for case in cases:
             with default_dtype(case.dtype):

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.config.schema import build
 from ddp_lab.observe.logger import log
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.world.process import launch_id
@@ -49,14 +47,14 @@ def check_network(runtime: Runtime) -> list[Finding]:
     return [check_master(runtime)] + ([check_host_name(runtime)] if runtime.several_nodes else [])
 
 
-def check_storage(cfg: DictConfig, runtime: Runtime, model: nn.Module) -> list[Finding]:
+def check_storage(runtime: Runtime, root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> list[Finding]:
     """Whether all nodes see one `runs_dir` and the run's checkpoints find room in it. Collective; before anything is written.
 
     Raises:
         ConfigError: the nodes do not share it, or not even one checkpoint would fit.
     """
-    shared = [check_shared(Path(cfg.runs_dir), runtime)] if runtime.several_nodes else []  # on one RunDir finds out
-    return [*shared, _agree_on(runtime, "free_disk", lambda: check_free_disk(cfg, model))]
+    shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on one RunDir finds out
+    return [*shared, _agree_on(runtime, "free_disk", lambda: check_free_disk(root, name, checkpoint, keep, on_error))]
 
 
 def warn(findings: list[Finding], runtime: Runtime) -> None:
@@ -191,27 +189,31 @@ def _try_token(token: Path) -> str:
     return ""
 
 
-def checkpoint_bytes(optimizer: DictConfig, model: nn.Module) -> int:
+def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> int:
     """Bytes of a checkpoint's tensors: the model's, and what the optimizer keeps for each parameter (momentum), all plain."""
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
-    steps = build(optimizer)([probe])
+    steps = optimizer([probe])
     steps.step()
     kept = sum(torch.is_tensor(value) and value.shape == probe.shape for value in steps.state[probe].values())
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     return sum(tensor.nbytes for tensor in model.state_dict().values()) + kept * parameters
 
 
-def check_free_disk(cfg: DictConfig, model: nn.Module) -> Finding:
+def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> Finding:
     """Room for checkpoint.keep checkpoints and the one being written, less what the run has there already. On rank 0's node;
     quotas are not seen.
+
+    Args:
+        root, name: of the run directory, as in the config.
+        checkpoint: bytes of one.
+        keep, on_error: of checkpoints, as in the config.
 
     Raises:
         ConfigError: there is none for a single one, and checkpoint.on_error=stop.
     """
-    root, keep = Path(cfg.runs_dir), cfg.checkpoint.keep
-    one = checkpoint_bytes(cfg.optimizer, model)
-    name = cfg.name or find_launch(root, launch_id())
+    one = checkpoint
+    name = name or find_launch(root, launch_id())
     held = sum(file.stat().st_size for file in (root / name / "checkpoints").glob("step_*.pt")) if name else 0
     needed = max(one, (keep + 1) * one - held)
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
@@ -223,6 +225,6 @@ def check_free_disk(cfg: DictConfig, model: nn.Module) -> Finding:
     if free >= needed:
         return Finding("ok", "free disk", text)
     text = f"runs_dir={root}: {text}. Make room, choose another runs_dir, or lower checkpoint.keep"
-    if free < one and cfg.checkpoint.on_error == "stop":
+    if free < one and on_error == "stop":
         raise ConfigError(text)
     return Finding("warning", "free disk", text)

@@ -9,8 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import DictConfig
-
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.process import launch_id, run_id
 
@@ -25,6 +23,11 @@ LOCK_WAIT = 15.0  # seconds: as long as the ranks that torchrun has just ended m
 class RunDir:
     """Chosen, made and locked by rank 0, and known to all ranks.
 
+    Args:
+        root: where run directories are made.
+        name: the directory's; None: one made of `label` and the time, or what this launch had before a restart.
+        resume: as in the config.
+
     Attributes:
         path: `runs_dir`/`name`.
         restarted: torchrun has started these ranks anew: the launch goes on with what it has written itself.
@@ -35,11 +38,8 @@ class RunDir:
         ConfigError: the directory cannot be made, resume=never would write over a run, or another launch writes in it.
     """
 
-    def __init__(self, cfg: DictConfig, runtime: "Runtime", label: str):
-        root = Path(cfg.runs_dir)
-        decided = json.loads(
-            runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, cfg.name, cfg.resume, label)))
-        )
+    def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
+        decided = json.loads(runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, name, resume, label))))
         self.path, self.restarted, self.attempt = root / decided["name"], decided["restarted"], decided["attempt"]
         self.failure = decided["failure"]
         self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk

@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import dataclass
-
-from omegaconf import DictConfig
+from typing import Literal
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.training.progress import Progress
@@ -21,8 +20,21 @@ class Plan:
     lr: float
 
     @classmethod
-    def make(cls, cfg: DictConfig, world_size: int, replicas: int, train_size: int) -> "Plan":
-        """
+    def make(
+        cls,
+        *,
+        world_size: int,
+        replicas: int,
+        train_size: int,
+        batch_size: int,
+        scaling: Literal["strong", "weak"],
+        accumulate: int,
+        lr: float,
+        lr_scaling: Literal["none", "linear", "sqrt"],
+        lr_base_batch_size: int,
+    ) -> "Plan":
+        """Works out a run's numbers; the arguments in samples.
+
         With scaling=strong, `batch_size` is the global batch, however many replicas share it; with weak it is each replica's.
         lr_scaling multiplies the learning rate by k = global batch / lr_base_batch_size ("linear", Goyal et al. 2017,
         arXiv:1706.02677) or by its square root ("sqrt", Krizhevsky 2014, arXiv:1404.5997).
@@ -30,7 +42,7 @@ class Plan:
         Raises:
             ConfigError: the batch does not divide by the replicas, or is smaller.
         """
-        batch_size = cfg.batch_size * (replicas if cfg.scaling == "weak" else 1)
+        batch_size *= replicas if scaling == "weak" else 1
         if batch_size % replicas:
             lower = batch_size // replicas * replicas
             nearest = " or ".join(str(size) for size in (lower, lower + replicas) if size)
@@ -38,9 +50,9 @@ class Plan:
                 f"batch_size={batch_size}: is the global batch and must divide by the {replicas} replicas that share it; "
                 f"use {nearest}, or scaling=weak to give every replica {batch_size}"
             )
-        factor = batch_size / cfg.lr_base_batch_size
-        lr = cfg.optimizer.lr * {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[cfg.lr_scaling]
-        at_once = math.ceil(batch_size / replicas / cfg.accumulate)
+        factor = batch_size / lr_base_batch_size
+        lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[lr_scaling]
+        at_once = math.ceil(batch_size / replicas / accumulate)
         return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr)
 
     def steps_before(self, progress: Progress) -> int:

@@ -200,7 +200,9 @@ class Runtime:
         return [answer.decode() for answer in self.store.multi_get(keys)]
 
     def open_group(self) -> None:
-        """Opens the process group: NCCL between GPUs, gloo between CPUs."""
+        """Opens the process group, unless it is open: NCCL between GPUs, gloo between CPUs."""
+        if dist.is_initialized():
+            return
         cuda = self.device.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",

@@ -3,7 +3,6 @@
 from typing import Literal, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 
 from ddp_lab.data.sharding import Loader
 from ddp_lab.models.chain import Chain
@@ -17,17 +16,24 @@ from ddp_lab.world.runtime import Runtime
 CHOOSING = 2.0  # seconds for cuDNN's choices, where compiling takes many anyway
 
 
-class Levers(NamedTuple):
-    """Which are on, of those the config asks for."""
+class PerformanceOptions(NamedTuple):
+    """How a training step is executed."""
 
     cuda_graph: bool
     compile: bool | Literal["tuned"]
     channels_last: bool
 
-    @classmethod
-    def choose(cls, cfg: DictConfig, strategy: Strategy) -> "Levers":
-        """Leaves off what would not work, and says why."""
-        return cls(**{name: cfg[name] if cfg[name] and not refused(name, cfg, strategy) else False for name in cls._fields})
+    def supported(self, strategy: Strategy, loader: str) -> "PerformanceOptions":
+        """Disables what is not supported, and logs why.
+
+        Args:
+            loader: which one the batches come from, "device" or "workers".
+        """
+        reasons = {name: why_not(name, strategy, loader) for name, value in self._asdict().items() if value}
+        for name, reason in reasons.items():
+            if reason:
+                log.info(f"{name}={str(getattr(self, name)).lower()}: left off, because {reason}")
+        return self._replace(**{name: False for name, reason in reasons.items() if reason})
 
     def shape(self, model: Chain, runtime: Runtime) -> Chain:
         """Before the strategy gets the model."""
@@ -61,20 +67,19 @@ class Levers(NamedTuple):
         return step
 
 
-def refused(name: str, cfg: DictConfig, strategy: Strategy) -> bool:
-    reason = None
+def why_not(name: str, strategy: Strategy, loader: str) -> str | None:
+    """Why an option is not supported here; None: it is."""
     if name not in strategy.levers:
-        reason = f"strategy={strategy.name} cannot"
-    elif name == "cuda_graph" and strategy.device.type != "cuda":
-        reason = "it needs an NVIDIA GPU" if strategy.device.type == "mps" else "there is no GPU"
-    elif name == "compile" and strategy.device.type == "mps":
-        reason = "torch.compile for mps is a prototype"
-    elif name == "channels_last" and strategy.device.type == "mps":
-        reason = "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
-    elif name == "cuda_graph" and cfg.data.loader != "device":
-        reason = f"data.loader={cfg.data.loader} has the batches on the host; data.loader=device has them on the GPU"
-    elif name == "cuda_graph" and strategy.batch_norm == "sync":
-        reason = "strategy.batch_norm=sync sends statistics inside forward and backward, which was never recorded"
-    if reason:
-        log.info(f"{name}={str(cfg[name]).lower()}: left off, because {reason}")
-    return reason is not None
+        return f"strategy={strategy.name} cannot"
+    device = strategy.device.type
+    if name == "cuda_graph" and device != "cuda":
+        return "it needs an NVIDIA GPU" if device == "mps" else "there is no GPU"
+    if name == "compile" and device == "mps":
+        return "torch.compile for mps is a prototype"
+    if name == "channels_last" and device == "mps":
+        return "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
+    if name == "cuda_graph" and loader != "device":
+        return f"data.loader={loader} has the batches on the host; data.loader=device has them on the GPU"
+    if name == "cuda_graph" and strategy.batch_norm == "sync":
+        return "strategy.batch_norm=sync sends statistics inside forward and backward, which was never recorded"
+    return None

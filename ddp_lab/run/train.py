@@ -1,0 +1,151 @@
+"""The life of a run: prepared, given a directory, trained under the guard and the watchdog, ended."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.schema import build
+from ddp_lab.launch.preflight import Finding, check_network, check_storage, checkpoint_bytes, warn
+from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
+from ddp_lab.observe.profiler import NEEDED, Profiled
+from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.checkpoint_files import load_checkpoint
+from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.resilience.fault_injection import Fault
+from ddp_lab.resilience.guard import Guard, Preempted
+from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.resilience.watchdog import Watch
+from ddp_lab.run.job import Job, Training, materialize, prepare
+from ddp_lab.training.loop import is_over
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
+
+
+def train(cfg: DictConfig, runtime: Runtime) -> str:
+    """Trains as the config says. Collective.
+
+    Returns:
+        "finished" or "preempted".
+
+    Raises:
+        ConfigError: a mistake of the user, before the run directory is made.
+    """
+    choices = HydraConfig.get().runtime.choices
+    job, findings = check_and_prepare(cfg, runtime)
+    label = f"{choices.model}-{choices.data}-{choices.strategy}"
+    run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
+    setup_logging(run_dir.path, runtime.rank)
+    warn(findings, runtime)
+    log.info(f"{run_dir.path}: {choices.model} on {choices.data}, {cfg.precision}")
+    log.info(job.plan)
+    _ = job.options  # logs what is not supported
+    if run_dir.failure and runtime.rank == 0:
+        log.warning(f"started again after {run_dir.failure}")
+    decisions = Decisions(runtime)
+    decisions.listen()
+    with Watch(run_dir, runtime, cfg.timeout) as watch:
+        training = materialize(job)
+        log.info(job.strategy.describe())
+        return train_guarded(training, run_dir, watch, decisions, choices)
+
+
+def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Finding]]:
+    """The job, and what was found about the machines. Writes nothing but a missing dataset.
+
+    Raises:
+        ConfigError: a mistake of the user, or a machine that cannot take part.
+    """
+    findings = check_network(runtime)
+    job = prepare(cfg, runtime)
+    size = checkpoint_bytes(build(cfg.optimizer), job.model)
+    findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, cfg.checkpoint.keep, cfg.checkpoint.on_error)
+    if cfg.resume not in ("auto", "never"):
+        runtime.agree("resume", lambda: load_checkpoint(cfg.resume, job.shapes) and None)
+    return job, findings
+
+
+def train_guarded(training: Training, run_dir: RunDir, watch: Watch, decisions: Decisions, choices: Mapping[str, str]) -> str:
+    """Resumes, trains, and writes the outcome; returns it."""
+    job, cfg, runtime = training.job, training.job.cfg, training.job.runtime
+    folder = run_dir.path / "checkpoints"
+    checkpoints = Checkpoints(
+        folder, runtime, job.strategy, training.optimizer, training.scheduler, job.shapes, cfg.seed, cfg.checkpoint.keep
+    )
+    resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
+    progress = checkpoints.resume(resume, job.plan.steps_before)
+    if is_over(progress, cfg.epochs, cfg.patience):
+        log.info(
+            f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to go on, "
+            "or choose another name"
+        )
+        return watch.end("finished", progress)
+
+    logger = open_logger(job, run_dir.path, progress.epoch, choices) if runtime.rank == 0 else Logger()
+    watch.at("compiling")
+    training.compile()
+    if cfg.inject:
+        training.step = Fault(training.step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
+    profile = profiled(training, progress, logger, run_dir.path / "profile") if cfg.profile else None
+    guard = Guard(
+        checkpoints,
+        decisions,
+        watch,
+        progress,
+        cfg.checkpoint.every_epochs,
+        cfg.checkpoint.every_steps,
+        cfg.checkpoint.on_error,
+        cfg.on_nan,
+        training.step.tally,
+        cfg.check_replicas,
+    )
+    try:
+        training.fit(logger, guard, progress)
+        status = "finished"
+    except Preempted:
+        status = "preempted"
+    except TrainingError:
+        checkpoints.wait()  # the last good one may still be on its way
+        raise
+    finally:
+        if profile:
+            profile.end()
+    logger.close()
+    guard.finish()
+    return watch.end(status, guard.progress if status == "finished" else checkpoints.kept)
+
+
+def profiled(training: Training, progress: Progress, logger: Logger, folder: Path) -> Profiled | None:
+    """Has the step profiled, where enough steps are left for it."""
+    job = training.job
+    left = job.cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
+    if left < NEEDED:
+        log.info(f"profile=true: left off, because {left} steps are left and it needs {NEEDED}")
+        return None
+    training.step = Profiled(training.step, job.runtime, logger, folder, job.options.cuda_graph, job.strategy.bubble())
+    return training.step
+
+
+def open_logger(job: Job, run_dir: Path, start_epoch: int, choices: Mapping[str, str]) -> FileLogger:
+    """The logger of rank 0, and the config beside its files."""
+    cfg, plan = job.cfg, job.plan
+    config = OmegaConf.to_yaml(cfg, resolve=True)
+    (run_dir / "config.yaml").write_text(config)
+    return FileLogger(
+        run_dir,
+        start_epoch=start_epoch,
+        steps_per_epoch=plan.steps_per_epoch,
+        constants={
+            "global_batch_size": plan.global_batch_size,
+            "world_size": plan.world_size,
+            "strategy": job.strategy.name,
+        },
+        config=config,
+        hparams={group: choices[group] for group in ("data", "model", "strategy", "optimizer", "scheduler")}
+        | {key: cfg[key] for key in ("epochs", "precision", "seed")}
+        | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices},
+        classes=job.dataset.classes,
+        where=job.strategy.where,
+    )
