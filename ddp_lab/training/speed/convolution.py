@@ -2,7 +2,7 @@
 
 cuDNN pads such channels itself, in kernels of their own, before and behind each of a convolution's three products (outputs,
 gradient of the inputs, gradient of the weight); an image of one channel becomes eight times as large. LeNet's compiled step
-took about a quarter longer for it (docs/benchmarks.md). Padding that is written out can be fused with what is around it.
+took about a quarter longer for it (docs/benchmarks-log.md). Padding that is written out can be fused with what is around it.
 """
 
 from types import MethodType

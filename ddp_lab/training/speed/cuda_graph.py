@@ -98,7 +98,7 @@ class GraphStep:
 
 
 # Inductor's combo kernels: small ones that do not wait for each other run as one, casts of the weights to bf16 for example.
-# Not reductions: with them a step took 3 % longer (docs/benchmarks.md).
+# Not reductions: with them a step took 3 % longer (docs/benchmarks-log.md).
 COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 # What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}

@@ -1,7 +1,7 @@
 """Which kernels cuDNN takes for a recorded step: it chooses several times, and the fastest choice is kept.
 
 Of each convolution cuDNN keeps, for each thread, the kernel that was the fastest in ONE run of all it has. That is little to
-judge by: LeNet's forward and backward take 284 to 315 us with what it chooses (an H200, docs/benchmarks.md).
+judge by: LeNet's forward and backward take 284 to 315 us with what it chooses (an H200, docs/benchmarks-log.md).
 """
 
 import statistics
