@@ -29,7 +29,7 @@ from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.speed import kernel_choice
-from ddp_lab.training.speed.convolution import as_product, pad_convolutions
+from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, compile_step
 from ddp_lab.training.speed.kernel_choice import NewThread
 from ddp_lab.training.speed.options import Levers
@@ -203,8 +203,21 @@ def test_no_images_are_no_rows():
     ids=str,
 )
 def test_other_convolutions_stay(conv):
-    pad_convolutions(nn.Sequential(conv))
-    assert "forward" not in vars(conv)
+    model = nn.Sequential(conv)
+    pad_convolutions(model)
+    assert model[0] is conv
+
+
+def test_padded_convolutions_share_parameters_under_their_names():
+    model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.Sequential(nn.Conv2d(20, 50, 5, bias=False)), nn.Flatten()).eval()
+    before, drawn = dict(model.named_parameters()), torch.get_rng_state()
+    pad_convolutions(model)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert [type(layer) for layer in (model[0], model[1][0])] == [PaddedConv2d, PaddedConv2d]
+    assert not any(layer.training for layer in model.modules())
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) == list(model.state_dict())
+    assert all(after[name] is parameter for name, parameter in before.items())
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -213,7 +226,7 @@ def test_what_a_step_is_compiled_with(device):
     strategy = SimpleNamespace(device=torch.device(device), module=model, compile=fuses.append)
     compile_step(SimpleNamespace(strategy=strategy), None, tuned=False, channels_last=True)
     assert fuses[0].keywords["options"] == COMBO | CHANNELS_LAST
-    assert ("forward" in vars(model[0])) == (device == "cuda")
+    assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
 
 
 @needs_compiler
@@ -335,6 +348,21 @@ def test_a_chain_is_cut_where_a_bucket_is_full(sizes, starts):
     assert [names[piece[0]] for piece in pieces] == starts
     assert [block for piece in pieces for block in piece] == list(chain)
     assert all(sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes) for piece in pieces[1:])
+
+
+def test_a_chain_executed_in_pieces_keeps_its_result_and_its_names():
+    chain = Chain((1, 4, 4), flat=nn.Flatten(), fc1=nn.Linear(16, 8), fc2=nn.Linear(8, 4))
+    images = torch.randn(3, 1, 4, 4)
+    expected, names, calls = chain(images), list(chain.state_dict()), []
+
+    def counted(piece: nn.Module):
+        return lambda inputs: calls.append(piece) or piece(inputs)
+
+    pieces = chain.pieces(1)
+    chain.execute_in(map(counted, pieces))
+    assert torch.equal(chain(images), expected)
+    assert calls == pieces
+    assert list(chain.state_dict()) == names
 
 
 def bytes_of_buckets() -> list[int]:

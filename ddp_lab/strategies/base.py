@@ -163,7 +163,7 @@ class Strategy(ABC):
         ends. Every cut costs fusion (docs/benchmarks.md)."""
         torch._dynamo.config.recompile_limit = 64  # the pieces are one function to it, and each has its own shape
         self.measure = fuse(measure)
-        self.module.forward = nn.Sequential(*map(fuse, self.module.pieces(*sizes))).forward
+        self.module.execute_in(map(fuse, self.module.pieces(*sizes)))
 
     def describe(self) -> str:
         """One line for the log: what is where. After setup."""

@@ -109,7 +109,7 @@ CHANNELS_LAST = {"force_layout_optimization": True}
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> None:
     """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
-    evaluation, run as they are: compiling them would take as long again. On a GPU it changes the model's convolutions in place.
+    evaluation, run as they are: compiling them would take as long again. On a GPU it pads the model's convolutions.
 
     Args:
         loader: of a step that is to be recorded. Else its batches come from outside, and the optimizer is left as it is: the
