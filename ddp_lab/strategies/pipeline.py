@@ -125,12 +125,12 @@ class Pipeline(Strategy):
         for index in range(rank, self.num_stages, ranks):
             held = OrderedDict(blocks[i] for i in self.parts.parts[index])
             stages[index] = Stage(held, self.runtime, self._dtypes(index)[1]).to(self.device)
-        self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.stages = {index: self.wrap(stage) for index, stage in stages.items()}
+        self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.has_batch_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
 
     def wrap(self, stage: Stage) -> nn.Module:
-        """What data parallelism makes of a stage."""
+        """Return what data parallelism makes of a stage; it may replace layers in it."""
         return stage
 
     def stage_class(self) -> type:
