@@ -394,15 +394,15 @@ def test_what_a_step_calls_is_free_of_hydra():
 
 @needs_compiler
 def test_taking_is_compiled_once_for_all_epochs():
-    """As graph.compile_step has it; what a new epoch deals lies where the old one's did."""
+    """As cuda_graph.compile_step has it; what a new epoch deals lies where the old one's did."""
     loader = taken(augmented=True)
-    take = torch.compile(loader.take, dynamic=False, fullgraph=True)
+    loader.compile(partial(torch.compile, dynamic=False, fullgraph=True))
     for epoch in (1, 2):
         loader.set_epoch(epoch)
         loader.deal()
         for turn, batch in zip(loader.turns(), list(loader), strict=True):
             with torch.compiler.set_stance("default" if epoch == 1 else "fail_on_recompile"):
-                inputs, targets = take(turn.size)
+                inputs, targets = loader.take(turn.size)
             assert torch.allclose(inputs, batch.inputs, rtol=0, atol=1e-6)  # compiled, a product and a sum may be one operation
             assert torch.equal(targets, batch.targets)
 

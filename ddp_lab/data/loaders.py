@@ -1,6 +1,7 @@
 """Two loaders of the same batches: gathered by the device from a dataset that lives there, or by worker processes."""
 
 import signal
+from collections.abc import Callable
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,6 +24,7 @@ class DeviceLoader(Loader):
         self._places = torch.arange(self.local_batch_size, device=device)
         self._first = torch.zeros((), dtype=torch.int64, device=device)
         self._ahead: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by epoch
+        self._gather = self._gather_eagerly
 
     def _raw_batches(self):
         indices = self.sampler.indices()
@@ -50,8 +52,15 @@ class DeviceLoader(Loader):
     def _draw(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.sampler.own(epoch), self._own_moves(epoch)
 
+    def compile(self, fuse: Callable) -> None:
+        """Fuse the kernels of `take` by `fuse`, a torch.compile."""
+        self._gather = fuse(self._gather_eagerly)
+
     def take(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch's inputs and targets. Nothing of it is decided on the host, so that a CUDA graph can hold it."""
+        return self._gather(size)
+
+    def _gather_eagerly(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         places = self._places[:size] + self._first
         self._first += size
         images = self.images[self._order[places]]

@@ -1,6 +1,6 @@
 """One training step as a callable."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -35,8 +35,14 @@ class Step:
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
         self.tally = Tally(strategy.device, skip_not_finite)
-        self.optimize = optimizer.step
+        self._optimize = optimizer.step
         self.lr = 0.0
+
+    def compile(self, fuse: Callable) -> None:
+        """Compile what follows the gradients: the optimizer's step, by torch.compile alone, and the tally, by `fuse`. For a
+        step whose learning rate is a tensor; a number would have the optimizer compiled anew at every step."""
+        self._optimize = torch.compile(self.optimizer.step)
+        self.tally.compile(fuse)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
         """What a call is to be given, one after the other, for the rest of the epoch."""
@@ -58,7 +64,7 @@ class Step:
             if self.max_grad_norm is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp cannot have it
                 clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm.nan_to_num(), foreach=foreach)
-        self.optimize()
+        self._optimize()
         self.optimizer.zero_grad()
         self.tally.add(sums)
 

@@ -112,8 +112,8 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
     evaluation, run as they are: compiling them would take as long again. On a GPU it pads the model's convolutions.
 
     Args:
-        loader: of a step that is to be recorded. Else its batches come from outside, and the optimizer is left as it is: the
-            learning rate, a number there, would have it compiled anew at every step.
+        loader: of a step that is to be captured. Else its batches come from outside, and the optimizer and the tally are left
+            as they are (`Step.compile`).
         tuned: tries out more kernels, which takes minutes.
         channels_last: the model is in that format, and stays in it.
     """
@@ -124,8 +124,8 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
         pad_convolutions(step.strategy.module)
     step.strategy.compile(fuse)
     if loader is not None:
-        step.optimize = torch.compile(step.optimizer.step)
-        loader.take, step.tally.add = fuse(loader.take), fuse(step.tally.add)
+        loader.compile(fuse)
+        step.compile(fuse)
 
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
