@@ -20,29 +20,40 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ddp_lab.config.faults import parse
+from ddp_lab.data.sharding import Loader
+from ddp_lab.training.step import TrainStep
+from ddp_lab.training.tally import Tally
 
 
 class Fault:
-    """Around a step: a callable like it.
+    """A `TrainStep` that takes the steps of another one, and makes the fault at one of them.
 
     Args:
         fill_disk: makes this rank's next checkpoint fail.
         taken: optimizer steps that the run has behind it.
     """
 
-    def __init__(self, step: Callable, word: str, rank: int, run_dir: Path, fill_disk: Callable[[], None], taken: int):
+    def __init__(self, step: TrainStep, word: str, rank: int, run_dir: Path, fill_disk: Callable[[], None], taken: int):
         self.step, self.run_dir, self.fill_disk, self.taken = step, run_dir, fill_disk, taken
         kind, faulty, at = parse(word)
         self.kind, self.at = kind, at if faulty == rank else None
         self.word = word
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.step, name)
+    @property
+    def tally(self) -> Tally:
+        return self.step.tally
+
+    @property
+    def lr(self) -> float:
+        return self.step.lr
+
+    def batches(self, loader: Loader) -> Iterable[Any]:
+        return self.step.batches(loader)
 
     def __call__(self, batch: Any) -> None:
         self.taken += 1

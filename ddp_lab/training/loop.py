@@ -14,12 +14,12 @@ from ddp_lab.observe.logger import Logger, log
 from ddp_lab.strategies.base import Strategy, sum_dtype
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.step import Step
+from ddp_lab.training.step import TrainStep
 
 
 def fit(
     strategy: Strategy,
-    step: Step,
+    step: TrainStep,
     train_loader: Loader,
     test_loader: Loader,
     logger: Logger,
@@ -63,7 +63,7 @@ def fit(
 
 
 def train_epoch(
-    strategy: Strategy, step: Step, loader: Loader, logger: Logger, hooks: Hooks, before: Progress, epochs: int
+    strategy: Strategy, step: TrainStep, loader: Loader, logger: Logger, hooks: Hooks, before: Progress, epochs: int
 ) -> Progress:
     """The steps of an epoch that are left, and where the run stands behind them."""
     loader.set_epoch(before.epoch, before.samples)

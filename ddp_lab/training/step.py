@@ -1,6 +1,7 @@
 """One training step as a callable."""
 
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -8,6 +9,28 @@ from torch.nn.utils import clip_grads_with_norm_
 from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.training.tally import Tally
+
+
+@runtime_checkable
+class TrainStep(Protocol):
+    """What the training loop needs of a step. `Step` and `GraphStep` compute one; `Fault` and `Profiled` wrap another.
+
+    Attributes:
+        tally: of the losses, taken before the optimizer's step.
+        lr: the learning rate of the last step taken.
+    """
+
+    @property
+    def tally(self) -> Tally: ...
+
+    @property
+    def lr(self) -> float: ...
+
+    def batches(self, loader: Loader) -> Iterable[Any]:
+        """Return what the calls are to be given, one after the other, for the rest of the epoch."""
+
+    def __call__(self, batch: Any) -> None:
+        """Take one step, without waiting for the device."""
 
 
 class Step:
