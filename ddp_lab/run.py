@@ -86,7 +86,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         watch.at("compiling")
         step = levers.build(step, loaders[0])
         if cfg.inject:
-            step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
+            step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
         left = cfg.epochs * plan.steps_per_epoch - plan.steps_before(progress)
         profiling = cfg.profile and left >= NEEDED
         if cfg.profile and not profiling:

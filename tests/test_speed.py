@@ -25,12 +25,15 @@ from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Shard
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
+from ddp_lab.models.simple_cnn import simple_cnn
+from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.schedule import constant, make_scheduler
 from ddp_lab.training.speed import kernel_choice
 from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_convolutions
-from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, compile_step
+from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep, compile_step
 from ddp_lab.training.speed.kernel_choice import NewThread
 from ddp_lab.training.speed.options import Levers
 from ddp_lab.training.step import Step
@@ -405,6 +408,23 @@ def test_taking_is_compiled_once_for_all_epochs():
                 inputs, targets = loader.take(turn.size)
             assert torch.allclose(inputs, batch.inputs, rtol=0, atol=1e-6)  # compiled, a product and a sum may be one operation
             assert torch.equal(targets, batch.targets)
+
+
+def test_nan_is_injected_into_a_step_that_gathers_its_batches(tmp_path):
+    """Here no graph is captured, so that the other turns are computed in eager mode, too."""
+    runtime, loader = Runtime("cpu"), taken(augmented=False)
+    strategy = Single(runtime)
+    strategy.setup(simple_cnn(1, 8, 10))
+    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
+    graph = GraphStep(Step(strategy, optimizer, make_scheduler(optimizer, constant, 5, 0)), loader)
+    graph.tally.begin(0)
+    fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)
+    loader.set_epoch(1)
+    first_bad = []
+    for turn in fault.batches(loader):
+        fault(turn)
+        first_bad.append(graph.tally.first_bad(fault.taken).item())
+    assert first_bad[:3] == [float("inf"), float("inf"), 3]
 
 
 @pytest.mark.parametrize("in_graph", [False, True])

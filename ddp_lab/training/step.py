@@ -71,6 +71,10 @@ class Step:
         """What a call is to be given, one after the other, for the rest of the epoch."""
         return loader
 
+    def gather(self, batch: Batch) -> Batch:
+        """Return the tensors of what `batches` yields: here it has them already."""
+        return batch
+
     def __call__(self, batch: Batch) -> None:
         """Does not wait for the device."""
         self.compute(batch)
@@ -95,10 +99,6 @@ class Step:
         """What the host does: the learning rate of the next step."""
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
-
-    def poison(self, batch: Batch) -> None:
-        """As a call, with images that are not numbers."""
-        self(batch._replace(inputs=batch.inputs * float("nan")))
 
     def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
         """Leaves no trace of the batch in gradients and BatchNorm's statistics, on every rank alike: the norm is the whole

@@ -70,31 +70,29 @@ class GraphStep:
         for turn in turns:
             self.graphs[turn] = torch.cuda.CUDAGraph()
             with recording(self.graphs[turn], pool):
-                self.step.compute(self._batch(turn))
+                self.step.compute(self.gather(turn))
 
     def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
         loader.deal()
         yield from loader.turns()
         loader.look_ahead()
 
-    def __call__(self, turn: Turn) -> None:
+    def __call__(self, turn: Turn | Batch) -> None:
+        """Replay the graph of a turn. A batch, gathered before, is computed in eager mode."""
         if turn in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.graphs[turn].replay()
             self.step.advance()
         else:  # after a resume with another batch size there may be one; its kernels are chosen when it comes
-            self.step(self._batch(turn))
+            self.step(turn if isinstance(turn, Batch) else self.gather(turn))
 
-    def poison(self, turn: Turn) -> None:
-        """As a call, with images that are not numbers; kernel by kernel."""
-        self.step.poison(self._batch(turn))
+    def gather(self, turn: Turn) -> Batch:
+        """Return the next batch, whose size is the turn's, in place of replaying it."""
+        return Batch(*self.loader.take(turn.size), turn.count)
 
     def _first_batch(self, turn: Turn) -> Batch:
         self.loader.deal()
-        return self._batch(turn)
-
-    def _batch(self, turn: Turn) -> Batch:
-        return Batch(*self.loader.take(turn.size), turn.count)
+        return self.gather(turn)
 
 
 # Inductor's combo kernels: small ones that do not wait for each other run as one, casts of the weights to bf16 for example.
