@@ -131,7 +131,8 @@ class Guard(Hooks):
             raise TrainingError(
                 f"the replicas have drifted apart: behind step {step} {name} is not the same on replicas 0 and {replica} "
                 f"(check_replicas={self.check_replicas}). Some rank computes or changes it by itself; the last checkpoint has "
-                "replica 0's"
+                "replica 0's",
+                "replicas_drifted",
             )
 
     def _save_and_leave(self, progress: Progress) -> None:
@@ -152,6 +153,7 @@ class Guard(Hooks):
                 raise TrainingError(
                     f"{what}. The last checkpoint is from before it. Lower optimizer.lr, set max_grad_norm, or leave out such "
                     "batches by on_nan=skip",
+                    "not_finite",
                     rank,
                 )
             if self.checkpoints.runtime.rank == 0:
@@ -159,11 +161,13 @@ class Guard(Hooks):
         if verdict.ruined:
             raise TrainingError(
                 f"after step {progress.step} some weights are not finite; they are not saved. Lower "
-                "optimizer.lr, or set max_grad_norm"
+                "optimizer.lr, or set max_grad_norm",
+                "not_finite",
             )
         if verdict.unwritten and self.on_error == "stop":
             raise TrainingError(
                 f"a checkpoint could not be written: {self.checkpoints.problem or 'rank 0 has the reason in train.log'}. "
-                "checkpoint.on_error=continue goes on without"
+                "checkpoint.on_error=continue goes on without",
+                "checkpoint",
             )
         return verdict.preempted

@@ -39,7 +39,8 @@ def fit(
         hooks.check(progress)
         durations.append(progress.seconds)
         if progress.sums[2] == 0:
-            raise TrainingError(f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr")
+            message = f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr"
+            raise TrainingError(message, "not_finite")
         train_loss, train_accuracy, samples = means(progress.sums)
         test_loss, test_accuracy, _ = evaluate(strategy, hooks.evaluating(test_loader, progress))
         logger.epoch(
