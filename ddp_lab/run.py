@@ -19,7 +19,7 @@ from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
-from ddp_lab.resilience.guard import Guard, Preempted
+from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watch
 from ddp_lab.strategies.base import Strategy
@@ -94,18 +94,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         if profiling:
             step = Profiled(step, runtime, logger, run_dir.path / "profile", levers.cuda_graph, strategy.bubble())
         every = cfg.checkpoint
-        guard = Guard(
-            checkpoints,
-            decisions,
-            watch,
-            progress,
-            every.every_epochs,
-            every.every_steps,
-            every.on_error,
-            cfg.on_nan,
-            step.tally,
-            cfg.check_replicas,
-        )
+        settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
+        guard = Guard(settings, strategy, checkpoints, decisions, watch, progress, step.tally)
         try:
             fit(strategy, step, *loaders, logger, guard, progress, cfg.epochs, cfg.patience)
             status = "finished"
