@@ -290,9 +290,9 @@ def test_the_next_epoch_is_drawn_ahead(augmented, monkeypatch):
 
 
 def taken(augmented: bool) -> DeviceLoader:
-    split = Synthetic(101, 8, 1, 8, 10).load().train
+    data = Synthetic(101, 8, 1, 8, 10).load().train
     options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    return DeviceLoader(split, 24, num_workers=0, **options, **({"shift": 2, "flip": True} if augmented else {}))
+    return DeviceLoader(data, 24, num_workers=0, **options, **({"shift": 2, "flip": True} if augmented else {}))
 
 
 @pytest.mark.parametrize("augmented", [False, True])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.data.datasets import Split, Synthetic
+from ddp_lab.data.datasets import LabelledImages, Synthetic
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
@@ -109,7 +109,7 @@ def make_model(name: str, seed: int) -> Chain:
     return model.to(torch.get_default_dtype())
 
 
-def make_splits(case: Case) -> tuple[Split, Split]:
+def make_data(case: Case) -> tuple[LabelledImages, LabelledImages]:
     _, channels, image_size = MODELS[case.model]
     dataset = Synthetic(case.samples, 53, channels, image_size, 10).load()
     return dataset.train, dataset.test
@@ -119,7 +119,7 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     """Trains as train.py does. With several ranks the runtime's process group must be open."""
     options = {key: dict(value) if key == "plan" else value for key, value in case.options}
     strategy = case.strategy(runtime, **options)
-    train, test = make_splits(case)
+    train, test = make_data(case)
     share = {
         "batch_size": case.batch_size,
         "num_workers": 1,

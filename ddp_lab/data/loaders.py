@@ -7,16 +7,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_lab.data.augment import augment
-from ddp_lab.data.datasets import Split
+from ddp_lab.data.datasets import LabelledImages
 from ddp_lab.data.sharding import IGNORE, Loader
 
 
 class DeviceLoader(Loader):
     """The whole dataset lives on the device as uint8; a batch is an index into it. No workers, no copies."""
 
-    def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
-        super().__init__(split, batch_size, device=device, **share)
-        self.images, self.targets = split.images.to(device), split.targets.to(device)
+    def __init__(self, data: LabelledImages, batch_size: int, *, device: torch.device, num_workers: int, **share):
+        super().__init__(data, batch_size, device=device, **share)
+        self.images, self.targets = data.images.to(device), data.targets.to(device)
         # For `take`: the epoch's order, its targets and moves, where graphs expect them, and how far the epoch is.
         self._order = torch.zeros(self.sampler.num_samples, dtype=torch.int64, device=device)
         self._wanted = torch.zeros_like(self._order)
@@ -78,10 +78,10 @@ def ignore_signals(worker: int) -> None:
 class WorkerLoader(Loader):
     """The textbooks' way: worker processes gather batches in host memory; pinned, they are copied while the device computes."""
 
-    def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
-        super().__init__(split, batch_size, device=device, **share)
+    def __init__(self, data: LabelledImages, batch_size: int, *, device: torch.device, num_workers: int, **share):
+        super().__init__(data, batch_size, device=device, **share)
         self.loader = DataLoader(
-            TensorDataset(*split),
+            TensorDataset(*data),
             batch_size=self.local_batch_size,
             sampler=self.sampler,
             num_workers=num_workers,
