@@ -4,7 +4,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from test_config import config
+from configs import config
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.config.schema import build

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+from cases import assert_equal, ddp, scratch
 from launches import SMALL, finish, launch, read_metrics, start
 from omegaconf import OmegaConf
 from PIL import Image
-from test_equivalence import assert_equal, ddp, scratch
 from torch import nn
 from training import Case, run_cases
 from worlds import run_world
