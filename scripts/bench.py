@@ -225,21 +225,22 @@ def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Itera
     model = build(cfg.model, **dataset.model_shape())
     loader, _ = make_loaders(cfg, dataset, strategy, plan)
     levers = Levers.choose(cfg, strategy)
-    strategy.setup(levers.shape(model, runtime))
-    optimizer = levers.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
-    step = levers.build(Step(strategy, optimizer, make_scheduler(optimizer, build(cfg.scheduler), 1, 0)), loader)
-    assert isinstance(step, GraphStep)
-    graph = next(iter(step.graphs.values()))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    while True:
-        loader.deal()
-        wait(runtime.device)
-        start.record()
-        for _ in range(arguments.steps):
-            graph.replay()
-        end.record()
-        wait(runtime.device)
-        yield arguments.steps * arguments.batch * runtime.world_size / (start.elapsed_time(end) / 1000)
+    with levers.switches(runtime):
+        strategy.setup(levers.shape(model, runtime))
+        optimizer = levers.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
+        step = levers.build(Step(strategy, optimizer, make_scheduler(optimizer, build(cfg.scheduler), 1, 0)), loader)
+        assert isinstance(step, GraphStep)
+        graph = next(iter(step.graphs.values()))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        while True:
+            loader.deal()
+            wait(runtime.device)
+            start.record()
+            for _ in range(arguments.steps):
+                graph.replay()
+            end.record()
+            wait(runtime.device)
+            yield arguments.steps * arguments.batch * runtime.world_size / (start.elapsed_time(end) / 1000)
 
 
 LOOPS = {"tutorial": tutorial, "accelerate": accelerate, "fabric": fabric, "bare": bare}

@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_con
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep, compile_step
 from ddp_lab.training.speed.kernel_choice import NewThread
 from ddp_lab.training.speed.options import Levers
+from ddp_lab.training.speed.switches import compiling
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import LONGEST, Tally
 from ddp_lab.world.runtime import Runtime
@@ -230,6 +231,38 @@ def test_what_a_step_is_compiled_with(device):
     compile_step(SimpleNamespace(strategy=strategy), None, tuned=False, channels_last=True)
     assert fuses[0].keywords["options"] == COMBO | CHANNELS_LAST
     assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
+
+
+@pytest.mark.parametrize("levers", [COMPILED, Levers(False, "tuned", False), Levers(False, False, True)])
+def test_switches_hold_for_the_training_and_are_restored(levers):
+    def switches() -> tuple:
+        return torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit, torch._dynamo.eval_frame._stance.stance
+
+    before = switches()
+    with levers.switches(Runtime("cpu")):
+        assert switches() == ((True, 64, "eager_on_recompile") if levers.compile else before)
+        with compiling():
+            assert switches() == ((True, 64, "default") if levers.compile else before)
+    assert switches() == before == (False, 8, "default")
+
+
+def test_a_graphs_stream_is_the_current_one_until_the_switches_are_left(monkeypatch):
+    events, streams = [], ["default"]
+
+    @contextmanager
+    def current(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    default = SimpleNamespace(wait_stream=events.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default if streams[-1] == "default" else None)
+    with Levers(True, False, False).switches(Runtime("cpu")):
+        assert streams[-1] == "side"
+    assert streams == ["default"]
+    assert events == ["side"], "what follows on the default stream must wait for the training"
 
 
 @needs_compiler

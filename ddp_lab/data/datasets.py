@@ -3,6 +3,8 @@
 import os
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,6 +87,17 @@ class Synthetic:
         return Dataset(train, test, [str(label) for label in range(self.num_classes)])
 
 
+@contextmanager
+def default_timeout(seconds: float) -> Iterator[None]:
+    """Give every new socket a timeout, unless it has one."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
 class Torchvision:
     """MNIST, FashionMNIST or CIFAR10, by torchvision, under `root`; downloaded by `prepare` where it is missing."""
 
@@ -117,8 +130,8 @@ class Torchvision:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.root, prefix=".download-") as folder:
-                socket.setdefaulttimeout(60)  # torchvision sets none: a silent network would hang all ranks
-                self._open(True, root=Path(folder), download=True)
+                with default_timeout(60):  # torchvision sets none: a silent network would hang all ranks
+                    self._open(True, root=Path(folder), download=True)
                 for path in Path(folder).rglob("*"):
                     if path.is_file():
                         target = self.root / path.relative_to(folder)

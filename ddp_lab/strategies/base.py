@@ -161,7 +161,6 @@ class Strategy(ABC):
     def compile_pieces(self, fuse: Callable, *sizes: float) -> None:
         """As `compile`, but in the `Chain.pieces` of these sizes, so that a piece's gradients are there when its own backward
         ends. Every cut costs fusion (docs/benchmarks.md)."""
-        torch._dynamo.config.recompile_limit = 64  # the pieces are one function to it, and each has its own shape
         self.measure = fuse(measure)
         self.module.execute_in(map(fuse, self.module.pieces(*sizes)))
 

@@ -16,6 +16,7 @@ from ddp_lab.data.sharding import Batch, Turn
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.kernel_choice import fastest_thread, recording
 from ddp_lab.training.speed.notice import working
+from ddp_lab.training.speed.switches import compiling
 from ddp_lab.training.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
@@ -25,7 +26,7 @@ class GraphStep:
     """A `Step` for the turns of a DeviceLoader.
 
     Args:
-        step: all of it must run on the current stream, which must not be the default one.
+        step: all of it must run on the current stream, which must not be the default one (`Runtime.side_stream`).
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
@@ -39,7 +40,7 @@ class GraphStep:
         return self.step.lr
 
     def record(self, choosing: float, first: str) -> None:
-        """Warms up, then records a graph for each size of a batch. Changes no state. Collective.
+        """Within `Levers.switches`: warms up, then records a graph for each size of a batch. Changes no state. Collective.
 
         Args:
             choosing: seconds in which cuDNN's choice of kernels is repeated, in new threads; 0: its first one is taken.
@@ -53,7 +54,7 @@ class GraphStep:
             group["lr"] = self.rate  # read at every replay
         with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
             # Here, too: torch.compile asks for what only the thread has that imported it (an assertion of torch 2.11).
-            with working(first):
+            with working(first), compiling():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread = call  # kept: it keeps the kernels
             if choosing:
@@ -115,7 +116,6 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
         tuned: tries out more kernels, which takes minutes.
         channels_last: the model is in that format, and stays in it.
     """
-    torch.compiler.set_stance("default")
     options = COMBO | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
     fuse = partial(torch.compile, dynamic=False, options=options)
     if step.strategy.device.type == "cuda":
@@ -128,13 +128,11 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
     """Steps that do not count: behind them all is compiled, tuned and allocated, and the state is what it was. Collective."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     with unchanged(step):
         for batch in batches:
             try_out(step, batch())
             for _ in range(times):
                 step.compute(batch())
-            torch.compiler.set_stance("eager_on_recompile")
 
 
 def try_out(step: Step, batch: Batch) -> None:
