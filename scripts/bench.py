@@ -215,21 +215,22 @@ def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Itera
     OmegaConf.resolve(cfg)
     runtime.precision = cfg.precision
     job = prepare(cfg, runtime)
-    training = materialize(job)
-    training.compile()
-    loader, step = job.loaders[0], training.step
-    assert isinstance(step, GraphStep)
-    graph = next(iter(step.graphs.values()))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    while True:
-        loader.deal()
-        wait(runtime.device)
-        start.record()
-        for _ in range(arguments.steps):
-            graph.replay()
-        end.record()
-        wait(runtime.device)
-        yield arguments.steps * arguments.batch * runtime.world_size / (start.elapsed_time(end) / 1000)
+    with job.options.switches(runtime):
+        training = materialize(job)
+        training.compile()
+        loader, step = job.loaders[0], training.step
+        assert isinstance(step, GraphStep)
+        graph = next(iter(step.graphs.values()))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        while True:
+            loader.deal()
+            wait(runtime.device)
+            start.record()
+            for _ in range(arguments.steps):
+                graph.replay()
+            end.record()
+            wait(runtime.device)
+            yield arguments.steps * arguments.batch * runtime.world_size / (start.elapsed_time(end) / 1000)
 
 
 LOOPS = {"tutorial": tutorial, "accelerate": accelerate, "fabric": fabric, "bare": bare}

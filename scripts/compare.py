@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ddp_lab.launch.command_line import REFUSED  # noqa: E402
 from ddp_lab.launch.sweep import quote  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
 from ddp_lab.observe.plot import Curve, bars, beside, curves, short, stacked  # noqa: E402
@@ -111,6 +113,7 @@ class Result(NamedTuple):
     weights: list[dict[str, torch.Tensor]]  # after the first epoch, and at the end
     problem: str | None
     profile: dict | None = None
+    refused: bool = False  # train.py took the words for the user's mistake
 
     @property
     def name(self) -> str:
@@ -148,7 +151,8 @@ def run(entry: Entry, words: list[str], out: Path) -> Result:
         failure = read_json(run_dir / "failure.json")
         said = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
         reason = failure["message"] if failure else said[-1] if said else f"exit code {done.returncode}"
-        return Result(entry, [], [], reason.splitlines()[0].partition("error: ")[2] or reason)
+        problem = reason.splitlines()[0].partition("error: ")[2] or reason
+        return Result(entry, [], [], problem, refused=done.returncode == REFUSED)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     files = sorted((run_dir / "checkpoints").glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
     weights = [torch.load(path, weights_only=True)["model"] for path in (files[0], files[-1])]
@@ -156,13 +160,13 @@ def run(entry: Entry, words: list[str], out: Path) -> Result:
 
 
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
-    """The table's cells, in words."""
+    """The table's cells, in words. The row of what did not run ends with the reason."""
     single = results[0]
     table = []
     for result in results:
         entry = result.entry
         if result.problem:
-            table.append((entry.name, str(entry.devices), f"not run: {result.problem}", *[""] * (len(COLUMNS) - 3)))
+            table.append((entry.name, str(entry.devices), f"not run: {result.problem}"))
             continue
         speed_up = result.rate / single.rate if not single.problem else float("nan")
         differences = ("", "") if single.problem else tuple(f"{result.difference(single, when):.1e}" for when in (0, 1))
@@ -227,9 +231,12 @@ def verdicts(results: list[Result]) -> list[str]:
     return [f"{result.name}: {'. '.join(result.profile['verdict'])}" for result in results if result.profile]
 
 
-def wide(cell: str) -> str:
-    """HTML for a cell that is a sentence and has the rest of its row."""
-    return f" colspan={len(COLUMNS) - 2} style='text-align:left'" if cell.startswith("not run") else ""
+def html_row(tag: str, row: Sequence[str]) -> str:
+    """The last cell of a row that lacks some is a sentence, and gets their columns."""
+    *cells, last = (f">{html.escape(cell)}</{tag}>" for cell in row)
+    missing = len(COLUMNS) - len(row)
+    wide = f" colspan={missing + 1} style='text-align:left'" if missing else ""
+    return f"<tr>{''.join(f'<{tag}{cell}' for cell in cells)}<{tag}{wide}{last}</tr>"
 
 
 def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out: Path) -> str:
@@ -242,7 +249,7 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
             "",
             "| " + " | ".join(COLUMNS) + " |",
             "|---" * len(COLUMNS) + "|",
-            *("| " + " | ".join(row) + " |" for row in table),
+            *("| " + " | ".join([*row, *[""] * (len(COLUMNS) - len(row))]) + " |" for row in table),
             "",
             *(f"- {line}" for line in words),
             "",
@@ -253,12 +260,7 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
     )
     (out / "report.md").write_text(text)
     picture = base64.b64encode((out / "plots.png").read_bytes()).decode()
-    cells = "".join(
-        "<tr>"
-        + "".join(f"<{tag}{wide(cell)}>{html.escape(cell)}</{tag}>" for cell in row[: 3 if wide(row[2]) else None])
-        + "</tr>"
-        for tag, row in [("th", COLUMNS), *(("td", row) for row in table)]
-    )
+    cells = "".join(html_row(tag, row) for tag, row in [("th", COLUMNS), *(("td", row) for row in table)])
     style = "body{font:15px sans-serif;margin:2em;max-width:80em}td,th{padding:.3em .8em;text-align:right}"
     style += "td{border-top:1px solid #ddd}td:first-child,th:first-child{text-align:left}img{max-width:100%}"
     (out / "report.html").write_text(
@@ -304,9 +306,11 @@ def main() -> None:
     ]  # so few steps that rounding stays small
     results = [run(chosen[0], [*words, "profile=true"], out)]
     profile = ["profile=true"]
-    if "profile=true: needs" in (results[0].problem or ""):
-        print(f"without profiles: {results[0].problem}")
-        profile, results = [], [run(chosen[0], words, out)]
+    if results[0].refused:
+        again = run(chosen[0], words, out)
+        if not again.refused:  # so it was the profile, which a short run or its device cannot have
+            print(f"without profiles: {results[0].problem}")
+            profile, results = [], [again]
     results += [run(entry, words + profile, out) for entry in chosen[1:]]
     if all(result.problem for result in results):
         sys.exit(f"error: nothing ran: {results[0].problem}")

@@ -185,6 +185,7 @@ def main() -> None:
     try:
         measure([lane(name, device) for name, device in zip(names, devices, strict=True)], arguments, picture)
     except RuntimeError as error:
+        # On a CPU torch raises a plain RuntimeError, which its text alone tells from others.
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
         sys.exit(f"error: --size {arguments.size} --products {arguments.products}: {str(error).splitlines()[0]}")

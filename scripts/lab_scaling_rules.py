@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from ddp_lab.launch.sweep import quote  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
 from ddp_lab.observe.plot import Curve, beside, curves  # noqa: E402
+from ddp_lab.resilience.run_directory import read_json  # noqa: E402
 
 RULES = ("none", "linear", "sqrt")
 
@@ -32,9 +33,10 @@ def accuracy(k: int, rule: str, batch: int, words: list[str], out: Path) -> floa
     given = [*words, f"batch_size={k * batch}", f"lr_scaling={rule}", f"lr_base_batch_size={batch}"]
     given += [f"runs_dir={quote(str(out))}", f"name={name}"]
     done = subprocess.run(world_command(given, None), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode and "is not finite" in done.stdout:
-        return None
     if done.returncode:
+        failure = read_json(out / name / "failure.json")
+        if failure and failure["kind"] == "not_finite":
+            return None
         print()
         said = [line for line in done.stdout.splitlines() if "error: " in line]
         sys.exit(said[-1] if said else done.stdout)

@@ -4,7 +4,8 @@ python scripts/same_numbers.py HEAD~1
 python scripts/same_numbers.py v1.0 --strategies ddp fsdp -- model=resnet18 data=synthetic data.dataset.image_size=16
 
 Trains each strategy on the CPU in a checkout of the commit and in this tree, with every key that changes numbers set to
-something else than its default, and compares metrics.jsonl to the last digit, times apart. Exit code 0: all are the same; 1: not all.
+something else than its default, and compares metrics.jsonl to the last digit, times apart. Exit code 0: all are the same;
+1: not all.
 """
 
 import argparse

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 import warm
 
+# Imported by tests, they hold asserts: pytest shows the values of those, too.
+pytest.register_assert_rewrite("cases", "run_checks")
+
 # Their tests take the longest; each file runs in one process of pytest, so these begin first.
 FIRST = ["test_equivalence.py", "test_faults.py", "test_tutorial.py", "test_slurm.py", "test_speed.py", "test_checkpoint.py"]
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cases import assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
 from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_equivalence import assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
 from training import Case, Outcome, make_model, run_cases
 from worlds import run_world
 

@@ -1,8 +1,6 @@
-from pathlib import Path
-
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from configs import CONF, config
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
@@ -10,14 +8,8 @@ from ddp_lab.config.schema import build, check
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
 
-CONF = Path(__file__).parent.parent / "conf"
 GROUPS = ["data", "model", "strategy", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
-
-
-def config(*overrides: str):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -4,22 +4,22 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from test_config import config
+from configs import config
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.augment import augment, draw
-from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
+from ddp_lab.data.datasets import Digits, LabelledImages, Synthetic, Torchvision
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.run.job import Job
 from ddp_lab.world.runtime import Runtime
 
 
-def numbered(samples: int) -> Split:
+def numbered(samples: int) -> LabelledImages:
     """Images of two pixels that spell their own number."""
     numbers = torch.arange(samples)
     images = torch.stack([numbers % 256, numbers // 256], dim=1).to(torch.uint8).view(samples, 1, 1, 2)
-    return Split(images, numbers % 10)
+    return LabelledImages(images, numbers % 10)
 
 
 def loader(
@@ -28,14 +28,14 @@ def loader(
     size: int,
     *,
     samples: int = 103,
-    split: Split | None = None,
+    data: LabelledImages | None = None,
     batch_size: int = 24,
     shuffle: bool = True,
     **other,
 ):
     settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": 0} | other
-    split = split or numbered(samples)
-    return LOADERS[kind](split, batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), shuffle=shuffle, **settings)
+    data = data or numbered(samples)
+    return LOADERS[kind](data, batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), shuffle=shuffle, **settings)
 
 
 def read(loader, epoch: int, start: int = 0) -> list[list[int]]:
@@ -119,10 +119,10 @@ def test_count_is_that_of_the_global_batch(size):
 AUGMENTED = {"shift": 2, "flip": True}
 
 
-def pictures() -> Split:
+def pictures() -> LabelledImages:
     """103 images of three channels, 5 pixels high and 7 wide, no two alike and none with a pixel of 0, as the border has."""
     images = torch.randint(1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return Split(images, torch.arange(103) % 10)
+    return LabelledImages(images, torch.arange(103) % 10)
 
 
 def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
@@ -165,7 +165,7 @@ def images_of_world(size: int, kind: str, epoch: int, start: int = 0) -> list[tu
     """The global batches in the order of the permutation: `dealt` is what a graph takes from the device loader."""
     ranks = []
     for rank in range(size):
-        own = loader("device" if kind == "dealt" else kind, rank, size, split=pictures(), **AUGMENTED)
+        own = loader("device" if kind == "dealt" else kind, rank, size, data=pictures(), **AUGMENTED)
         own.set_epoch(epoch, start)
         if kind == "dealt":
             own.deal()
@@ -183,13 +183,13 @@ def images_of_world(size: int, kind: str, epoch: int, start: int = 0) -> list[tu
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("start", [0, 48, 96])
 def test_a_sample_is_augmented_alike_for_any_world_size_and_loader(kind, size, start):
-    split, order = pictures(), torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
+    data, order = pictures(), torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
     moves = draw(103, **AUGMENTED, seed=5, epoch=3).T.tolist()
-    expected = torch.stack([moved(split.images[i], *moves[i]) for i in order.tolist()])
+    expected = torch.stack([moved(data.images[i], *moves[i]) for i in order.tolist()])
     batches = images_of_world(size, kind, epoch=3, start=start)
     assert [len(targets) for _, targets in batches] == [24, 24, 24, 24, 7][start // 24 :]
     assert torch.equal(torch.cat([inputs for inputs, _ in batches]).round().to(torch.uint8), expected[start:])
-    assert torch.equal(torch.cat([targets for _, targets in batches]), split.targets[order[start:]])
+    assert torch.equal(torch.cat([targets for _, targets in batches]), data.targets[order[start:]])
 
 
 @pytest.mark.parametrize("kind", ["device", "workers", "dealt"])
@@ -204,32 +204,32 @@ def test_an_image_is_another_in_another_epoch(kind):
 
 @pytest.mark.parametrize("kind", ["device", "workers"])
 def test_images_stay_as_they_are_unless_asked(kind):
-    split, own = pictures(), loader(kind, 1, 2, split=pictures())
+    data, own = pictures(), loader(kind, 1, 2, data=pictures())
     assert own.moves() is None
     seen = torch.cat([inputs for inputs, _, _ in own]).round().to(torch.uint8)
-    assert torch.equal(seen, split.images[own.sampler.indices()])
+    assert torch.equal(seen, data.images[own.sampler.indices()])
 
 
 @pytest.mark.parametrize("kind", ["device", "workers"])
 def test_the_test_split_is_never_augmented(kind):
     cfg = config("data.shift=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
     job = Job(cfg, Runtime("cpu"))
-    for loader, split, augmented in zip(job.loaders, (job.dataset.train, job.dataset.test), (True, False), strict=True):
+    for loader, data, augmented in zip(job.loaders, (job.dataset.train, job.dataset.test), (True, False), strict=True):
         seen = torch.cat([inputs for inputs, _, _ in loader])
-        assert torch.equal(seen, loader.normalise(split.images[loader.sampler.indices()])) is not augmented
+        assert torch.equal(seen, loader.normalise(data.images[loader.sampler.indices()])) is not augmented
 
 
 @pytest.mark.parametrize(("shift", "allowed"), [(5, "0 to 4"), (7, "0 to 4")])
 def test_a_shift_must_leave_something_of_the_image(shift, allowed):
-    loader("device", 0, 1, split=pictures(), shift=4)
+    loader("device", 0, 1, data=pictures(), shift=4)
     with pytest.raises(ConfigError, match=rf"data.shift={shift}: .* 5 x 7 pixels; allowed: {allowed}"):
-        loader("device", 0, 1, split=pictures(), shift=shift)
+        loader("device", 0, 1, data=pictures(), shift=shift)
 
 
 def test_normalisation():
-    split = Split(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.tensor([0, 1]))
+    data = LabelledImages(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.tensor([0, 1]))
     share = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "num_workers": 0, "shuffle": False}
-    (batch,) = LOADERS["device"](split, 2, mean=[0.5], std=[0.25], **share)
+    (batch,) = LOADERS["device"](data, 2, mean=[0.5], std=[0.25], **share)
     assert batch.inputs.flatten().tolist() == pytest.approx([-2.0, 2.0])
 
 

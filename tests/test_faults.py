@@ -107,12 +107,12 @@ def test_an_elastic_restart_of_a_cut_model_ends_the_same(strategy, tmp_path):
     assert_same_end(tmp_path / "cut", tmp_path / "whole")
 
 
-TOLD = {
-    "crash": "is gone without a word",
-    "segfault": "is gone without a word",
-    "exit": "is gone without a word",
-    "raise": "RuntimeError: injected by inject=raise@rank=1,step=8",
-    "hang": "stands still for",
+TOLD = {  # the kind and a part of the message
+    "crash": ("lost_rank", "is gone without a word"),
+    "segfault": ("lost_rank", "is gone without a word"),
+    "exit": ("lost_rank", "is gone without a word"),
+    "raise": ("exception", "RuntimeError: injected by inject=raise@rank=1,step=8"),
+    "hang": ("hang", "stands still for"),
 }
 
 
@@ -122,12 +122,12 @@ def test_the_first_failure_is_told_once_and_nothing_hangs(fault, tmp_path):
     code, output = launch(DDP, *words(tmp_path, "failed", "timeout=5", f"inject={fault}@rank=1,step=8"))
     assert time.monotonic() - started < 40
     assert code == 1
-    record = failure(tmp_path / "failed")
-    assert (record["rank"], record["epoch"], record["step"]) == (1, 2, 8)
-    assert TOLD[fault] in record["message"]
+    record, (kind, said) = failure(tmp_path / "failed"), TOLD[fault]
+    assert (record["kind"], record["rank"], record["epoch"], record["step"]) == (kind, 1, 2, 8)
+    assert said in record["message"]
     assert [other["rank"] for other in record["others"]] == [0]
     assert output.count(record["message"].splitlines()[0]) == 1, output
-    assert output.split("Root Cause")[1].count(TOLD[fault]) == 1, output
+    assert output.split("Root Cause")[1].count(said) == 1, output
     assert status(tmp_path / "failed").items() >= {"status": "failed", "epoch": 2, "step": 8}.items()
 
 
@@ -143,6 +143,7 @@ def test_a_frozen_rank_is_named(tmp_path):
             os.kill(frozen["pid"], signal.SIGKILL)
     assert code == 1, output
     assert "holds up the others" in failure(tmp_path / "frozen")["message"]
+    assert failure(tmp_path / "frozen")["kind"] == "hang"
     assert failure(tmp_path / "frozen")["rank"] == 1
 
 
@@ -187,6 +188,7 @@ def test_drifting_replicas_are_named(tmp_path):
     assert code == 1, output
     said = "the replicas have drifted apart: behind step 8 head.1.bias is not the same on replicas 0 and 1"
     assert output.split("Root Cause")[1].count(said) == 1, output
+    assert failure(tmp_path / "drifting")["kind"] == "replicas_drifted"
 
 
 SYNC = " ".join(["strategy=ddp", "strategy.batch_norm=sync", *NARROW])
@@ -225,7 +227,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_one_step(tmp_path):
     assert "the loss of step 8 (epoch 2) is not finite, on rank 1 first" in output.split("Root Cause")[1]
     records = [json.loads(path.read_text()) for path in (tmp_path / "stopped" / "ranks").glob("*.json")]
     assert len({record["step"] for record in records}) == 1
-    assert failure(tmp_path / "stopped")["rank"] == 1
+    assert (failure(tmp_path / "stopped")["kind"], failure(tmp_path / "stopped")["rank"]) == ("not_finite", 1)
     assert list((tmp_path / "stopped").glob("checkpoints/*.pt"))
     for path in (tmp_path / "stopped").glob("checkpoints/*.pt"):
         assert all(tensor.isfinite().all() for tensor in torch.load(path)["model"].values())
@@ -237,6 +239,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     code, output = launch("python train.py", *line)
     assert code == 1
     assert "after step 1 some weights are not finite; they are not saved" in output
+    assert failure(tmp_path / "ruined")["kind"] == "not_finite"
     assert not list((tmp_path / "ruined").glob("checkpoints/*.pt"))
 
 
@@ -352,7 +355,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(choice, tmp_path):
     assert not list(good.parent.glob("*.tmp"))
     assert code == (1 if choice == "stop" else 0), output
     assert status(tmp_path / "full")["status"] == ("failed" if choice == "stop" else "finished")
-    if choice == "continue":
+    if choice == "stop":
+        assert failure(tmp_path / "full")["kind"] == "checkpoint"
+    else:
         assert [record["epoch"] for record in read_metrics(tmp_path / "full")] == [1, 2, 3]
 
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launches import SMALL, launch, only_run, read_metrics
-from test_equivalence import (
+from cases import (
     AUGMENTED,
     CLIPPED,
     HALF,
@@ -24,10 +23,11 @@ from test_equivalence import (
     scratch,
     tp,
 )
-from test_equivalence import (
+from cases import (
     MODEL_PARALLEL as MODEL_PARALLEL_ON_CPU,
 )
-from test_launch import check_run
+from launches import SMALL, launch, only_run, read_metrics
+from run_checks import check_run
 from torch import nn
 from training import Case, largest_difference, run_cases
 from worlds import once, run_world

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from configs import config
 from launches import read_metrics
-from test_config import config
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.config.schema import build

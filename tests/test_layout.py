@@ -58,6 +58,13 @@ def test_the_import_check_finds_imports():
     assert "launch.slurm" in imports_of(PACKAGE / "launch" / "hydra_plugins" / "ddp_lab_launchers.py")
 
 
+def test_no_test_imports_another():
+    """What they share is in modules of its own: cases.py, configs.py, launches.py, run_checks.py, training.py, worlds.py."""
+    trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in sorted((ROOT / "tests").glob("*.py"))}
+    imports = {name: [node.module or "" for node in tree if isinstance(node, ast.ImportFrom)] for name, tree in trees.items()}
+    assert not {name: modules for name, modules in imports.items() if any(module.startswith("test_") for module in modules)}
+
+
 def test_top_level_has_at_most_twelve_entries():
     entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert len(entries) <= 12, sorted(entries)

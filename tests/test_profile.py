@@ -5,15 +5,37 @@ import json
 from itertools import pairwise
 
 import pytest
+import torch
 from launches import SMALL, launch
 from PIL import Image
 
 from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.observe.profiler import RECORD
+from ddp_lab.observe.logger import Logger
+from ddp_lab.observe.profiler import RECORD, Profiled
 from ddp_lab.observe.time_split import length, split, straggler, summarise, verdict
 from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, host_ranges, read, spans_of_steps, union
+from ddp_lab.resilience.fault_injection import Fault
+from ddp_lab.strategies.single import Single
+from ddp_lab.training.schedule import constant, make_scheduler
+from ddp_lab.training.step import Step, TrainStep
+from ddp_lab.world.runtime import Runtime
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
+
+
+def test_wrapped_steps_have_what_the_loop_uses(tmp_path):
+    runtime = Runtime("cpu")
+    strategy = Single(runtime)
+    strategy.setup(simple_cnn(1, 8, 10))
+    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
+    step = Step(strategy, optimizer, make_scheduler(optimizer, constant, 1, 0))
+    step.lr = 0.25
+    fault = Fault(step, "nan@rank=0,step=1", 0, tmp_path, None, 0)
+    profiled = Profiled(step, runtime, Logger(), tmp_path / "profile", graph=False, bubble=None)
+    for wrapped in (step, fault, profiled):
+        assert isinstance(wrapped, TrainStep)
+        assert wrapped.tally is step.tally
+        assert wrapped.lr == 0.25
 
 
 def test_union_counts_a_moment_once():

@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+from cases import assert_equal, ddp, scratch
 from launches import SMALL, finish, launch, read_metrics, start
 from omegaconf import OmegaConf
 from PIL import Image
-from test_equivalence import assert_equal, ddp, scratch
 from torch import nn
 from training import Case, run_cases
 from worlds import run_world
@@ -25,14 +25,18 @@ from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Shard
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
+from ddp_lab.models.simple_cnn import simple_cnn
+from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.schedule import constant, make_scheduler
 from ddp_lab.training.speed import kernel_choice
-from ddp_lab.training.speed.convolution import as_product, pad_convolutions
-from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, compile_step
+from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_convolutions
+from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep, compile_step
 from ddp_lab.training.speed.kernel_choice import NewThread
 from ddp_lab.training.speed.options import PerformanceOptions
+from ddp_lab.training.speed.switches import compiling
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import LONGEST, Tally
 from ddp_lab.world.runtime import Runtime
@@ -203,8 +207,21 @@ def test_no_images_are_no_rows():
     ids=str,
 )
 def test_other_convolutions_stay(conv):
-    pad_convolutions(nn.Sequential(conv))
-    assert "forward" not in vars(conv)
+    model = nn.Sequential(conv)
+    pad_convolutions(model)
+    assert model[0] is conv
+
+
+def test_padded_convolutions_share_parameters_under_their_names():
+    model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.Sequential(nn.Conv2d(20, 50, 5, bias=False)), nn.Flatten()).eval()
+    before, drawn = dict(model.named_parameters()), torch.get_rng_state()
+    pad_convolutions(model)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert [type(layer) for layer in (model[0], model[1][0])] == [PaddedConv2d, PaddedConv2d]
+    assert not any(layer.training for layer in model.modules())
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) == list(model.state_dict())
+    assert all(after[name] is parameter for name, parameter in before.items())
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -213,7 +230,41 @@ def test_what_a_step_is_compiled_with(device):
     strategy = SimpleNamespace(device=torch.device(device), module=model, compile=fuses.append)
     compile_step(SimpleNamespace(strategy=strategy), None, tuned=False, channels_last=True)
     assert fuses[0].keywords["options"] == COMBO | CHANNELS_LAST
-    assert ("forward" in vars(model[0])) == (device == "cuda")
+    assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
+
+
+@pytest.mark.parametrize(
+    "levers", [COMPILED, PerformanceOptions(False, "tuned", False), PerformanceOptions(False, False, True)]
+)
+def test_switches_hold_for_the_training_and_are_restored(levers):
+    def switches() -> tuple:
+        return torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit, torch._dynamo.eval_frame._stance.stance
+
+    before = switches()
+    with levers.switches(Runtime("cpu")):
+        assert switches() == ((True, 64, "eager_on_recompile") if levers.compile else before)
+        with compiling():
+            assert switches() == ((True, 64, "default") if levers.compile else before)
+    assert switches() == before == (False, 8, "default")
+
+
+def test_a_graphs_stream_is_the_current_one_until_the_switches_are_left(monkeypatch):
+    events, streams = [], ["default"]
+
+    @contextmanager
+    def current(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    default = SimpleNamespace(wait_stream=events.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default if streams[-1] == "default" else None)
+    with PerformanceOptions(True, False, False).switches(Runtime("cpu")):
+        assert streams[-1] == "side"
+    assert streams == ["default"]
+    assert events == ["side"], "what follows on the default stream must wait for the training"
 
 
 @needs_compiler
@@ -274,9 +325,9 @@ def test_the_next_epoch_is_drawn_ahead(augmented, monkeypatch):
 
 
 def taken(augmented: bool) -> DeviceLoader:
-    split = Synthetic(101, 8, 1, 8, 10).load().train
+    data = Synthetic(101, 8, 1, 8, 10).load().train
     options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    return DeviceLoader(split, 24, num_workers=0, **options, **({"shift": 2, "flip": True} if augmented else {}))
+    return DeviceLoader(data, 24, num_workers=0, **options, **({"shift": 2, "flip": True} if augmented else {}))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
@@ -337,6 +388,21 @@ def test_a_chain_is_cut_where_a_bucket_is_full(sizes, starts):
     assert all(sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes) for piece in pieces[1:])
 
 
+def test_a_chain_executed_in_pieces_keeps_its_result_and_its_names():
+    chain = Chain((1, 4, 4), flat=nn.Flatten(), fc1=nn.Linear(16, 8), fc2=nn.Linear(8, 4))
+    images = torch.randn(3, 1, 4, 4)
+    expected, names, calls = chain(images), list(chain.state_dict()), []
+
+    def counted(piece: nn.Module):
+        return lambda inputs: calls.append(piece) or piece(inputs)
+
+    pieces = chain.pieces(1)
+    chain.execute_in(map(counted, pieces))
+    assert torch.equal(chain(images), expected)
+    assert calls == pieces
+    assert list(chain.state_dict()) == names
+
+
 def bytes_of_buckets() -> list[int]:
     with Runtime("cpu", timeout=30) as runtime:
         runtime.open_group()
@@ -366,17 +432,34 @@ def test_what_a_step_calls_is_free_of_hydra():
 
 @needs_compiler
 def test_taking_is_compiled_once_for_all_epochs():
-    """As graph.compile_step has it; what a new epoch deals lies where the old one's did."""
+    """As cuda_graph.compile_step has it; what a new epoch deals lies where the old one's did."""
     loader = taken(augmented=True)
-    take = torch.compile(loader.take, dynamic=False, fullgraph=True)
+    loader.compile(partial(torch.compile, dynamic=False, fullgraph=True))
     for epoch in (1, 2):
         loader.set_epoch(epoch)
         loader.deal()
         for turn, batch in zip(loader.turns(), list(loader), strict=True):
             with torch.compiler.set_stance("default" if epoch == 1 else "fail_on_recompile"):
-                inputs, targets = take(turn.size)
+                inputs, targets = loader.take(turn.size)
             assert torch.allclose(inputs, batch.inputs, rtol=0, atol=1e-6)  # compiled, a product and a sum may be one operation
             assert torch.equal(targets, batch.targets)
+
+
+def test_nan_is_injected_into_a_step_that_gathers_its_batches(tmp_path):
+    """Here no graph is captured, so that the other turns are computed in eager mode, too."""
+    runtime, loader = Runtime("cpu"), taken(augmented=False)
+    strategy = Single(runtime)
+    strategy.setup(simple_cnn(1, 8, 10))
+    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
+    graph = GraphStep(Step(strategy, optimizer, make_scheduler(optimizer, constant, 5, 0)), loader)
+    graph.tally.begin(0)
+    fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)
+    loader.set_epoch(1)
+    first_bad = []
+    for turn in fault.batches(loader):
+        fault(turn)
+        first_bad.append(graph.tally.first_bad(fault.taken).item())
+    assert first_bad[:3] == [float("inf"), float("inf"), 3]
 
 
 @pytest.mark.parametrize("in_graph", [False, True])

@@ -219,7 +219,7 @@ def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
             runtime.open_group()  # once for all of them
         outcomes = {}
         for case in cases:
-            with default_dtype(case.dtype):
+            with default_dtype(case.dtype), case.levers.switches(runtime):
                 outcomes[case] = run_case(runtime, case)
         return outcomes
 

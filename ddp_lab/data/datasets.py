@@ -3,6 +3,8 @@
 import os
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +18,7 @@ from ddp_lab.config.errors import NodeError
 from ddp_lab.config.schema import Count
 
 
-class Split(NamedTuple):
+class LabelledImages(NamedTuple):
     """images: uint8 [N, channels, height, width]; targets: int64 [N]."""
 
     images: torch.Tensor
@@ -25,8 +27,8 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    train: Split
-    test: Split
+    train: LabelledImages
+    test: LabelledImages
     classes: list[str]
 
     def model_shape(self) -> dict[str, int]:
@@ -52,8 +54,8 @@ class Digits:
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         train, test = order[:1437], order[1437:]
         return Dataset(
-            Split(images[train], targets[train]),
-            Split(images[test], targets[test]),
+            LabelledImages(images[train], targets[train]),
+            LabelledImages(images[test], targets[test]),
             [str(digit) for digit in range(10)],
         )
 
@@ -77,12 +79,23 @@ class Synthetic:
 
         pictures = noise(self.num_classes)
 
-        def split(size: int) -> Split:
+        def draw(size: int) -> LabelledImages:
             targets = torch.randint(0, self.num_classes, (size,), generator=generator)
-            return Split(noise(size) + pictures[targets], targets)
+            return LabelledImages(noise(size) + pictures[targets], targets)
 
-        train, test = (split(size) for size in self.sizes)
+        train, test = (draw(size) for size in self.sizes)
         return Dataset(train, test, [str(label) for label in range(self.num_classes)])
+
+
+@contextmanager
+def default_timeout(seconds: float) -> Iterator[None]:
+    """Give every new socket a timeout, unless it has one."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 class Torchvision:
@@ -117,8 +130,8 @@ class Torchvision:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.root, prefix=".download-") as folder:
-                socket.setdefaulttimeout(60)  # torchvision sets none: a silent network would hang all ranks
-                self._open(True, root=Path(folder), download=True)
+                with default_timeout(60):  # torchvision sets none: a silent network would hang all ranks
+                    self._open(True, root=Path(folder), download=True)
                 for path in Path(folder).rglob("*"):
                     if path.is_file():
                         target = self.root / path.relative_to(folder)
@@ -135,9 +148,9 @@ class Torchvision:
     def load(self) -> Dataset:
         train, test = self._open(True), self._open(False)
 
-        def split(dataset) -> Split:
+        def convert(dataset) -> LabelledImages:
             images = torch.as_tensor(dataset.data)
             images = images.permute(0, 3, 1, 2).contiguous() if images.dim() == 4 else images.unsqueeze(1)
-            return Split(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
+            return LabelledImages(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
-        return Dataset(split(train), split(test), list(train.classes))
+        return Dataset(convert(train), convert(test), list(train.classes))

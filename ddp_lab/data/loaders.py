@@ -1,21 +1,22 @@
 """Two loaders of the same batches: gathered by the device from a dataset that lives there, or by worker processes."""
 
 import signal
+from collections.abc import Callable
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_lab.data.augment import augment
-from ddp_lab.data.datasets import Split
+from ddp_lab.data.datasets import LabelledImages
 from ddp_lab.data.sharding import IGNORE, Loader
 
 
 class DeviceLoader(Loader):
     """The whole dataset lives on the device as uint8; a batch is an index into it. No workers, no copies."""
 
-    def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
-        super().__init__(split, batch_size, device=device, **share)
-        self.images, self.targets = split.images.to(device), split.targets.to(device)
+    def __init__(self, data: LabelledImages, batch_size: int, *, device: torch.device, num_workers: int, **share):
+        super().__init__(data, batch_size, device=device, **share)
+        self.images, self.targets = data.images.to(device), data.targets.to(device)
         # For `take`: the epoch's order, its targets and moves, where graphs expect them, and how far the epoch is.
         self._order = torch.zeros(self.sampler.num_samples, dtype=torch.int64, device=device)
         self._wanted = torch.zeros_like(self._order)
@@ -23,6 +24,7 @@ class DeviceLoader(Loader):
         self._places = torch.arange(self.local_batch_size, device=device)
         self._first = torch.zeros((), dtype=torch.int64, device=device)
         self._ahead: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by epoch
+        self._gather = self._gather_eagerly
 
     def _raw_batches(self):
         indices = self.sampler.indices()
@@ -50,8 +52,15 @@ class DeviceLoader(Loader):
     def _draw(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.sampler.own(epoch), self._own_moves(epoch)
 
+    def compile(self, fuse: Callable) -> None:
+        """Fuse the kernels of `take` by `fuse`, a torch.compile."""
+        self._gather = fuse(self._gather_eagerly)
+
     def take(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch's inputs and targets. Nothing of it is decided on the host, so that a CUDA graph can hold it."""
+        return self._gather(size)
+
+    def _gather_eagerly(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         places = self._places[:size] + self._first
         self._first += size
         images = self.images[self._order[places]]
@@ -69,10 +78,10 @@ def ignore_signals(worker: int) -> None:
 class WorkerLoader(Loader):
     """The textbooks' way: worker processes gather batches in host memory; pinned, they are copied while the device computes."""
 
-    def __init__(self, split: Split, batch_size: int, *, device: torch.device, num_workers: int, **share):
-        super().__init__(split, batch_size, device=device, **share)
+    def __init__(self, data: LabelledImages, batch_size: int, *, device: torch.device, num_workers: int, **share):
+        super().__init__(data, batch_size, device=device, **share)
         self.loader = DataLoader(
-            TensorDataset(*split),
+            TensorDataset(*data),
             batch_size=self.local_batch_size,
             sampler=self.sampler,
             num_workers=num_workers,

@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw
-from ddp_lab.data.datasets import Split
+from ddp_lab.data.datasets import LabelledImages
 
 IGNORE = -100  # F.cross_entropy's ignore_index
 
@@ -89,7 +89,7 @@ class Loader(ABC):
 
     def __init__(
         self,
-        split: Split,
+        data: LabelledImages,
         batch_size: int,
         *,
         dp_rank: int,
@@ -102,7 +102,7 @@ class Loader(ABC):
         shift: int = 0,
         flip: bool = False,
     ):
-        channels, height, width = split.images.shape[1:]
+        channels, height, width = data.images.shape[1:]
         for key, values in {"data.mean": mean, "data.std": std}.items():
             if len(values) not in (1, channels):
                 raise ConfigError(
@@ -113,18 +113,18 @@ class Loader(ABC):
                 f"data.shift={shift}: must be smaller than the images, which are {height} x {width} pixels; "
                 f"allowed: 0 to {min(height, width) - 1}"
             )
-        self.split, self.batch_size, self.device = split, batch_size, device
+        self.data, self.batch_size, self.device = data, batch_size, device
         self.shift, self.flip = shift, flip
         self.local_batch_size = batch_size // dp_size
         self.dp_size = dp_size
-        self.sampler = Shard(split.targets, dp_size, dp_rank, shuffle=shuffle, seed=seed)
-        self.real = len(range(dp_rank, len(split.targets), dp_size))  # what this rank reads, less the repetitions
+        self.sampler = Shard(data.targets, dp_size, dp_rank, shuffle=shuffle, seed=seed)
+        self.real = len(range(dp_rank, len(data.targets), dp_size))  # what this rank reads, less the repetitions
         mean, std = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
         self.scale, self.offset = 1 / (255 * std), mean / std
 
     def __len__(self) -> int:
         """Steps an epoch."""
-        return math.ceil(len(self.split.targets) / self.batch_size)
+        return math.ceil(len(self.data.targets) / self.batch_size)
 
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
         """Chooses the epoch's permutation (without it every epoch has the same order), less its first `samples`.
@@ -132,7 +132,7 @@ class Loader(ABC):
         Raises:
             ConfigError: so many samples are not a whole number for each share.
         """
-        if samples % self.dp_size and samples < len(self.split.targets):
+        if samples % self.dp_size and samples < len(self.data.targets):
             raise ConfigError(
                 f"resume: the checkpoint is {samples} samples into epoch {epoch}, which does not divide by {self.dp_size} "
                 "replicas; use the batch_size it was made with"
@@ -145,7 +145,7 @@ class Loader(ABC):
         start = self.sampler.start
         for first in range(start, self.sampler.num_samples, self.local_batch_size):
             size = min(self.local_batch_size, self.sampler.num_samples - first)
-            yield Turn(size, min(self.batch_size, len(self.split.targets) - first * self.dp_size))
+            yield Turn(size, min(self.batch_size, len(self.data.targets) - first * self.dp_size))
 
     def __iter__(self) -> Iterator[Batch]:
         start, moves = self.sampler.start, self.moves()
@@ -168,7 +168,7 @@ class Loader(ABC):
         """Of all this rank's samples in an epoch, on the CPU."""
         if not (self.shift or self.flip):
             return None
-        return draw(len(self.split.targets), self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
+        return draw(len(self.data.targets), self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         return images * self.scale - self.offset

@@ -21,6 +21,7 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.process import env_int, show
 
 CONF = Path(__file__).parents[2] / "conf"
+REFUSED = 2  # exit code of a command that reports a mistake of the user
 
 
 def user_errors(main: Callable[..., None]) -> Callable[..., None]:
@@ -38,12 +39,12 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
             main(*args)
         except (ConfigError, HydraException, OmegaConfBaseException) as error:
             report(error)
-            sys.exit(2)
+            sys.exit(REFUSED)
         except ValueError as error:
             if not str(error).startswith("Config group override"):  # how Hydra refuses model=null
                 raise
             report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
-            sys.exit(2)
+            sys.exit(REFUSED)
         except KeyboardInterrupt:
             sys.exit(130)  # as shells have it: 128 + SIGINT
 
@@ -82,7 +83,10 @@ def report(error: Exception) -> None:
 
 
 def explain(error: Exception) -> str:
-    """Hydra's own error in one line: the word, and what is allowed in its place."""
+    """Hydra's own error in one line: the word, and what is allowed in its place.
+
+    Which key is unknown Hydra says in its message alone.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")

@@ -1,7 +1,9 @@
 """A model is a chain of named blocks, so that any strategy can cut it between two of them."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
@@ -13,6 +15,21 @@ class Chain(nn.Sequential):
     def __init__(self, input_shape: tuple[int, int, int], **blocks: nn.Module):
         super().__init__(OrderedDict(blocks))
         self.input_shape = input_shape
+        self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for piece in self if self._executed is None else self._executed:
+            inputs = piece(inputs)
+        return inputs
+
+    def execute_in(self, pieces: Iterable[Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        """Have `forward` call `pieces`, one after the other, and no longer the blocks themselves.
+
+        Args:
+            pieces: `self.pieces(...)`, compiled: they compute what the blocks do, with the blocks' parameters. A tuple of them
+                is kept, so that they are no submodules and the names of the parameters stay.
+        """
+        self._executed = tuple(pieces)
 
     def pieces(self, size: float, last: float = 0) -> list[nn.Sequential]:
         """Cut between blocks, from the last to the first, as soon as a piece holds parameters of at least `size` bytes. Where

@@ -42,7 +42,9 @@ def check_profile(steps: int, device: torch.device) -> None:
 
 
 class Profiled:
-    """Around a step: a callable like it.
+    """A `training.step.TrainStep` that takes the steps of another one and records some of them.
+
+    It imports nothing of that room, which lies above this one.
 
     Args:
         graph: the step replays a CUDA graph.
@@ -61,8 +63,13 @@ class Profiled:
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
         self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.step, name)
+    @property
+    def tally(self) -> Any:
+        return self.step.tally
+
+    @property
+    def lr(self) -> float:
+        return self.step.lr
 
     def batches(self, loader: Iterable) -> Iterable:
         batches = iter(self.step.batches(loader))

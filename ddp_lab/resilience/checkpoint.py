@@ -34,6 +34,7 @@ class Checkpoints:
         keep: how many files stay.
 
     Attributes:
+        write: writes a state to a path, in a thread of its own; may be exchanged between two saves, as fault injection does.
         problem: why the last file could not be written; None: it could, or is being written. Rank 0 knows.
         kept: where the run stands in its newest file, or stood at the start. Rank 0 knows.
     """
@@ -53,7 +54,7 @@ class Checkpoints:
         self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
         self.problem: str | None = None
         self.kept = Progress()
-        self.full_disk = False
+        self.write: Callable[[Path, dict[str, Any]], None] = write_whole
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
@@ -141,10 +142,6 @@ class Checkpoints:
             state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed}
             self._pending = self._writer.submit(self._write, replace(progress), state)
 
-    def fill_disk(self) -> None:
-        """Injects a full disk: what is written from now on goes to one."""
-        self.full_disk = True
-
     def wait(self) -> None:
         """Until the last file is on the disk, or failed to get there."""
         if self._pending is not None:
@@ -155,7 +152,7 @@ class Checkpoints:
         path = self.folder / f"step_{progress.step:08d}.pt"
         try:
             self.folder.mkdir(exist_ok=True)
-            write_whole(path, state, Path("/dev/full") if self.full_disk else path.with_suffix(".tmp"))
+            self.write(path, state)
             self.problem, self.kept = None, progress
         except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError of torch's, too
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0

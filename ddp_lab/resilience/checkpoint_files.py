@@ -25,12 +25,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_whole(path: Path, state: dict[str, Any], temporary: Path) -> None:
+def write_whole(path: Path, state: dict[str, Any], temporary: Path | None = None) -> None:
     """The file appears under its name only when it is on the disk, and counts only when its hash is, too.
+
+    Args:
+        temporary: where it is written before it is renamed; None: beside `path`.
 
     Raises:
         OSError, RuntimeError: it cannot be written; then nothing of it is left.
     """
+    temporary = temporary or path.with_suffix(".tmp")
     digest = path.with_suffix(".sha256.tmp")
     try:
         with temporary.open("wb") as file:

@@ -20,29 +20,45 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_lab.config.faults import parse
+from ddp_lab.data.sharding import Loader
+from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.checkpoint_files import write_whole
+from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.training.step import Step
+from ddp_lab.training.tally import Tally
 
 
 class Fault:
-    """Around a step: a callable like it.
+    """A `TrainStep` that takes the steps of another one, and makes the fault at one of them.
 
     Args:
-        fill_disk: makes this rank's next checkpoint fail.
+        step: the one that computes, not one that wraps another.
+        checkpoints: the run's, whose disk can be made a full one.
         taken: optimizer steps that the run has behind it.
     """
 
-    def __init__(self, step: Callable, word: str, rank: int, run_dir: Path, fill_disk: Callable[[], None], taken: int):
-        self.step, self.run_dir, self.fill_disk, self.taken = step, run_dir, fill_disk, taken
+    def __init__(self, step: Step | GraphStep, word: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):
+        self.step, self.run_dir, self.checkpoints, self.taken = step, run_dir, checkpoints, taken
         kind, faulty, at = parse(word)
         self.kind, self.at = kind, at if faulty == rank else None
         self.word = word
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.step, name)
+    @property
+    def tally(self) -> Tally:
+        return self.step.tally
+
+    @property
+    def lr(self) -> float:
+        return self.step.lr
+
+    def batches(self, loader: Loader) -> Iterable[Any]:
+        return self.step.batches(loader)
 
     def __call__(self, batch: Any) -> None:
         self.taken += 1
@@ -75,12 +91,13 @@ class Fault:
         self.step(batch)
 
     def _nan(self, batch):
-        self.step.poison(batch)
+        batch = self.step.gather(batch)
+        self.step(batch._replace(inputs=batch.inputs * float("nan")))
 
     def _sigterm(self, batch):
         os.kill(os.getpid(), signal.SIGTERM)
         self.step(batch)
 
     def _disk_full(self, batch):
-        self.fill_disk()
+        self.checkpoints.write = partial(write_whole, temporary=Path("/dev/full"))
         self.step(batch)

@@ -1,7 +1,8 @@
 """What stands between training and losing it: when to save, when to stop, and how to leave."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.logger import log
@@ -9,7 +10,7 @@ from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.decisions import Decisions, Verdict
 from ddp_lab.resilience.replicas import first_difference
 from ddp_lab.resilience.watchdog import Watch
-from ddp_lab.strategies.base import local
+from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.tally import Tally
@@ -19,16 +20,30 @@ class Preempted(Exception):
     """The machine is wanted back; a checkpoint of this very step is being written."""
 
 
+@dataclass(frozen=True)
+class GuardSettings:
+    """The user's choices for a Guard.
+
+    Attributes:
+        every_epochs, every_steps: when to save; the last epoch is saved in any case. every_steps None: after epochs only.
+        on_error: what follows a checkpoint that cannot be written.
+        on_nan: what follows a loss that is not finite.
+        check_replicas: the replicas are compared every so many steps; None: never.
+    """
+
+    every_epochs: int
+    every_steps: int | None
+    on_error: Literal["stop", "continue"]
+    on_nan: Literal["stop", "skip"]
+    check_replicas: int | None
+
+
 class Guard(Hooks):
     """What the loop calls at its boundaries.
 
     Args:
         progress: where the run stands at the start.
-        every_epochs, every_steps: when to save; the last epoch is saved in any case.
-        on_error: of a checkpoint that cannot be written.
-        on_nan: of a loss that is not finite.
         tally: where the losses of the steps are.
-        check_replicas: behind how many steps the replicas are compared; None: never.
 
     Attributes:
         progress: where the run was saved last, or stood at the start.
@@ -36,20 +51,16 @@ class Guard(Hooks):
 
     def __init__(
         self,
+        settings: GuardSettings,
+        strategy: Strategy,
         checkpoints: Checkpoints,
         decisions: Decisions,
         watch: Watch,
         progress: Progress,
-        every_epochs: int,
-        every_steps: int | None,
-        on_error: str,
-        on_nan: str,
         tally: Tally,
-        check_replicas: int | None,
     ):
+        self.settings, self.strategy = settings, strategy
         self.checkpoints, self.decisions, self.watch = checkpoints, decisions, watch
-        self.every_epochs, self.every_steps, self.on_error, self.on_nan = every_epochs, every_steps, on_error, on_nan
-        self.check_replicas = check_replicas
         self.progress = progress
         decisions.begin(progress.step, tally)
 
@@ -68,9 +79,10 @@ class Guard(Hooks):
             Preempted, TrainingError: on all ranks alike.
         """
         self._boundary(progress.step, progress, here)
-        if self.check_replicas and progress.step % self.check_replicas == 0:
+        check_replicas, every_steps = self.settings.check_replicas, self.settings.every_steps
+        if check_replicas and progress.step % check_replicas == 0:
             self._compare_replicas(progress.step)
-        if self.every_steps and progress.step % self.every_steps == 0:
+        if every_steps and progress.step % every_steps == 0:
             self.save(here())
 
     def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
@@ -95,7 +107,7 @@ class Guard(Hooks):
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
         """Behind an evaluation; `progress` stands at the next epoch's beginning."""
-        if last or (progress.epoch - 1) % self.every_epochs == 0:
+        if last or (progress.epoch - 1) % self.settings.every_epochs == 0:
             self.save(progress)
         else:
             self.check(progress)
@@ -126,12 +138,13 @@ class Guard(Hooks):
                 self._save_and_leave(here())
 
     def _compare_replicas(self, step: int) -> None:
-        if difference := first_difference(self.checkpoints.strategy):
+        if difference := first_difference(self.strategy):
             name, replica = difference
             raise TrainingError(
                 f"the replicas have drifted apart: behind step {step} {name} is not the same on replicas 0 and {replica} "
-                f"(check_replicas={self.check_replicas}). Some rank computes or changes it by itself; the last checkpoint has "
-                "replica 0's"
+                f"(check_replicas={self.settings.check_replicas}). Some rank computes or changes it by itself; the last "
+                "checkpoint has replica 0's",
+                "replicas_drifted",
             )
 
     def _save_and_leave(self, progress: Progress) -> None:
@@ -141,29 +154,32 @@ class Guard(Hooks):
     def _must_leave_now(self, progress: Progress, weights: bool = False) -> bool:
         """Settles what is open about the steps so far. Waits for the device."""
         self.watch.at("deciding")
-        held = [local(tensor) for tensor in self.checkpoints.strategy.module.state_dict().values()] if weights else []
+        held = [local(tensor) for tensor in self.strategy.module.state_dict().values()] if weights else []
         return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None, held), progress)
 
     def _must_leave(self, verdict: Verdict, progress: Progress) -> bool:
         if verdict.not_finite:
             step, rank = verdict.not_finite
             what = f"the loss of step {step} (epoch {progress.epoch}) is not finite, on rank {rank} first"
-            if self.on_nan == "stop":
+            if self.settings.on_nan == "stop":
                 raise TrainingError(
                     f"{what}. The last checkpoint is from before it. Lower optimizer.lr, set max_grad_norm, or leave out such "
                     "batches by on_nan=skip",
+                    "not_finite",
                     rank,
                 )
-            if self.checkpoints.runtime.rank == 0:
+            if self.watch.rank == 0:
                 log.warning(f"{what}; its gradient was left out (on_nan=skip)")
         if verdict.ruined:
             raise TrainingError(
                 f"after step {progress.step} some weights are not finite; they are not saved. Lower "
-                "optimizer.lr, or set max_grad_norm"
+                "optimizer.lr, or set max_grad_norm",
+                "not_finite",
             )
-        if verdict.unwritten and self.on_error == "stop":
+        if verdict.unwritten and self.settings.on_error == "stop":
             raise TrainingError(
                 f"a checkpoint could not be written: {self.checkpoints.problem or 'rank 0 has the reason in train.log'}. "
-                "checkpoint.on_error=continue goes on without"
+                "checkpoint.on_error=continue goes on without",
+                "checkpoint",
             )
         return verdict.preempted

@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.config.errors import ConfigError, FailureKind, TrainingError
 from ddp_lab.observe.logger import log
 from ddp_lab.resilience.run_directory import RunDir, read_json, write_status
 from ddp_lab.training.progress import Progress
@@ -26,6 +26,7 @@ BEAT = 0.5  # seconds between two looks
 GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of who did it
 COLLECTIVE_GRACE = 30.0  # seconds that a collective waits longer than the watch, which knows for whom
 PHASES = ("starting", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
+# Errors of torch, gloo and NCCL about another rank's end. Their texts alone tell them from others: no type or field does.
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 
 
@@ -124,7 +125,8 @@ class Watch:
                 self._leave(GRACE + 4 * BEAT)  # after the rank that reported it, whose message torchrun's summary then has
             for other in self.others():
                 if other["machine"] == self.place["machine"] and other["doing"] != "done" and not is_alive(other["pid"]):
-                    self._end(other, "is gone without a word: killed, crashed or left (torchrun's lines have its signal)")
+                    what = "is gone without a word: killed, crashed or left (torchrun's lines have its signal)"
+                    self._end(other, "lost_rank", what)
             self._judge_standstill(still)
 
     def _judge_standstill(self, still: float) -> None:
@@ -140,9 +142,9 @@ class Watch:
         last = min([self._me(), *self.others()], key=suspicion)
         if last["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
-            self._end(last, f"stands still for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
+            self._end(last, "hang", f"stands still for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
         elif still > self.timeout + 6 * BEAT:  # it would know more: its stack
-            self._end(last, f"holds up the others, who have waited for {still:.0f} s (timeout={self.timeout:g})")
+            self._end(last, "hang", f"holds up the others, who have waited for {still:.0f} s (timeout={self.timeout:g})")
 
     def failed(self, error: BaseException) -> None:
         """The main thread's end by an exception. Tells it if it is the first failure; else it goes into this rank's log."""
@@ -155,9 +157,9 @@ class Watch:
             time.sleep(BEAT / 5)
         what = f"failed:\n{''.join(text.splitlines(True)[-6:])}"
         if isinstance(error, TrainingError):  # says itself what happened where
-            first = self._tell(self._me(), f"error: {error}")
+            first = self._tell(self._me(), error.kind, f"error: {error}")
         else:
-            first = self._tell(self._me(), self._describe(self._me(), what))
+            first = self._tell(self._me(), "exception", self._describe(self._me(), what))
         if not first:
             text = f"What followed on rank {self.rank} from another rank's failure:\n{text}"
         with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open("a") as file:
@@ -172,10 +174,11 @@ class Watch:
         others = "; ".join(f"rank {record['rank']} {record['doing']}, step {record['step']}" for record in self._besides(who))
         return f"error: {place}, {who['doing']}: {what.rstrip()}" + (f"\nThe others then: {others}" if others else "")
 
-    def _tell(self, who: dict[str, Any], message: str) -> bool:
+    def _tell(self, who: dict[str, Any], kind: FailureKind, message: str) -> bool:
         """Whether this was the first failure told; the others' words are not shown."""
         path = self.run_dir / "failure.json"
-        record = {**who, "message": message, "others": self._besides(who), "told_by": self.rank, "time": time.time()}
+        record = {**who, "kind": kind, "message": message, "others": self._besides(who)}
+        record |= {"told_by": self.rank, "time": time.time()}
         try:
             temporary = path.with_name(f".failure.{self.rank}.{os.getpid()}")
             temporary.write_text(json.dumps(record, indent=1))
@@ -190,8 +193,8 @@ class Watch:
         show(f"{message}\nMore: {self.run_dir}/train*.log, {path}", int(who["since"]) - 1)
         return True
 
-    def _end(self, who: dict[str, Any], what: str) -> None:
-        self._tell(who, self._describe(who, what))
+    def _end(self, who: dict[str, Any], kind: FailureKind, what: str) -> None:
+        self._tell(who, kind, self._describe(who, what))
         self._leave()
 
     def _leave(self, grace: float = GRACE) -> None:

@@ -151,7 +151,7 @@ def materialize(job: Job) -> Training:
     cfg, strategy, plan = job.cfg, job.strategy, job.plan
     if not strategy.one_process:
         job.runtime.open_group()
-    strategy.setup(job.options.shape(job.model, job.runtime))
+    strategy.setup(job.options.shape(job.model))
     optimizer = job.options.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)

@@ -15,7 +15,7 @@ from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
-from ddp_lab.resilience.guard import Guard, Preempted
+from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watch
 from ddp_lab.run.job import Job, Training, materialize, prepare
@@ -46,7 +46,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         log.warning(f"started again after {run_dir.failure}")
     decisions = Decisions(runtime)
     decisions.listen()
-    with Watch(run_dir, runtime, cfg.timeout) as watch:
+    with Watch(run_dir, runtime, cfg.timeout) as watch, job.options.switches(runtime):
         training = materialize(job)
         log.info(job.strategy.describe())
         return train_guarded(training, run_dir, watch, decisions, choices)
@@ -87,20 +87,11 @@ def train_guarded(training: Training, run_dir: RunDir, watch: Watch, decisions: 
     watch.at("compiling")
     training.compile()
     if cfg.inject:
-        training.step = Fault(training.step, cfg.inject, runtime.rank, run_dir.path, checkpoints.fill_disk, progress.step)
+        training.step = Fault(training.step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = profiled(training, progress, logger, run_dir.path / "profile") if cfg.profile else None
-    guard = Guard(
-        checkpoints,
-        decisions,
-        watch,
-        progress,
-        cfg.checkpoint.every_epochs,
-        cfg.checkpoint.every_steps,
-        cfg.checkpoint.on_error,
-        cfg.on_nan,
-        training.step.tally,
-        cfg.check_replicas,
-    )
+    every = cfg.checkpoint
+    settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
+    guard = Guard(settings, job.strategy, checkpoints, decisions, watch, progress, training.step.tally)
     try:
         training.fit(logger, guard, progress)
         status = "finished"

@@ -161,9 +161,8 @@ class Strategy(ABC):
     def compile_pieces(self, fuse: Callable, *sizes: float) -> None:
         """As `compile`, but in the `Chain.pieces` of these sizes, so that a piece's gradients are there when its own backward
         ends. Every cut costs fusion (docs/benchmarks-log.md)."""
-        torch._dynamo.config.recompile_limit = 64  # the pieces are one function to it, and each has its own shape
         self.measure = fuse(measure)
-        self.module.forward = nn.Sequential(*map(fuse, self.module.pieces(*sizes))).forward
+        self.module.execute_in(map(fuse, self.module.pieces(*sizes)))
 
     def describe(self) -> str:
         """One line for the log: what is where. After setup."""

@@ -20,12 +20,23 @@ BatchNorm = Literal["local", "sync"]
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
-    """Normalises by the statistics of all ranks' shares.
+    """A BatchNorm2d that normalises by the statistics of all ranks' shares.
 
     In place of torch.nn.SyncBatchNorm, which has no kernels for CPUs, and whose backward gives a rank without samples no
-    gradient at all: under FSDP that rank left out collectives, and both waited for ever (two H200s, torch 2.11)."""
+    gradient at all: under FSDP that rank left out collectives, and both waited for ever (two H200s, torch 2.11).
 
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    Args:
+        layer: the layer that it takes the place of, and whose parameters and buffers it shares.
+        sum_over_ranks: returns the sum of the ranks' tensors, [n]; autograd can go through it.
+    """
+
+    def __init__(self, layer: nn.BatchNorm2d, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(layer.num_features, layer.eps, layer.momentum, device="meta")  # allocates nothing
+        self.weight, self.bias = layer.weight, layer.bias
+        for name, buffer in layer.named_buffers():
+            setattr(self, name, buffer)
+        self.train(layer.training)
+        self.sum_over_ranks = sum_over_ranks
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -45,12 +56,15 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
 
 def set_batch_norm(model: Chain, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Chain:
-    """Makes the BatchNorm layers of `model` (on its device) what `mode` says, over the ranks of `group`; names stay."""
+    """Replace the BatchNorm layers of `model` (on its device) where `mode` asks for it; `group`: the ranks to normalise over.
+
+    The parameters and buffers stay the same objects under the same names.
+    """
     if mode == "local":
         return model
     # Never compiled: compiled with its collectives, ResNet-18 took another step (weights 0.15 off; two H200s, torch 2.11).
     total = torch.compiler.disable(partial(sum_over_ranks, group=group))
-    for layer in model.modules():
+    for path, layer in list(model.named_modules()):
         if isinstance(layer, nn.BatchNorm2d):
-            layer.__class__, layer.sum_over_ranks = SyncBatchNorm, total  # the same parameters, another forward
+            model.set_submodule(path, SyncBatchNorm(layer, total))
     return model

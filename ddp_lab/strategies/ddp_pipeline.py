@@ -9,8 +9,9 @@ going backward.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,20 +26,33 @@ from ddp_lab.world.runtime import Runtime
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
 
 
+@dataclass
+class Accumulation:
+    """What a strategy tells its stages about the batch. Not the strategy itself: the schedules would keep that alive.
+
+    Attributes:
+        more_to_come: the micro-batches of this step are not the batch's last ones, so its gradients are not complete.
+    """
+
+    more_to_come: bool = False
+
+
 @cache
 def ddp_stage_class() -> type:
     """Return a PipelineStage that has DDP sum the gradients after the last micro-batch, unless more of the batch is to come.
 
-    Its attribute `waits` says that more is to come, for all stages of this process. A function makes the class, because
-    importing torch's pipelining takes 1.2 s (it imports torch._dynamo).
+    A function makes the class, because importing torch's pipelining takes 1.2 s (it imports torch._dynamo).
     """
     from torch.distributed.pipelining import PipelineStage
 
     class DDPStage(PipelineStage):
-        waits = False
+        def __init__(self, *args: Any, accumulation: Accumulation, **options: Any):
+            super().__init__(*args, **options)
+            self.accumulation = accumulation
 
         def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and not DDPStage.waits)
+            complete = last_backward and not self.accumulation.more_to_come
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, complete)
 
     return DDPStage
 
@@ -59,6 +73,7 @@ class DDPPipeline(Pipeline):
         super().__init__(runtime, schedule, num_microbatches, num_stages, cut)
         self.lay_out(pp=pp)
         self.batch_norm = batch_norm
+        self.accumulation = Accumulation()
 
     def wrap(self, stage: Stage) -> nn.Module:
         set_batch_norm(stage, self.batch_norm, self.dp_group)
@@ -67,17 +82,16 @@ class DDPPipeline(Pipeline):
         wrapped.broadcast_buffers = False
         return wrapped
 
-    def stage_class(self) -> type:
-        return ddp_stage_class()
+    def make_stage(self, *args: Any, **options: Any) -> Any:
+        return ddp_stage_class()(*args, accumulation=self.accumulation, **options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        stages = ddp_stage_class()
-        stages.waits = True
+        self.accumulation.more_to_come = True
         try:
             yield
         finally:
-            stages.waits = False
+            self.accumulation.more_to_come = False
 
     def divisor(self, count: int) -> float:
         return count / self.dp_size  # DDP averages over dp

@@ -125,19 +125,19 @@ class Pipeline(Strategy):
         for index in range(rank, self.num_stages, ranks):
             held = OrderedDict(blocks[i] for i in self.parts.parts[index])
             stages[index] = Stage(held, self.runtime, self._dtypes(index)[1]).to(self.device)
-        self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.stages = {index: self.wrap(stage) for index, stage in stages.items()}
+        self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.has_batch_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
 
     def wrap(self, stage: Stage) -> nn.Module:
-        """What data parallelism makes of a stage."""
+        """Return what data parallelism makes of a stage; it may replace layers in it."""
         return stage
 
-    def stage_class(self) -> type:
-        """Return torch's class of a stage, or one derived from it."""
+    def make_stage(self, *args: Any, **options: Any) -> Any:
+        """Return torch's object for a stage, of PipelineStage or of a class derived from it."""
         from torch.distributed.pipelining import PipelineStage
 
-        return PipelineStage
+        return PipelineStage(*args, **options)
 
     def bubble(self) -> float:
         # v stages a rank divide it: Narayanan et al. 2021, arXiv:2104.04473, 2.2
@@ -172,7 +172,7 @@ class Pipeline(Strategy):
         last batch and the test set's need others than the rest."""
         key = size, training
         if key not in self.schedules:
-            stages, stage_class = [], self.stage_class()
+            stages = []
             for index, module in self.stages.items():
                 part = self.parts.parts[index]
                 shapes = self.parts.shapes[part.start], self.parts.shapes[part.stop]
@@ -180,7 +180,7 @@ class Pipeline(Strategy):
                     torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=grad)
                     for shape, dtype, grad in zip(shapes, self._dtypes(index), (index > 0, True), strict=True)
                 )
-                stage = stage_class(
+                stage = self.make_stage(
                     module, index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.pp_group
                 )
                 stages.append(stage)

@@ -14,12 +14,12 @@ from ddp_lab.observe.logger import Logger, log
 from ddp_lab.strategies.base import Strategy, sum_dtype
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.step import Step
+from ddp_lab.training.step import TrainStep
 
 
 def fit(
     strategy: Strategy,
-    step: Step,
+    step: TrainStep,
     train_loader: Loader,
     test_loader: Loader,
     logger: Logger,
@@ -39,7 +39,8 @@ def fit(
         hooks.check(progress)
         durations.append(progress.seconds)
         if progress.sums[2] == 0:
-            raise TrainingError(f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr")
+            message = f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr"
+            raise TrainingError(message, "not_finite")
         train_loss, train_accuracy, samples = means(progress.sums)
         test_loss, test_accuracy, _ = evaluate(strategy, hooks.evaluating(test_loader, progress))
         logger.epoch(
@@ -63,7 +64,7 @@ def fit(
 
 
 def train_epoch(
-    strategy: Strategy, step: Step, loader: Loader, logger: Logger, hooks: Hooks, before: Progress, epochs: int
+    strategy: Strategy, step: TrainStep, loader: Loader, logger: Logger, hooks: Hooks, before: Progress, epochs: int
 ) -> Progress:
     """The steps of an epoch that are left, and where the run stands behind them."""
     loader.set_epoch(before.epoch, before.samples)

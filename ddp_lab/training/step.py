@@ -1,6 +1,7 @@
 """One training step as a callable."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -8,6 +9,28 @@ from torch.nn.utils import clip_grads_with_norm_
 from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.training.tally import Tally
+
+
+@runtime_checkable
+class TrainStep(Protocol):
+    """What the training loop needs of a step. `Step` and `GraphStep` compute one; `Fault` and `Profiled` wrap another.
+
+    Attributes:
+        tally: of the losses, taken before the optimizer's step.
+        lr: the learning rate of the last step taken.
+    """
+
+    @property
+    def tally(self) -> Tally: ...
+
+    @property
+    def lr(self) -> float: ...
+
+    def batches(self, loader: Loader) -> Iterable[Any]:
+        """Return what the calls are to be given, one after the other, for the rest of the epoch."""
+
+    def __call__(self, batch: Any) -> None:
+        """Take one step, without waiting for the device."""
 
 
 class Step:
@@ -35,12 +58,22 @@ class Step:
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
         self.tally = Tally(strategy.device, skip_not_finite)
-        self.optimize = optimizer.step
+        self._optimize = optimizer.step
         self.lr = 0.0
+
+    def compile(self, fuse: Callable) -> None:
+        """Compile what follows the gradients: the optimizer's step, by torch.compile alone, and the tally, by `fuse`. For a
+        step whose learning rate is a tensor; a number would have the optimizer compiled anew at every step."""
+        self._optimize = torch.compile(self.optimizer.step)
+        self.tally.compile(fuse)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
         """What a call is to be given, one after the other, for the rest of the epoch."""
         return loader
+
+    def gather(self, batch: Batch) -> Batch:
+        """Return the tensors of what `batches` yields: here it has them already."""
+        return batch
 
     def __call__(self, batch: Batch) -> None:
         """Does not wait for the device."""
@@ -58,7 +91,7 @@ class Step:
             if self.max_grad_norm is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp cannot have it
                 clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm.nan_to_num(), foreach=foreach)
-        self.optimize()
+        self._optimize()
         self.optimizer.zero_grad()
         self.tally.add(sums)
 
@@ -66,10 +99,6 @@ class Step:
         """What the host does: the learning rate of the next step."""
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
-
-    def poison(self, batch: Batch) -> None:
-        """As a call, with images that are not numbers."""
-        self(batch._replace(inputs=batch.inputs * float("nan")))
 
     def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
         """Leaves no trace of the batch in gradients and BatchNorm's statistics, on every rank alike: the norm is the whole

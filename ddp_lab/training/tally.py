@@ -1,6 +1,7 @@
 """What the steps add up to, kept on the device: the host does not look at a step's loss, so it never waits for one."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -25,6 +26,7 @@ class Tally:
         self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # of step s at s % LONGEST
         self._step = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._add = self._add_eagerly
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -37,8 +39,15 @@ class Tally:
         self._step = step
         self._place.fill_(step % LONGEST)
 
+    def compile(self, fuse: Callable) -> None:
+        """Fuse the kernels of `add` by `fuse`, a torch.compile; for a tally whose steps are counted on the device."""
+        self._add = fuse(self._add_eagerly)
+
     def add(self, sums: torch.Tensor) -> None:
         """The next step's [loss_sum, correct, count]. Two small kernels, as long as the host counts."""
+        self._add(sums)
+
+    def _add_eagerly(self, sums: torch.Tensor) -> None:
         if self.in_graph:
             self._place.add_(1).remainder_(LONGEST)
             self._losses.index_copy_(0, self._place, sums[:1])

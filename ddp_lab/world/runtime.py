@@ -9,7 +9,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -136,10 +137,14 @@ class Runtime:
                 "scripts/slurm/train.sbatch does"
             )
 
-    def leave_default_stream(self) -> None:
-        """All work from here on goes to another stream: CUDA graphs cannot be recorded on the default one, nor of what waits
-        for it, as the gradients of a DDP made there do."""
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Queue all work on a stream other than the default one, from which CUDA graphs cannot be captured. What waits for the
+        default stream cannot be captured either, as the gradients of a DDP made there do: enter it before `Strategy.setup`."""
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def autocast(self) -> torch.autocast:
         """Mixed precision for the forward pass; a no-op with precision=float32."""

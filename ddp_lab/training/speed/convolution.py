@@ -5,32 +5,43 @@ gradient of the inputs, gradient of the weight); an image of one channel becomes
 took about a quarter longer for it (docs/benchmarks-log.md). Padding that is written out can be fused with what is around it.
 """
 
-from types import MethodType
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
+class PaddedConv2d(nn.Conv2d):
+    """A convolution that pads its channels to multiples of 8 where it is compiled; elsewhere it is an nn.Conv2d.
+
+    Args:
+        conv: the layer that it takes the place of, and whose parameters it shares.
+    """
+
+    def __init__(self, conv: nn.Conv2d):
+        shape = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+        super().__init__(*shape, bias=conv.bias is not None, device="meta")  # meta: draws no random numbers
+        self.weight, self.bias = conv.weight, conv.bias
+        self.train(conv.training)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():  # evaluation, batches of another size: nothing would fuse the padding
+            return super().forward(inputs)
+        if self.in_channels == 1 and self.stride == self.dilation == (1, 1):
+            return as_product(inputs, self.weight, self.bias, self.padding)
+        weight, bias = pad_to_eights(self.weight, 0, 1), None if self.bias is None else pad_to_eights(self.bias, 0)
+        outputs = F.conv2d(pad_to_eights(inputs, 1), weight, bias, self.stride, self.padding, self.dilation)
+        return outputs[:, : self.out_channels]
+
+
 def pad_convolutions(model: nn.Module) -> None:
-    """Changes, in place, how the model's convolutions are computed where they are compiled. Parameters and names stay."""
-    for module in model.modules():
-        if type(module) is nn.Conv2d and (module.in_channels % 8 or module.out_channels % 8) and can_be_rewritten(module):
-            module.forward = MethodType(compiled_forward, module)
+    """Replace, in `model`, the convolutions that padding speeds up. Parameters, their names and their order stay."""
+    for path, layer in list(model.named_modules()):
+        if type(layer) is nn.Conv2d and (layer.in_channels % 8 or layer.out_channels % 8) and can_be_rewritten(layer):
+            model.set_submodule(path, PaddedConv2d(layer))
 
 
 def can_be_rewritten(conv: nn.Conv2d) -> bool:
     return conv.groups == 1 and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
-
-
-def compiled_forward(conv: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
-    if not torch.compiler.is_compiling():  # evaluation, batches of another size: nothing would fuse the padding
-        return nn.Conv2d.forward(conv, inputs)
-    if conv.in_channels == 1 and conv.stride == conv.dilation == (1, 1):
-        return as_product(inputs, conv.weight, conv.bias, conv.padding)
-    weight, bias = pad_to_eights(conv.weight, 0, 1), None if conv.bias is None else pad_to_eights(conv.bias, 0)
-    outputs = F.conv2d(pad_to_eights(inputs, 1), weight, bias, conv.stride, conv.padding, conv.dilation)
-    return outputs[:, : conv.out_channels]
 
 
 def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]) -> torch.Tensor:

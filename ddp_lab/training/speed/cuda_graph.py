@@ -16,6 +16,7 @@ from ddp_lab.data.sharding import Batch, Turn
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.kernel_choice import fastest_thread, recording
 from ddp_lab.training.speed.notice import working
+from ddp_lab.training.speed.switches import compiling
 from ddp_lab.training.step import Step
 
 WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
@@ -25,7 +26,7 @@ class GraphStep:
     """A `Step` for the turns of a DeviceLoader.
 
     Args:
-        step: all of it must run on the current stream, which must not be the default one.
+        step: all of it must run on the current stream, which must not be the default one (`Runtime.side_stream`).
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
@@ -39,7 +40,7 @@ class GraphStep:
         return self.step.lr
 
     def record(self, choosing: float, first: str) -> None:
-        """Warms up, then records a graph for each size of a batch. Changes no state. Collective.
+        """Warms up, then captures a graph for each size of a batch, within `PerformanceOptions.switches`. Collective.
 
         Args:
             choosing: seconds in which cuDNN's choice of kernels is repeated, in new threads; 0: its first one is taken.
@@ -53,7 +54,7 @@ class GraphStep:
             group["lr"] = self.rate  # read at every replay
         with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
             # Here, too: torch.compile asks for what only the thread has that imported it (an assertion of torch 2.11).
-            with working(first):
+            with working(first), compiling():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread = call  # kept: it keeps the kernels
             if choosing:
@@ -70,31 +71,29 @@ class GraphStep:
         for turn in turns:
             self.graphs[turn] = torch.cuda.CUDAGraph()
             with recording(self.graphs[turn], pool):
-                self.step.compute(self._batch(turn))
+                self.step.compute(self.gather(turn))
 
     def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
         loader.deal()
         yield from loader.turns()
         loader.look_ahead()
 
-    def __call__(self, turn: Turn) -> None:
+    def __call__(self, turn: Turn | Batch) -> None:
+        """Replay the graph of a turn. A batch, gathered before, is computed in eager mode."""
         if turn in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.graphs[turn].replay()
             self.step.advance()
         else:  # after a resume with another batch size there may be one; its kernels are chosen when it comes
-            self.step(self._batch(turn))
+            self.step(turn if isinstance(turn, Batch) else self.gather(turn))
 
-    def poison(self, turn: Turn) -> None:
-        """As a call, with images that are not numbers; kernel by kernel."""
-        self.step.poison(self._batch(turn))
+    def gather(self, turn: Turn) -> Batch:
+        """Return the next batch, whose size is the turn's, in place of replaying it."""
+        return Batch(*self.loader.take(turn.size), turn.count)
 
     def _first_batch(self, turn: Turn) -> Batch:
         self.loader.deal()
-        return self._batch(turn)
-
-    def _batch(self, turn: Turn) -> Batch:
-        return Batch(*self.loader.take(turn.size), turn.count)
+        return self.gather(turn)
 
 
 # Inductor's combo kernels: small ones that do not wait for each other run as one, casts of the weights to bf16 for example.
@@ -109,34 +108,31 @@ CHANNELS_LAST = {"force_layout_optimization": True}
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> None:
     """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
-    evaluation, run as they are: compiling them would take as long again. On a GPU it changes the model's convolutions in place.
+    evaluation, run as they are: compiling them would take as long again. On a GPU it pads the model's convolutions.
 
     Args:
-        loader: of a step that is to be recorded. Else its batches come from outside, and the optimizer is left as it is: the
-            learning rate, a number there, would have it compiled anew at every step.
+        loader: of a step that is to be captured. Else its batches come from outside, and the optimizer and the tally are left
+            as they are (`Step.compile`).
         tuned: tries out more kernels, which takes minutes.
         channels_last: the model is in that format, and stays in it.
     """
-    torch.compiler.set_stance("default")
     options = COMBO | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
     fuse = partial(torch.compile, dynamic=False, options=options)
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
     step.strategy.compile(fuse)
     if loader is not None:
-        step.optimize = torch.compile(step.optimizer.step)
-        loader.take, step.tally.add = fuse(loader.take), fuse(step.tally.add)
+        loader.compile(fuse)
+        step.compile(fuse)
 
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
     """Steps that do not count: behind them all is compiled, tuned and allocated, and the state is what it was. Collective."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # tries all it has for every convolution
     with unchanged(step):
         for batch in batches:
             try_out(step, batch())
             for _ in range(times):
                 step.compute(batch())
-            torch.compiler.set_stance("eager_on_recompile")
 
 
 def try_out(step: Step, batch: Batch) -> None:

@@ -26,7 +26,7 @@ class NewThread:
     def __init__(self):
         stream = torch.cuda.current_stream()
 
-        def settle() -> None:
+        def settle() -> None:  # both are this thread's own settings and end with it
             torch.cuda.set_stream(stream)
             torch.autograd.set_multithreading_enabled(False)
 

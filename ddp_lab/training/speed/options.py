@@ -1,5 +1,7 @@
 """What can make a step faster, on where it helps: one CUDA graph, torch.compile, channels_last."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step, warm_up
 from ddp_lab.training.speed.notice import working
+from ddp_lab.training.speed.switches import compiling, cudnn_benchmark, eager_unless_compiled
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -35,10 +38,20 @@ class PerformanceOptions(NamedTuple):
                 log.info(f"{name}={str(getattr(self, name)).lower()}: left off, because {reason}")
         return self._replace(**{name: False for name, reason in reasons.items() if reason})
 
-    def shape(self, model: Chain, runtime: Runtime) -> Chain:
-        """Before the strategy gets the model."""
-        if self.cuda_graph:
-            runtime.leave_default_stream()
+    @contextmanager
+    def switches(self, runtime: Runtime) -> Iterator[None]:
+        """Hold torch's global switches that these options need. Enter it before `Strategy.setup`, leave it after training."""
+        with ExitStack() as stack:
+            if self.cuda_graph:
+                stack.enter_context(runtime.side_stream())
+            if self.cuda_graph or self.compile:
+                stack.enter_context(cudnn_benchmark())
+            if self.compile:
+                stack.enter_context(eager_unless_compiled())
+            yield
+
+    def shape(self, model: Chain) -> Chain:
+        """Before the strategy gets the model, within `switches`."""
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
     def settle(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -52,17 +65,17 @@ class PerformanceOptions(NamedTuple):
 
     def build(self, step: Step, loader: Loader) -> Step | GraphStep:
         """The step to train with, compiled and recorded. Collective."""
-        compiling = f"compiling the training step (compile={str(self.compile).lower()})"
+        notice = f"compiling the training step (compile={str(self.compile).lower()})"
         if self.compile:
             compile_step(step, loader if self.cuda_graph else None, self.compile == "tuned", self.channels_last)
         if self.cuda_graph:
             graph = GraphStep(step, loader)
-            graph.record(CHOOSING if self.compile else 0, compiling if self.compile else "warming up the training step")
+            graph.record(CHOOSING if self.compile else 0, notice if self.compile else "warming up the training step")
             return graph
         if self.compile:
             loader.set_epoch(1)
             first = next(iter(loader))
-            with working(compiling):
+            with working(notice), compiling():
                 warm_up(step, [lambda: first], 2)
         return step
 

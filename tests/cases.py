@@ -1,0 +1,149 @@
+"""The cases of the equivalence matrix, by strategy and world size, and how the outcomes of two are compared."""
+
+import pytest
+import torch
+from training import Case, largest_difference
+
+from ddp_lab.strategies.ddp import DDP
+from ddp_lab.strategies.ddp_pipeline import DDPPipeline
+from ddp_lab.strategies.dp import DP
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.scratch import Scratch
+from ddp_lab.strategies.single import Single
+from ddp_lab.strategies.split import Split
+from ddp_lab.strategies.tp import TP
+
+REFERENCE = Case(Single)
+# The last batch of 97 samples has one: with two ranks and more, some rank has only a repetition, which must not count.
+ALMOST_EMPTY = {"samples": 97}
+CLIPPED = {"max_grad_norm": 0.1}
+# In float64: in float32, of 97 samples, a ReLU of the seventh step lay 2e-8 below zero on one rank and 3e-8 above it on two,
+# and the weights ended 3e-5 apart; in float64 6e-17.
+AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
+HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # what 4 does not divide: 50 channels, 10 units
+
+
+def scratch(algorithm: str = "flat", batch_norm: str = "local", **case) -> Case:
+    """Buckets of at least 16 KiB: LeNet has three."""
+    return Case(Scratch, (("algorithm", algorithm), ("bucket_mb", 1 / 64), ("batch_norm", batch_norm)), **case)
+
+
+def ddp(batch_norm: str = "local", view: bool = False, static: bool = False, hook: str = "none", **case) -> Case:
+    options = {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": view, "static_graph": static, "comm_hook": hook}
+    return Case(DDP, (("batch_norm", batch_norm), *options.items()), **case)
+
+
+def fsdp(reshard: bool = True, batch_norm: str = "local", **case) -> Case:
+    return Case(FSDP, (("reshard_after_forward", reshard), ("batch_norm", batch_norm)), **case)
+
+
+def split(devices: int | None, m: int, **case) -> Case:
+    return Case(Split, (("devices", devices and ("cpu",) * devices), ("num_microbatches", m)), **case)
+
+
+def pipeline_options(schedule: str, m: int, stages: int | None, cut: tuple[str, ...] | None) -> tuple:
+    return (("schedule", schedule), ("num_microbatches", m), ("num_stages", stages), ("cut", cut))
+
+
+def pipeline(schedule: str, m: int = 4, stages: int | None = None, cut: tuple[str, ...] | None = None, **case) -> Case:
+    return Case(Pipeline, pipeline_options(schedule, m, stages, cut), **case)
+
+
+def ddp_pipeline(
+    pp: int,
+    schedule: str,
+    m: int = 4,
+    stages: int | None = None,
+    cut: tuple[str, ...] | None = None,
+    batch_norm: str = "local",
+    **case,
+) -> Case:
+    options = (("pp", pp), *pipeline_options(schedule, m, stages, cut), ("batch_norm", batch_norm))
+    return Case(DDPPipeline, options, **case)
+
+
+def tp(tp: int | None, plan: tuple[tuple[str, str], ...] = (), batch_norm: str = "local", **case) -> Case:
+    return Case(TP, (("tp", tp), ("plan", plan), ("batch_norm", batch_norm)), **case)
+
+
+ONE = [
+    Case(Single, loader="workers"),
+    Case(Single, accumulate=5),
+    Case(DP, (("devices", None),)),
+    Case(DP, (("devices", None),), accumulate=2),
+    split(None, 1),
+    split(None, 4),
+    split(3, 5),  # 24 does not divide by 5
+    split(4, 24, **ALMOST_EMPTY),
+    split(2, 3, accumulate=3, **CLIPPED),
+]
+REPLICAS = [
+    scratch("per_tensor", start=1),
+    scratch("flat", start=1),
+    scratch("star", **ALMOST_EMPTY),
+    scratch("ring", **CLIPPED),
+    scratch("bucketed"),
+    scratch("bucketed", accumulate=3, **CLIPPED),
+    scratch(loader="workers"),
+    scratch(**ALMOST_EMPTY),
+    scratch(accumulate=3, **CLIPPED),
+    scratch(**AUGMENTED),
+    ddp(start=1),
+    ddp(loader="workers"),
+    ddp(**ALMOST_EMPTY),
+    ddp(accumulate=3, **CLIPPED),
+    ddp(view=True),
+    ddp(static=True, accumulate=2),
+]
+SHARDED = [fsdp(), fsdp(reshard=False), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED)]
+MODEL_PARALLEL = {
+    1: [pipeline("1f1b"), ddp_pipeline(1, "gpipe"), tp(None), tp(1, **CLIPPED)],
+    2: [
+        *(pipeline(schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble")),
+        pipeline("gpipe", m=1),
+        pipeline("1f1b", m=5, **ALMOST_EMPTY),  # 24 does not divide by 5
+        pipeline("gpipe", m=24, cut=("fc2",), loader="workers"),
+        pipeline("1f1b", accumulate=3, **CLIPPED),
+        pipeline("interleaved1f1b", stages=4, accumulate=2, **CLIPPED),
+        ddp_pipeline(2, "1f1b"),
+        ddp_pipeline(1, "gpipe", accumulate=2, **CLIPPED),
+        tp(2),
+        tp(None, loader="workers", **ALMOST_EMPTY),
+        tp(2, (("fc1", "replicate"),), accumulate=3, **CLIPPED),
+        tp(2, (("conv1", "replicate"), ("fc2", "shard"))),
+        tp(1),
+    ],
+    3: [pipeline("gpipe"), pipeline("1f1b", m=7, **ALMOST_EMPTY), pipeline("1f1b", m=3, **CLIPPED), ddp_pipeline(3, "1f1b")],
+    4: [
+        pipeline("gpipe"),
+        pipeline("1f1b", m=5, **CLIPPED),
+        *(ddp_pipeline(2, schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
+        ddp_pipeline(2, "1f1b", m=5, **ALMOST_EMPTY),
+        ddp_pipeline(2, "1f1b", cut=("fc1",), accumulate=2, loader="workers", **CLIPPED),
+        ddp_pipeline(4, "1f1b"),
+        tp(2),
+        tp(2, accumulate=2, **CLIPPED),
+        tp(2, **ALMOST_EMPTY),
+        tp(4, HALF),
+        tp(None, HALF, **CLIPPED),
+    ],
+    8: [ddp_pipeline(2, "1f1b"), ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
+}
+
+
+def assert_equal(outcome, reference, tolerance: float = 1e-6) -> None:
+    assert largest_difference(outcome.weights, reference.weights) <= tolerance
+    assert largest_difference(outcome.momentum, reference.momentum) <= 10 * tolerance  # about 1/lr times a weight's change
+    for sums, expected in zip(outcome.sums, reference.sums, strict=True):
+        assert sums[1:] == expected[1:]  # correct and count, exactly
+        assert sums[0] == pytest.approx(expected[0], rel=1e-5)
+    assert outcome.evaluation[1:] == reference.evaluation[1:]
+    assert outcome.evaluation[0] == pytest.approx(reference.evaluation[0], rel=1e-5)
+
+
+def name(case: Case) -> str:
+    changed = [case.loader] * (case.loader != "device") + [f"{case.samples} samples"] * (case.samples != 101)
+    changed += [f"accumulate {case.accumulate}"] * (case.accumulate > 1) + ["clipped"] * (case.max_grad_norm is not None)
+    changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
+    return "-".join([case.strategy.__name__, *(str(value) for _, value in case.options), *changed]).replace("'", "")

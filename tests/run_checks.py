@@ -1,0 +1,47 @@
+"""What every finished run directory must hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launches import METRICS, read_metrics
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
+    """The run directory holds what is promised, each thing once."""
+    found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
+    kept = {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json", "curves.png"}
+    assert found == kept
+    assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
+    metrics = read_metrics(run_dir)
+    assert [record["epoch"] for record in metrics] == list(range(1, epochs + 1))
+    for record in metrics:
+        assert record.keys() == METRICS
+        assert record["strategy"] == strategy
+        assert record["world_size"] == world_size
+        assert record["seconds"] > 0
+        assert 0 <= record["test_accuracy"] <= 1
+    assert OmegaConf.load(run_dir / "config.yaml").runs_dir == str(run_dir.parent)
+    log = (run_dir / "train.log").read_text()
+    assert log.count("global batch") == 1
+    assert log.count("epoch 1:") == 1
+    assert "\r" not in log, "a progress bar in the log file"
+    assert len(list(run_dir.glob("checkpoints/*.pt"))) == len(list(run_dir.glob("checkpoints/*.sha256"))) == min(2, epochs)
+    assert len(list(run_dir.glob("events*"))) == 1
+    check_tensorboard(run_dir, metrics)
+
+
+def check_tensorboard(run_dir: Path, metrics: list[dict]) -> None:
+    events = EventAccumulator(str(run_dir), size_guidance={"images": 0}).Reload()
+    tags = {f"{kind}/{part}" for kind in ("loss", "accuracy") for part in ("train", "test")}
+    tags |= {"lr", "speed/samples_per_second", "speed/step_ms", "memory/peak_MiB"}
+    assert set(events.Tags()["scalars"]) == tags
+    assert [event.value for event in events.Scalars("accuracy/test")] == pytest.approx(
+        [record["test_accuracy"] for record in metrics]
+    )
+    assert all(event.value > 0 for event in events.Scalars("memory/peak_MiB"))
+    assert events.Tags()["images"] == ["predictions"]
+    assert "config/text_summary" in events.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
