@@ -48,7 +48,7 @@ sys.path.insert(0, str(ROOT))
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-from ddp_lab.config.schema import build  # noqa: E402
+from ddp_lab.config.build import build  # noqa: E402
 from ddp_lab.data.datasets import Synthetic  # noqa: E402
 from ddp_lab.models.lenet import lenet  # noqa: E402
 from ddp_lab.models.resnet import resnet18  # noqa: E402

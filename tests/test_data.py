@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from test_config import config
 
+from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.config.schema import build
 from ddp_lab.data.augment import augment, draw
 from ddp_lab.data.datasets import Digits, Split, Synthetic, Torchvision
 from ddp_lab.data.loaders import LOADERS
