@@ -12,6 +12,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.options import descriptions
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
+from scripts import configuration
 
 CONF = Path(__file__).parent.parent / "conf"
 GROUPS = ["data", "model", "strategy", "optimizer", "scheduler", "experiment"]
@@ -146,6 +147,18 @@ def test_check_returns_plain_frozen_values():
 
 def test_check_accepts_a_list_for_a_tuple_of_torch():
     assert check(config("optimizer=adamw", "+optimizer.betas=[0.9,0.99]")).optimizer["betas"] == [0.9, 0.99]
+
+
+def test_configuration_document_is_up_to_date():
+    written = configuration.FILE.read_text()
+    assert written == configuration.render(), "docs/configuration.md is out of date: run `python scripts/configuration.py`"
+
+
+def test_configuration_document_has_every_key_with_its_meaning():
+    lines = configuration.FILE.read_text().splitlines()
+    meanings = {line.split(" | ")[-4].strip("| `"): line.split(" | ")[-1] for line in lines if line.count(" | ") >= 3}
+    assert {"seed", "checkpoint.keep", "data.std", "data.dataset.channels", "model.init_std", "strategy.pp"} <= meanings.keys()
+    assert [key for key, meaning in meanings.items() if key != "key" and not meaning.endswith(". |")] == []
 
 
 def test_descriptions_of_a_class_include_those_of_its_bases():
