@@ -18,7 +18,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from ddp_lab.config.schema import check
+from ddp_lab.config.check import check
 from ddp_lab.launch.command_line import record, user_errors
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later

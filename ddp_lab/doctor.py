@@ -20,8 +20,9 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from ddp_lab.config.build import build
+from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.config.schema import build, check
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.launch.command_line import CONF, record, user_errors
 from ddp_lab.launch.preflight import Finding, check_free_disk, check_host_name, check_master, check_shared, checkpoint_bytes

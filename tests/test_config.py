@@ -2,11 +2,15 @@ import pytest
 import torch
 from configs import CONF, config
 from omegaconf import DictConfig, OmegaConf
+from pydantic import ValidationError
 
+from ddp_lab.config.build import build
+from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.schema import build, check
+from ddp_lab.config.options import descriptions
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
+from scripts import configuration
 
 GROUPS = ["data", "model", "strategy", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
@@ -103,6 +107,18 @@ def test_help_names_every_strategy():
         ("~seed", "seed: is missing; it must be an integer from 0"),
         ("strategy._target_=ddp_lab.nothing", "strategy._target_=ddp_lab.nothing: must be the name of a class or function"),
         ("+data.dataset.colour=red", "data.dataset.colour=red: there is no such key"),
+        ("+batchsize=32", "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,"),
+        ("~data.root", "data.root: is missing; it must be a word"),
+        ("~optimizer.lr", "optimizer.lr: is missing; it must be a number above 0"),
+        ("max_grad_norm=inf", "max_grad_norm=inf: must be a number above 0 or null"),
+        ("checkpoint.keep=1", "checkpoint.keep=1: must be an integer of at least 2"),
+        ("compile=fast", "compile=fast: must be true or false or tuned"),
+        ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, segfault,"),
+        ("optimizer=adamw +optimizer.betas=3", "optimizer.betas=3: must be a list"),
+        ("optimizer=adamw +optimizer.momentum=0.9", "optimizer.momentum=0.9: there is no such key"),
+        ("epochs=0 ~data.root", "data.root: is missing"),
+        ("epochs=0 batch_size=0", "epochs=0: must be"),
+        ("strategy._target_=ddp_lab.nothing optimizer.lr=0", "optimizer.lr=0: must be"),
     ],
 )
 def test_bad_values_are_named(override, message):
@@ -115,6 +131,55 @@ def plan_of(cfg: DictConfig, world: int, replicas: int, train_size: int) -> Plan
     keys = ("batch_size", "scaling", "accumulate", "lr_scaling", "lr_base_batch_size")
     sizes = {"world_size": world, "replicas": replicas, "train_size": train_size}
     return Plan.make(**sizes, lr=cfg.optimizer.lr, **{key: cfg[key] for key in keys})
+
+
+def test_check_returns_plain_frozen_values():
+    checked = check(config("timeout=30", "strategy=ddp", "data.mean=[0.5]"))
+    assert (checked.batch_size, checked.timeout, checked.data.mean, checked.checkpoint.keep) == (64, 30, [0.5], 2)
+    assert type(checked.strategy) is dict
+    assert checked.strategy["bucket_cap_mb"] == 25
+    assert build(checked.strategy, Runtime("cpu")).name == "ddp"
+    with pytest.raises(ValidationError, match="frozen"):
+        checked.epochs = 3
+
+
+def test_check_accepts_a_list_for_a_tuple_of_torch():
+    assert check(config("optimizer=adamw", "+optimizer.betas=[0.9,0.99]")).optimizer["betas"] == [0.9, 0.99]
+
+
+def test_configuration_document_is_up_to_date():
+    written = configuration.FILE.read_text()
+    assert written == configuration.render(), "docs/configuration.md is out of date: run `python scripts/configuration.py`"
+
+
+def test_configuration_document_has_every_key_with_its_meaning():
+    lines = configuration.FILE.read_text().splitlines()
+    meanings = {line.split(" | ")[-4].strip("| `"): line.split(" | ")[-1] for line in lines if line.count(" | ") >= 3}
+    assert {"seed", "checkpoint.keep", "data.std", "data.dataset.channels", "model.init_std", "strategy.pp"} <= meanings.keys()
+    assert [key for key, meaning in meanings.items() if key != "key" and not meaning.endswith(". |")] == []
+
+
+def test_descriptions_of_a_class_include_those_of_its_bases():
+    class Base:
+        """Summary.
+
+        Args:
+            first: one line.
+            second: the text
+                of two lines.
+
+        Raises:
+            ValueError: never.
+        """
+
+    class Derived(Base):
+        """Summary.
+
+        Args:
+            first: another line.
+        """
+
+    assert descriptions(Derived) == {"first": "Another line.", "second": "The text of two lines."}
 
 
 def plan(world: int, replicas: int, *overrides: str) -> Plan:

@@ -17,8 +17,8 @@ import torch
 from configs import config
 from launches import read_metrics
 
+from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.config.schema import build
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.strategies.base import sum_dtype

@@ -19,7 +19,7 @@ from torch import nn
 from training import Case, run_cases
 from worlds import run_world
 
-from ddp_lab.config.schema import build
+from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Shard

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.config.schema import Count
+from ddp_lab.config.types import Count
 
 
 class LabelledImages(NamedTuple):
@@ -61,7 +61,15 @@ class Digits:
 
 
 class Synthetic:
-    """A made-up dataset of any shape: each class has a random picture, each sample is half that picture, half noise."""
+    """A made-up dataset of any shape: each class has a random picture, each sample is half that picture, half noise.
+
+    Args:
+        train_size: number of training images.
+        test_size: number of test images.
+        channels: number of channels of an image.
+        image_size: height and width of an image, in pixels.
+        num_classes: number of classes.
+    """
 
     def __init__(self, train_size: Count, test_size: Count, channels: Count, image_size: Count, num_classes: Count):
         self.sizes = train_size, test_size
@@ -99,7 +107,12 @@ def default_timeout(seconds: float) -> Iterator[None]:
 
 
 class Torchvision:
-    """MNIST, FashionMNIST or CIFAR10, by torchvision, under `root`; downloaded by `prepare` where it is missing."""
+    """MNIST, FashionMNIST or CIFAR10, by torchvision, downloaded by `prepare` where it is missing.
+
+    Args:
+        name: name of the dataset in torchvision.
+        root: directory that holds the dataset or that it is downloaded to.
+    """
 
     files = {
         "MNIST": "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",

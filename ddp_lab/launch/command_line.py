@@ -1,6 +1,5 @@
 """What a user sees when a command fails: for the user's own mistakes one message and exit code 2, else the traceback, once."""
 
-import difflib
 import faulthandler
 import functools
 import os
@@ -18,6 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.messages import unknown_key
 from ddp_lab.world.process import env_int, show
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -108,6 +108,4 @@ def explain_unknown_key(key: str) -> str:
     prefix = key.removesuffix(".".join(path))
     allowed = [name for name in node if not name.startswith("_")]
     value = next((word.split("=", 1)[1] for word in sys.argv[1:] if word.split("=")[0] == key), "")
-    close = [f"did you mean {prefix}{name}? " for name in difflib.get_close_matches(path[0], allowed, n=1)]
-    listed = ", ".join(f"{prefix}{name}" for name in allowed)
-    return f"{key}={value}: there is no such key; {''.join(close)}allowed: {listed or 'none'}"
+    return unknown_key(key, value, prefix, allowed)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_lab.config.schema import Positive
+from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain, require_image_size
 
 STAGES = [(64, 1), (128, 2), (256, 2), (512, 2)]  # channels, and stride of the first of two blocks
@@ -45,7 +45,7 @@ def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std:
     draws the weights alone and leaves torch's default biases.
 
     Args:
-        init_std: standard deviation of the weights (the book: 0.01); None: torch's default weights.
+        init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
         ConfigError: images so small that the last blocks see one pixel, of which BatchNorm cannot take a variance.

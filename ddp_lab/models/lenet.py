@@ -2,12 +2,15 @@
 
 from torch import nn
 
-from ddp_lab.config.schema import Positive
+from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain, init_normal, require_image_size
 
 
 def lenet(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
-    """129,068 parameters for 1x28x28 images of 10 classes. `init_std` None: torch's default initialisation.
+    """Return the network: 129,068 parameters for 1x28x28 images of 10 classes.
+
+    Args:
+        init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
         ConfigError: images too small for the two convolutions and poolings.

@@ -2,15 +2,18 @@
 
 from torch import nn
 
-from ddp_lab.config.schema import Positive
+from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain, init_normal, require_image_size
 
 
 def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
-    """11,172,810 parameters for 1 channel and 10 classes. `init_std` None: torchvision's initialisation.
+    """Return the network: 11,172,810 parameters for 1 channel and 10 classes.
 
     The stem is a 3x3 convolution of stride 1 without max-pooling (He et al. 2015, arXiv:1512.03385, section 4.2): the
     original 7x7 stride 2 and pooling would leave 7x7 pixels of a 28x28 image to the first block.
+
+    Args:
+        init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
         ConfigError: images so small that the last blocks see one pixel, of which BatchNorm cannot take a variance.

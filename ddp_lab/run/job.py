@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 from omegaconf import DictConfig
 
-from ddp_lab.config.schema import build
+from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import Loader

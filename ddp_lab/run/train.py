@@ -6,8 +6,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_lab.config.build import build
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.schema import build
 from ddp_lab.launch.preflight import Finding, check_network, check_storage, checkpoint_bytes, warn
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.profiler import NEEDED, Profiled

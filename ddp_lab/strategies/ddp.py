@@ -8,7 +8,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.config.schema import Positive
+from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import MiB
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
@@ -20,13 +20,15 @@ class DDP(Strategy):
     """DistributedDataParallel.
 
     Args:
-        batch_norm: over what BatchNorm takes its statistics while training.
-        bucket_cap_mb: gradients travel in buckets of so many MiB, each as soon as its last one is computed; compiled, the model
-            is cut into pieces of that size.
-        gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
-        static_graph: promises that every step uses the same parameters in the same order, which saves bookkeeping.
-        comm_hook: what travels: the gradients, their bf16 roundings, or a low-rank approximation whose error is fed back
-            (PowerSGD, Vogels et al. 2019, arXiv:1905.13727; that error is not in checkpoints). The last two change the result.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
+            of the data parallelism together (sync).
+        bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last gradient is computed; with
+            compile=true the model is also cut into parts of that size.
+        gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy of them.
+        static_graph: whether to promise that every step uses the same parameters in the same order, which saves bookkeeping.
+        comm_hook: what is sent: the gradients (none), the gradients rounded to bf16, or a low-rank approximation with error
+            feedback (PowerSGD, Vogels et al. 2019, arXiv:1905.13727; its error is not in checkpoints). Both hooks change the
+            result.
     """
 
     levers = ALL_LEVERS

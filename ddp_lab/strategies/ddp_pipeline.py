@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.config.schema import Count
+from ddp_lab.config.types import Count
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.pipeline import Pipeline, Stage
 from ddp_lab.world.runtime import Runtime
@@ -58,7 +58,13 @@ def ddp_stage_class() -> type:
 
 
 class DDPPipeline(Pipeline):
-    """Pipelines of `pp` ranks, as many as there are ranks for; the other options are those of Pipeline and DDP."""
+    """Pipelines of `pp` ranks, as many as there are ranks for. The other options are those of Pipeline.
+
+    Args:
+        pp: number of ranks in a pipeline; the ranks divided by it is the number of replicas.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
+            of the data parallelism together (sync).
+    """
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ sums the gradients there, all under one Python interpreter's lock.
 
 from torch import nn
 
-from ddp_lab.config.schema import DeviceName
+from ddp_lab.config.types import DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.world.runtime import Runtime, find_device
@@ -16,8 +16,8 @@ class DP(Strategy):
     """nn.DataParallel.
 
     Args:
-        devices: the GPUs to use, the first holds the model; null: all that `device` allows. Without a GPU there is one
-            replica, on the CPU.
+        devices: GPUs to use, of which the first holds the model; null uses all that `device` allows. Without a GPU there is
+            one replica, on the CPU.
     """
 
     one_process = True

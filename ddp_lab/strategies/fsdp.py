@@ -22,9 +22,10 @@ class FSDP(Strategy):
     """torch.distributed.fsdp.fully_shard on each block, then on the whole.
 
     Args:
-        reshard_after_forward: drop the gathered parameters after a block's forward pass and gather them again for its
-            backward: less memory for half as much communication again.
-        batch_norm: over what BatchNorm takes its statistics while training.
+        reshard_after_forward: whether to free a block's gathered parameters after its forward pass and gather them again for
+            its backward pass, which takes less memory and 1.5 times the communication.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
+            of the data parallelism together (sync).
     """
 
     sharded = True

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.schema import Count
+from ddp_lab.config.types import Count
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
@@ -58,10 +58,11 @@ class Pipeline(Strategy):
     """One pipeline over all ranks.
 
     Args:
-        schedule: one of torch's, by its name.
-        num_microbatches: pieces of a batch that are under way together.
-        num_stages: over all ranks; null: one for each rank, two for each with a schedule of several.
-        cut: the blocks that the second, third, ... stage begin with; null: stages of about equal FLOPs.
+        schedule: name of torch's pipeline schedule.
+        num_microbatches: number of micro-batches that a batch is divided into.
+        num_stages: number of stages of a pipeline; null uses one for each of its ranks, or two with the interleaved schedules
+            and loopedbfs.
+        cut: names of the blocks that begin the second stage, the third and so on; null cuts into stages of about equal FLOPs.
 
     Raises:
         ConfigError: the schedule cannot have so many stages, or the model not so many cuts (in partition).

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from ddp_lab.config.schema import Positive
+from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of, set_gradients
 from ddp_lab.strategies.base import ALL_LEVERS, Strategy
@@ -32,11 +32,11 @@ class Scratch(Strategy):
     """Data parallelism by hand.
 
     Args:
-        algorithm: how the gradients are summed over the ranks.
-        bucket_mb: a bucket of `bucketed` is whole blocks, from the last to the first, and is full when it holds so many MiB.
-            The first blocks, up to 1 MiB, have one of their own, because no backward is left to hide its way; a model that is
-            no larger has a single bucket.
-        batch_norm: over what BatchNorm takes its statistics while training.
+        algorithm: how the gradients are summed over the ranks; bucketed sums while backward still computes.
+        bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket is complete blocks, from the last to the
+            first. The first blocks, up to 1 MiB, have their own, because no backward is left to hide its communication.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
+            of the data parallelism together (sync).
     """
 
     levers = ALL_LEVERS

@@ -15,7 +15,7 @@ BatchNorm sees micro-batches: use num_microbatches=1 where its statistics have t
 import torch
 from torch import nn
 
-from ddp_lab.config.schema import Count, DeviceName
+from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy, loss_sum, sums
@@ -26,8 +26,8 @@ class Split(Strategy):
     """The block chain across the devices of one process.
 
     Args:
-        devices: one for each stage, repetitions allowed; null: all GPUs that `device` allows, or [cpu, cpu] without any.
-        num_microbatches: pieces of a batch that are under way together.
+        devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows, or [cpu, cpu] without any.
+        num_microbatches: number of micro-batches that a batch is divided into.
 
     Raises:
         ConfigError: more devices than blocks (in partition).

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.schema import Count
+from ddp_lab.config.types import Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy, local
@@ -54,10 +54,10 @@ class TP(Strategy):
     """Tensor parallelism inside, data parallelism by an all_reduce outside.
 
     Args:
-        tp: ranks that share a layer; null: all. What is left of the ranks is dp.
-        plan: block name to "shard" or "replicate" (every rank computes the whole block); null: all are sharded, as is what is
-            not named.
-        batch_norm: over what BatchNorm takes its statistics while training: own dp share, or all of them.
+        tp: number of ranks that share each layer; null uses all ranks. The ranks divided by it is the number of replicas.
+        plan: names of blocks with shard or replicate (every rank computes the complete block); blocks not named are sharded.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
+            of the data parallelism together (sync).
 
     Raises:
         ConfigError: channels or units that do not divide (in partition).

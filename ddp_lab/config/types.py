@@ -1,0 +1,37 @@
+"""The types of config values: what pydantic checks, and the words for it in messages and docs/configuration.md."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Predicate
+from pydantic import Field
+
+from ddp_lab.config.faults import KINDS, parse
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a value of the annotated type must be, as the end of "must be ..."."""
+
+    words: str
+
+
+Count = Annotated[int, Field(ge=1), Allowed("an integer of at least 1")]
+NaturalNumber = Annotated[int, Field(ge=0), Allowed("an integer of at least 0")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of at least 0")]
+Fraction = Annotated[float, Field(ge=0, lt=1), Allowed("a number from 0 up to, not including, 1")]
+Seed = Annotated[int, Field(ge=0, lt=2**32), Allowed("an integer from 0 to 2**32 - 1")]
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda|cuda:\d+)$"), Allowed("cpu, cuda or cuda:N")]
+RunName = Annotated[
+    str,
+    Field(pattern=r"^[\w=,+-][\w.=,+-]*$"),
+    Allowed("a plain directory name (letters, digits and . _ = , + -, not beginning with a dot)"),
+]
+Injection = Annotated[str, Predicate(parse), Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(KINDS)}")]
+Resume = Annotated[
+    str,
+    Predicate(lambda value: value in ("auto", "never") or Path(value).is_file()),
+    Allowed("auto, never or the path of an existing checkpoint"),
+]
