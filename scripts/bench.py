@@ -11,7 +11,7 @@ accelerate    the same by Hugging Face Accelerate, bf16; where it is installed
 fabric        the same by Lightning Fabric, bf16; where it is installed
 bare          hand-written, eager, float32, images on the device: the kernels of `ours eager` and nothing else
 ours eager    train.py with its defaults, and the other loops' learning rate
-ours          train.py with every lever: cuda_graph, compile, channels_last, bf16 (float32 on the CPU, where bf16 is slower)
+ours          train.py with cuda_graph, compile, channels_last and bf16 (float32 on the CPU, where bf16 is slower)
 kernels       the graph of `ours`, replayed without the loop
 
 Launches of train.py are read from their metrics.jsonl; the first epoch does not count.
@@ -57,8 +57,8 @@ from ddp_lab.training.speed.cuda_graph import GraphStep  # noqa: E402
 from ddp_lab.world.runtime import Runtime  # noqa: E402
 
 MODELS = {"lenet": lenet, "resnet18": resnet18}
-GPU_LEVERS = ["cuda_graph=true", "compile=tuned", "channels_last=true", "precision=bf16"]
-CPU_LEVERS = ["compile=true"]
+GPU_OPTIONS = ["cuda_graph=true", "compile=tuned", "channels_last=true", "precision=bf16"]
+CPU_OPTIONS = ["compile=true"]
 
 
 class Pictures(Dataset):
@@ -74,7 +74,7 @@ class Pictures(Dataset):
         return to_tensor(Image.fromarray(self.images[index, 0].numpy())), self.targets[index].item()
 
 
-def words(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, levers: list[str]) -> list[str]:
+def words(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, performance: list[str]) -> list[str]:
     size = arguments.batch * ranks * arguments.steps
     data = ["data=synthetic", "data.dataset.channels=1", f"data.dataset.train_size={size}", "data.dataset.test_size=64"]
     chosen = ["scratch", "strategy.algorithm=" + strategy.partition("-")[2]] if "-" in strategy else [strategy]
@@ -86,7 +86,7 @@ def words(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, 
         f"batch_size={arguments.batch}",
         "scaling=weak",
         "optimizer.lr=0.01",  # as the other loops': with dead ReLUs a CPU computes with denormal numbers, slowly
-        *levers,
+        *performance,
     ]
 
 
@@ -211,7 +211,7 @@ def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Itera
     """The recorded step of `ours`, replayed on the first batches again and again."""
     strategy_name = arguments.strategy if runtime.world_size > 1 else "single"
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", words(name, strategy_name, arguments, runtime.world_size, GPU_LEVERS))
+        cfg = compose("config", words(name, strategy_name, arguments, runtime.world_size, GPU_OPTIONS))
     OmegaConf.resolve(cfg)
     runtime.precision = cfg.precision
     job = prepare(cfg, runtime)
@@ -291,7 +291,7 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if loop.startswith("ours"):
-            levers = [] if loop == "ours eager" else CPU_LEVERS if arguments.gpus == [0] else GPU_LEVERS
+            performance = [] if loop == "ours eager" else CPU_OPTIONS if arguments.gpus == [0] else GPU_OPTIONS
             more = [
                 f"epochs={arguments.repeats + 1}",
                 f"runs_dir={folder}",
@@ -299,7 +299,9 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
                 "checkpoint.every_epochs=1000",
                 f"timeout={arguments.patience // 2}",  # compiling, `tuned`, is a standstill of minutes
             ]
-            problem = launch(arguments, ranks, ["train.py", *words(model, strategy, arguments, ranks, levers), *more], folder)
+            problem = launch(
+                arguments, ranks, ["train.py", *words(model, strategy, arguments, ranks, performance), *more], folder
+            )
             metrics = folder / "run" / "metrics.jsonl"
             lines = metrics.read_text().splitlines()[1:] if metrics.exists() else []
             rates = [json.loads(line)["samples_per_second"] for line in lines]

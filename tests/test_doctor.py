@@ -18,6 +18,7 @@ from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_wo
 from omegaconf import OmegaConf
 from worlds import run_world
 
+from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.doctor import Findings, find_backend, merge
 from ddp_lab.launch import preflight
@@ -259,7 +260,7 @@ def test_a_disk_that_is_nearly_full_is_a_warning_in_the_log(tmp_path):
     """Not while the run has its checkpoints there already, of which the oldest makes room."""
     line = f"{' '.join(SMALL)} strategy=ddp name=mine runs_dir={tmp_path}"
     file = tmp_path / "mine/checkpoints/step_00000005.pt"
-    size = checkpoint_bytes(OmegaConf.load(ROOT / "conf/optimizer/sgd.yaml"), simple_cnn(3, 28, 10))
+    size = checkpoint_bytes(build(OmegaConf.load(ROOT / "conf/optimizer/sgd.yaml")), simple_cnn(3, 28, 10))
     run_world(2, with_free_bytes, 2 * size, main_with_words, f"{line} epochs=1")
     log = (tmp_path / "mine/train.log").read_text()
     assert log.count("WARNING") == 1
@@ -279,7 +280,7 @@ def test_a_full_disk_does_not_stop_who_wants_to_go_on(tmp_path):
 @pytest.mark.parametrize(("optimizer", "options", "copies"), [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)])
 def test_a_checkpoints_size(optimizer, options, copies):
     cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
-    assert checkpoint_bytes(cfg, torch.nn.Linear(10, 10)) == copies * 110 * 4
+    assert checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10)) == copies * 110 * 4
 
 
 def hear_a_mistake() -> str:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from launches import NARROW, SMALL, finish, launch, read_metrics, start
 
-from ddp_lab.resilience.watchdog import Watch, suspicion
+from ddp_lab.resilience.watchdog import Watchdog, suspicion
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 STEPS = 5  # an epoch of SMALL has
@@ -159,7 +159,7 @@ def test_a_rank_frozen_behind_a_collective_is_suspected_and_not_who_is_still_in_
 def test_a_rank_that_loads_for_long_shows_it(tmp_path):
     """By its thread: the loop writes nothing before a batch is there."""
     run_dir, runtime = SimpleNamespace(path=tmp_path, attempt=0), SimpleNamespace(rank=0, world_size=1)
-    watch = Watch(run_dir, runtime, timeout=60).__enter__()  # `with` would end this process by an assertion that fails
+    watch = Watchdog(run_dir, runtime, timeout=60).__enter__()  # `with` would end this process by an assertion that fails
     try:
         watch.at("training", 1, 7)
         watch.at("loading", 1, 8)

@@ -178,8 +178,8 @@ GRAPH, FUSED, BOTH = (
 )
 
 
-def pulled(levers: PerformanceOptions, *cases: Case) -> list[Case]:
-    return [replace(case, levers=levers) for case in cases]
+def with_options(performance: PerformanceOptions, *cases: Case) -> list[Case]:
+    return [replace(case, performance=performance) for case in cases]
 
 
 ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat", "bucketed", "ring")]
@@ -187,16 +187,16 @@ ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat",
 # float64 3e-17 (an H200): a ReLU on its edge.
 MOVED = AUGMENTED | {"shift": 2, "dtype": torch.float32}
 PLAIN = [Case(Single), Case(Single, **CLIPPED, accumulate=3)]
-ALONE = [case for levers in (GRAPH, FUSED, BOTH) for case in pulled(levers, *PLAIN)]
+ALONE = [case for performance in (GRAPH, FUSED, BOTH) for case in with_options(performance, *PLAIN)]
 ALONE += [
-    *pulled(GRAPH, Case(Single, **MOVED)),
-    *pulled(FUSED, Case(Single, **AUGMENTED)),
-    *pulled(BOTH, Case(Single, **AUGMENTED)),
+    *with_options(GRAPH, Case(Single, **MOVED)),
+    *with_options(FUSED, Case(Single, **AUGMENTED)),
+    *with_options(BOTH, Case(Single, **AUGMENTED)),
 ]
 TOGETHER = [
-    *pulled(GRAPH, *ALGORITHMS, ddp(), ddp(view=True, static=True), ddp(**CLIPPED, accumulate=3), ddp(**MOVED)),
-    *pulled(FUSED, scratch("bucketed"), ddp()),
-    *pulled(BOTH, scratch("flat"), scratch("bucketed", samples=97), ddp(**CLIPPED)),
+    *with_options(GRAPH, *ALGORITHMS, ddp(), ddp(view=True, static=True), ddp(**CLIPPED, accumulate=3), ddp(**MOVED)),
+    *with_options(FUSED, scratch("bucketed"), ddp()),
+    *with_options(BOTH, scratch("flat"), scratch("bucketed", samples=97), ddp(**CLIPPED)),
 ]
 
 
@@ -222,7 +222,7 @@ def graphed(size: int) -> list[dict]:
 
 
 # Its collectives inside forward and backward break the compiled graph; in one of the two batches some ranks have no sample.
-COMPILED_SYNC = pulled(FUSED, scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **EMPTY))
+COMPILED_SYNC = with_options(FUSED, scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **EMPTY))
 
 
 @once
@@ -270,19 +270,19 @@ def test_padded_convolutions_round_like_eager_ones(conv, dtype):
         assert errors[1] <= 1.5 * errors[0] + torch.finfo(dtype).eps / 4
 
 
-def lever_name(case: Case) -> str:
-    return name(case) + "-" + "-".join(key for key, on in case.levers._asdict().items() if on)
+def options_name(case: Case) -> str:
+    return name(case) + "-" + "-".join(key for key, on in case.performance._asdict().items() if on)
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("case", ALONE, ids=lever_name)
-def test_levers_leave_the_result_alone_on_a_gpu(case):
+@pytest.mark.parametrize("case", ALONE, ids=options_name)
+def test_performance_options_keep_the_result_on_a_gpu(case):
     assert_equal(graphed(1)[0][case], reference(case.reference()), 1e-6)
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("case", TOGETHER, ids=lever_name)
-def test_levers_leave_the_result_alone(case, size):
+@pytest.mark.parametrize("case", TOGETHER, ids=options_name)
+def test_performance_options_keep_the_result(case, size):
     outcomes = graphed(size)
     assert_equal(outcomes[0][case], reference(case.reference()), 1e-6)
     assert len({outcome[case].digest for outcome in outcomes}) == 1
@@ -291,7 +291,7 @@ def test_levers_leave_the_result_alone(case, size):
 @pytest.mark.gpu(1)
 def test_a_recorded_run_goes_on_from_a_checkpoint(tmp_path):
     """With the weights and the momentum of the file, and not those of the steps that warm up."""
-    first = Case(Single, levers=BOTH, save=str(tmp_path))
+    first = Case(Single, performance=BOTH, save=str(tmp_path))
     run_world(1, run_cases, [first], "cuda", timeout=120)
     second = replace(first, save="", resume=str(tmp_path / "step_00000010.pt"))
     outcome = run_world(1, run_cases, [second], "cuda", timeout=120)[0][second]

@@ -52,7 +52,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
     ids=["single", "ddp", "scratch"],
 )
 def test_compiled_steps_end_at_the_same_weights(case, size):
-    compiled = Case(**{**vars(case), "levers": COMPILED})
+    compiled = Case(**{**vars(case), "performance": COMPILED})
     outcome = run_world(size, run_cases, [compiled], timeout=240)[0][compiled]
     expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
     assert_equal(outcome, expected)
@@ -234,17 +234,17 @@ def test_what_a_step_is_compiled_with(device):
 
 
 @pytest.mark.parametrize(
-    "levers", [COMPILED, PerformanceOptions(False, "tuned", False), PerformanceOptions(False, False, True)]
+    "performance", [COMPILED, PerformanceOptions(False, "tuned", False), PerformanceOptions(False, False, True)]
 )
-def test_switches_hold_for_the_training_and_are_restored(levers):
+def test_switches_hold_for_the_training_and_are_restored(performance):
     def switches() -> tuple:
         return torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit, torch._dynamo.eval_frame._stance.stance
 
     before = switches()
-    with levers.switches(Runtime("cpu")):
-        assert switches() == ((True, 64, "eager_on_recompile") if levers.compile else before)
+    with performance.switches(Runtime("cpu")):
+        assert switches() == ((True, 64, "eager_on_recompile") if performance.compile else before)
         with compiling():
-            assert switches() == ((True, 64, "default") if levers.compile else before)
+            assert switches() == ((True, 64, "default") if performance.compile else before)
     assert switches() == before == (False, 8, "default")
 
 

@@ -73,13 +73,13 @@ class Case:
     save: str = ""  # folder for checkpoints
     keep_momentum: bool = True  # gigabytes add up where many ResNets are compared
     resume: str = "never"
-    levers: PerformanceOptions = OFF
+    performance: PerformanceOptions = OFF
     start: int = 0  # added to the seed on ranks other than 0: their start must not matter
 
     def reference(self) -> "Case":
         """The run on one device that this one must equal."""
         return replace(
-            self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0, levers=OFF
+            self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0, performance=OFF
         )
 
 
@@ -132,7 +132,7 @@ def config_of(case: Case) -> DictConfig:
             "patience": None,
             "on_nan": "stop",
             "profile": False,
-            **case.levers._asdict(),
+            **case.performance._asdict(),
             "data": {
                 "dataset": target(
                     Synthetic,
@@ -219,7 +219,7 @@ def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
             runtime.open_group()  # once for all of them
         outcomes = {}
         for case in cases:
-            with default_dtype(case.dtype), case.levers.switches(runtime):
+            with default_dtype(case.dtype), case.performance.switches(runtime):
                 outcomes[case] = run_case(runtime, case)
         return outcomes
 

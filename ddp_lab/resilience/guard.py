@@ -9,7 +9,7 @@ from ddp_lab.observe.logger import log
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.decisions import Decisions, Verdict
 from ddp_lab.resilience.replicas import first_difference
-from ddp_lab.resilience.watchdog import Watch
+from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
@@ -55,7 +55,7 @@ class Guard(Hooks):
         strategy: Strategy,
         checkpoints: Checkpoints,
         decisions: Decisions,
-        watch: Watch,
+        watch: Watchdog,
         progress: Progress,
         tally: Tally,
     ):

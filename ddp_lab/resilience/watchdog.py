@@ -36,7 +36,7 @@ def suspicion(record: dict[str, Any]) -> tuple:
     return record["step"], record["waits"], PHASES.index(record["doing"]), record["since"]
 
 
-class Watch:
+class Watchdog:
     """What this rank shows the others and sees of them.
 
     Args:
@@ -54,7 +54,7 @@ class Watch:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         self.folder.mkdir(exist_ok=True)
         self._file = os.open(self.folder / f"{self.rank}.json", os.O_CREAT | os.O_WRONLY)
         self._show()

@@ -17,7 +17,7 @@ from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
-from ddp_lab.resilience.watchdog import Watch
+from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, Training, materialize, prepare
 from ddp_lab.training.loop import is_over
 from ddp_lab.training.progress import Progress
@@ -46,10 +46,10 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         log.warning(f"started again after {run_dir.failure}")
     decisions = Decisions(runtime)
     decisions.listen()
-    with Watch(run_dir, runtime, cfg.timeout) as watch, job.options.switches(runtime):
+    with Watchdog(run_dir, runtime, cfg.timeout) as watchdog, job.options.switches(runtime):
         training = materialize(job)
         log.info(job.strategy.describe())
-        return train_guarded(training, run_dir, watch, decisions, choices)
+        return train_guarded(training, run_dir, watchdog, decisions, choices)
 
 
 def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Finding]]:
@@ -67,7 +67,9 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     return job, findings
 
 
-def train_guarded(training: Training, run_dir: RunDir, watch: Watch, decisions: Decisions, choices: Mapping[str, str]) -> str:
+def train_guarded(
+    training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions, choices: Mapping[str, str]
+) -> str:
     """Resumes, trains, and writes the outcome; returns it."""
     job, cfg, runtime = training.job, training.job.cfg, training.job.runtime
     folder = run_dir.path / "checkpoints"
@@ -81,17 +83,17 @@ def train_guarded(training: Training, run_dir: RunDir, watch: Watch, decisions: 
             f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to go on, "
             "or choose another name"
         )
-        return watch.end("finished", progress)
+        return watchdog.end("finished", progress)
 
     logger = open_logger(job, run_dir.path, progress.epoch, choices) if runtime.rank == 0 else Logger()
-    watch.at("compiling")
+    watchdog.at("compiling")
     training.compile()
     if cfg.inject:
         training.step = Fault(training.step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = profiled(training, progress, logger, run_dir.path / "profile") if cfg.profile else None
     every = cfg.checkpoint
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
-    guard = Guard(settings, job.strategy, checkpoints, decisions, watch, progress, training.step.tally)
+    guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress, training.step.tally)
     try:
         training.fit(logger, guard, progress)
         status = "finished"
@@ -105,7 +107,7 @@ def train_guarded(training: Training, run_dir: RunDir, watch: Watch, decisions: 
             profile.end()
     logger.close()
     guard.finish()
-    return watch.end(status, guard.progress if status == "finished" else checkpoints.kept)
+    return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
 
 
 def profiled(training: Training, progress: Progress, logger: Logger, folder: Path) -> Profiled | None:

@@ -20,7 +20,7 @@ from ddp_lab.world.runtime import Runtime
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 
-ALL_LEVERS = frozenset({"cuda_graph", "compile", "channels_last"})
+ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last"})
 
 # For torch.distributed.checkpoint, which is imported where a state is saved or loaded: it brings 700 modules and takes 0.5 s.
 WHOLE = {"full_state_dict": True, "cpu_offload": True}
@@ -74,7 +74,7 @@ class Strategy(ABC):
         batch_norm: what its BatchNorm layers take their statistics over.
         sharded: the ranks of dp_group hold parts of the model, not replicas.
         supports_mps: it can train on a Mac's GPU.
-        levers: which of cuda_graph, compile and channels_last it can take.
+        performance_options: which of cuda_graph, compile and channels_last it can take.
         reports: whether this rank's sums count; true on one rank of each replica.
         device: where this rank's batches are wanted.
         replicas: how many copies of the model share a global batch.
@@ -87,7 +87,7 @@ class Strategy(ABC):
     one_process: ClassVar[bool] = False
     supports_mps: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
-    levers: ClassVar[frozenset[str]] = frozenset()
+    performance_options: ClassVar[frozenset[str]] = frozenset()
     save_options: ClassVar[dict[str, bool]] = WHOLE
     load_options: ClassVar[dict[str, bool]] = WHOLE
 
@@ -154,7 +154,7 @@ class Strategy(ABC):
 
     def compile(self, fuse: Callable) -> None:
         """Fuses the kernels of forward, loss and backward by `fuse`, a torch.compile; for strategies that have it among their
-        `levers`. After setup."""
+        `performance_options`. After setup."""
         self.measure = fuse(measure)
         self.forward = fuse(self.module)
 

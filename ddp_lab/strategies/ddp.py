@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import MiB
-from ddp_lab.strategies.base import ALL_LEVERS, Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
 
@@ -31,7 +31,7 @@ class DDP(Strategy):
             result.
     """
 
-    levers = ALL_LEVERS
+    performance_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class DP(Strategy):
     """
 
     one_process = True
-    levers = frozenset({"channels_last"})
+    performance_options = frozenset({"channels_last"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None):
         super().__init__(runtime)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of, set_gradients
-from ddp_lab.strategies.base import ALL_LEVERS, Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
 
@@ -39,7 +39,7 @@ class Scratch(Strategy):
             of the data parallelism together (sync).
     """
 
-    levers = ALL_LEVERS
+    performance_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(
         self,

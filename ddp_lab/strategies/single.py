@@ -1,12 +1,12 @@
 """One device, one process: the reference that every other strategy must equal."""
 
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.base import ALL_LEVERS, Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 
 
 class Single(Strategy):
     one_process = supports_mps = True
-    levers = ALL_LEVERS
+    performance_options = ALL_PERFORMANCE_OPTIONS
 
     def setup(self, model: Chain) -> None:
         self.module = self.forward = model.to(self.device)

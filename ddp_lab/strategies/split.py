@@ -34,7 +34,7 @@ class Split(Strategy):
     """
 
     one_process = True
-    levers = frozenset({"channels_last"})
+    performance_options = frozenset({"channels_last"})
     load_options = {}  # torch hands a whole state to one device only; in one process parts are as good
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):

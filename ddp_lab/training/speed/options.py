@@ -82,7 +82,7 @@ class PerformanceOptions(NamedTuple):
 
 def why_not(name: str, strategy: Strategy, loader: str) -> str | None:
     """Why an option is not supported here; None: it is."""
-    if name not in strategy.levers:
+    if name not in strategy.performance_options:
         return f"strategy={strategy.name} cannot"
     device = strategy.device.type
     if name == "cuda_graph" and device != "cuda":
