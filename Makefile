@@ -27,9 +27,10 @@ test-slow: .venv/installed-dev ## what `make test` leaves out: more examples of 
 
 test-all: test test-slow ## both
 
-lint: .venv/installed-dev ## ruff
+lint: .venv/installed-dev ## ruff, and the types of ddp_lab/
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/basedpyright
 
 compare: .venv/installed ## every strategy on the same work, with a report
 	$(BIN)/python scripts/compare.py
