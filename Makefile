@@ -1,7 +1,7 @@
 # `make help` lists the targets. Each installs into .venv what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 2
+WORKERS ?= 3  # on two cores: many tests wait for a timeout
 # A file's tests share worlds and launches, so one process runs all of them; conftest.py has the longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := test_config test_data test_models test_plot test_logger
