@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ from training import Case, Outcome, make_model, run_cases
 from worlds import run_world
 
 from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.checkpoint_files import in_order, write_whole
+from ddp_lab.resilience.run_directory import write_json
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, make_scheduler
@@ -406,3 +409,43 @@ def test_only_whole_files_and_the_last_two(tmp_path):
     names = sorted(path.name for path in (tmp_path / "many" / "checkpoints").iterdir())
     assert names == [f"step_000000{step}.pt{end}" for step in (20, 25) for end in ("", ".sha256")]
     assert only_run(tmp_path).name == "many"
+
+
+def test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked(tmp_path):
+    """The last epoch is saved in any case."""
+    train(tmp_path, "run", "epochs=5", "checkpoint.every_epochs=2", "checkpoint.keep=3")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
+    assert names == ["step_00000010.pt", "step_00000020.pt", "step_00000025.pt"]
+
+
+def test_resume_with_another_seed_logs_a_warning(tmp_path):
+    assert train(tmp_path, "run", "epochs=1", "seed=3")["seed"] == 3
+    train(tmp_path, "run", "epochs=2", "seed=3")
+    log = tmp_path / "run" / "train.log"
+    assert "the checkpoint's was" not in log.read_text()
+    train(tmp_path, "run", "epochs=3", "seed=4")
+    assert "WARNING seed=4: the checkpoint's was 3" in log.read_text()
+
+
+WRITERS = {
+    "checkpoint": lambda path, step: write_whole(path, {"step": step}, path.with_suffix(".tmp")),
+    "json": lambda path, step: write_json(path, {"step": step}),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_files_are_replaced_and_never_written_in_place(write, tmp_path):
+    """A process that has the earlier file open still reads all of it. So a kill at any moment leaves one of the two files."""
+    path = tmp_path / "file.pt"
+    write(path, 1)
+    before = path.read_bytes()
+    with path.open("rb") as reader:
+        write(path, 2)
+        assert reader.read() == before
+    assert path.read_bytes() != before
+
+
+def test_checkpoints_are_ordered_by_step():
+    """Also where a step has more digits than file names are padded to."""
+    paths = [Path(f"step_{step:08d}.pt") for step in (5, 99_999_999, 100_000_000)]
+    assert in_order(reversed(paths)) == paths

@@ -1,11 +1,16 @@
 """One command that trains under several strategies and reports; opened as a reader does."""
 
 import shutil
+import statistics
 import subprocess
 
 import pytest
-from launches import SMALL, launch
+import torch
+from launches import SMALL, launch, read_metrics
 from PIL import Image
+from training import largest_difference
+
+from scripts.compare import Entry, Result, rows
 
 STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline"]
 
@@ -27,21 +32,63 @@ def report(tmp_path_factory):
     return out, output
 
 
+def rows_of(output: str) -> dict[str, list[str]]:
+    """The cells of the table by strategy."""
+    lines = ([cell.strip() for cell in line.split("|")] for line in output.splitlines())
+    return {row[1]: row[2:-1] for row in lines if len(row) == 13}
+
+
 def test_the_table_shows_that_they_agree(report):
     out, output = report
-    rows = {row[1]: row[2:-1] for line in output.splitlines() if len(row := [cell.strip() for cell in line.split("|")]) == 13}
-    assert set(rows) - {"strategy", "---"} == {"single", *STRATEGIES}
+    table = rows_of(output)
+    assert set(table) - {"strategy", "---"} == {"single", *STRATEGIES}
     for name in ("scratch", "pipeline"):
-        assert rows[name][0] == "3"
-        assert float(rows[name][-1]) < 1e-6, "the weights at the end are single's"
-        assert rows[name][7] == rows["single"][7], "and the test accuracy"
-        assert int(rows[name][5].removesuffix(" MiB").replace(",", "")) > 100
-    assert float(rows["scratch"][-1]) > 0, "other sums, other roundings: it is not single's file that was read"
-    assert rows["scratch"][6] == "516kB", "LeNet's 129,068 gradients of 4 bytes"
-    assert rows["single"][6] == "0B"
-    assert rows["tp"][1] == "not run: 3 ranks make no pairs"
+        assert table[name][0] == "3"
+        assert float(table[name][-1]) < 1e-6, "the weights at the end are single's"
+        assert table[name][7] == table["single"][7], "and the test accuracy"
+        assert int(table[name][5].removesuffix(" MiB").replace(",", "")) > 100
+    assert float(table["scratch"][-1]) > 0, "other sums, other roundings: it is not single's file that was read"
+    assert table["scratch"][6] == "516kB", "LeNet's 129,068 gradients of 4 bytes"
+    assert table["single"][6] == "0B"
+    assert table["tp"][1] == "not run: 3 ranks make no pairs"
     assert (out / "report.md").read_text() in output
     assert "- pipeline-3: bubble: the busiest rank" in output
+
+
+def test_table_has_the_numbers_of_records_and_checkpoints(report):
+    out, output = report
+    records = {name: read_metrics(out / name)[1:] for name in ("single", "scratch-3")}
+    rates = {name: statistics.median(record["samples_per_second"] for record in of) for name, of in records.items()}
+    seconds, rate, speed_up, efficiency, *_, after_one, at_the_end = rows_of(output)["scratch"][1:]
+    assert seconds == f"{statistics.median(record['seconds'] for record in records['scratch-3']):.2f}"
+    assert rate == f"{rates['scratch-3']:,.0f}"
+    assert speed_up == f"{rates['scratch-3'] / rates['single']:.2f}"
+    assert efficiency == f"{rates['scratch-3'] / rates['single'] / 3:.0%}"
+    for cell, step in ((after_one, "step_00000005.pt"), (at_the_end, "step_00000020.pt")):
+        one, other = (torch.load(out / name / "checkpoints" / step, weights_only=True)["model"] for name in records)
+        assert cell == f"{largest_difference(one, other):.1e}"
+
+
+def result_of(entry: Entry, seconds: list[float], rates: list[float], after_one: float, at_the_end: float) -> Result:
+    records = [
+        {"seconds": took, "samples_per_second": rate, "test_accuracy": 0.5} for took, rate in zip(seconds, rates, strict=True)
+    ]
+    weights = [{"a": torch.zeros(2), "b": torch.tensor([0.0, value])} for value in (after_one, at_the_end)]
+    return Result(entry, records, weights, None)
+
+
+def test_rows_compare_every_strategy_with_single():
+    """The first epoch, which allocates and tunes, counts for no speed."""
+    results = [
+        result_of(Entry("single", [], None, 1), [9.0, 4.0, 4.0], [10.0, 100.0, 100.0], 0.0, 0.0),
+        result_of(Entry("ddp", [], 2, 2), [9.0, 2.5, 2.5], [10.0, 160.0, 160.0], 1e-3, 2e-3),
+        result_of(Entry("fsdp", [], 4, 4), [9.0, 2.0, 2.0], [10.0, 200.0, 200.0], 3e-3, 4e-3),
+    ]
+    assert rows(results) == [
+        ("single", "1", "4.00", "100", "1.00", "100%", "", "", "0.5000", "0.0e+00", "0.0e+00"),
+        ("ddp", "2", "2.50", "160", "1.60", "80%", "", "", "0.5000", "1.0e-03", "2.0e-03"),
+        ("fsdp", "4", "2.00", "200", "2.00", "50%", "", "", "0.5000", "3.0e-03", "4.0e-03"),
+    ]
 
 
 def test_a_run_too_short_for_a_profile_is_compared_without(tmp_path):

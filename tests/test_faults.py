@@ -99,8 +99,9 @@ def test_an_elastic_restart_ends_the_same(fault, ranks, tmp_path, undisturbed):
     "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp strategy.tp=2", "fsdp"))]
 )
 def test_an_elastic_restart_of_a_cut_model_ends_the_same(strategy, tmp_path):
+    """`resume=never` is for the first start alone."""
     line = f"torchrun --standalone --max-restarts=1 --nproc_per_node=2 train.py strategy={strategy}"
-    for name, more in (("whole", ()), ("cut", ("checkpoint.every_steps=2", "inject=crash@rank=1,step=8"))):
+    for name, more in (("whole", ()), ("cut", ("checkpoint.every_steps=2", "resume=never", "inject=crash@rank=1,step=8"))):
         code, output = launch(line, *words(tmp_path, name, *more))
         assert code == 0, output
     assert "started again after error: rank 1 on" in output
@@ -322,6 +323,16 @@ def test_sigterm_without_torchrun_has_its_exit_code(tmp_path):
     assert status(tmp_path / "alone")["status"] == "preempted"
 
 
+def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
+    """A scheduler sends it to all processes of a launch. The ranks still need batches for the step at which they leave."""
+    process = start("python train.py", *words(tmp_path, "mine", "epochs=100000", "data.loader=workers", "data.num_workers=2"))
+    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
+    os.killpg(process.pid, signal.SIGTERM)
+    code, output = finish(process, timeout=60)
+    assert code == 75, output
+    assert status(tmp_path / "mine")["status"] == "preempted"
+
+
 def test_no_rank_outlives_torchrun(tmp_path):
     process = start(DDP, *words(tmp_path, "orphans", "epochs=100000"))
     pids = [wait_for(tmp_path / "orphans" / "ranks" / f"{rank}.json", lambda r: r["step"] > 10)["pid"] for rank in (0, 1)]
@@ -359,6 +370,14 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(choice, tmp_path):
         assert failure(tmp_path / "full")["kind"] == "checkpoint"
     else:
         assert [record["epoch"] for record in read_metrics(tmp_path / "full")] == [1, 2, 3]
+
+
+def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
+    """Training is over before its write has failed."""
+    code, output = launch("python train.py", *words(tmp_path, "full", "inject=disk_full@rank=0,step=12"))
+    assert code == 1, output
+    assert f"step_{3 * STEPS:08d}.pt could not be written" in output
+    assert status(tmp_path / "full")["status"] == "failed"
 
 
 def test_a_preemption_that_cannot_be_saved_says_where_the_run_stands(tmp_path):

@@ -1,10 +1,13 @@
 import inspect
+import json
 import logging
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
@@ -83,3 +86,46 @@ def test_pictures_are_drawn_at_the_end_and_one_that_fails_is_logged(tmp_path):
     assert Image.open(tmp_path / "curves.png").width > 1000, "loss and accuracy"
     assert f"ERROR {tmp_path}/missing.png could not be drawn (FileNotFoundError: " in (tmp_path / "train.log").read_text()
     assert (tmp_path / "train.log").read_text().count("ERROR") == 1
+
+
+EPOCH = {  # no two alike
+    "train_loss": 1.5,
+    "train_accuracy": 0.25,
+    "test_loss": float("nan"),
+    "test_accuracy": 0.375,
+    "lr": 0.5,
+    "seconds": 2.0,
+    "samples_per_second": 64.0,
+}
+
+
+def record_an_epoch(run_dir) -> None:
+    options = {"start_epoch": 1, "steps_per_epoch": 8, "hparams": {}, "config": "", "classes": [], "where": ""}
+    logger = FileLogger(run_dir, **options, constants={"world_size": 2})
+    logger.epoch(1, **EPOCH)
+    logger.epoch(2, **EPOCH | {"test_loss": 3.0})
+    logger.close()
+
+
+def test_epoch_is_recorded_under_its_names(tmp_path):
+    """In strict JSON, which has no NaN, and in TensorBoard."""
+
+    def refuse(constant: str):
+        pytest.fail(f"{constant} is no JSON")
+
+    run_world(1, record_an_epoch, tmp_path)
+    first, second = (json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first == {"epoch": 1, **EPOCH, "test_loss": None, "world_size": 2}
+    assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "world_size": 2}
+    events = EventAccumulator(str(tmp_path)).Reload()
+    shown = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+    assert shown.pop("memory/peak_MiB") > 0
+    assert shown == {
+        "loss/train": 1.5,
+        "loss/test": 3.0,
+        "accuracy/train": 0.25,
+        "accuracy/test": 0.375,
+        "lr": 0.5,
+        "speed/samples_per_second": 64.0,
+        "speed/step_ms": 250.0,
+    }

@@ -11,7 +11,7 @@ from launches import SMALL, main_in_world, read_metrics
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.resilience.run_directory import LAUNCH_FILE, RunDir, find_launch
 from ddp_lab.world.runtime import Runtime, find_device
 
 
@@ -51,6 +51,14 @@ def test_one_run_directory_for_all_nodes(tmp_path):
     chosen = {name for _ in range(3) for name in set(run_world(4, choose_run_dir, tmp_path))}
     assert len(chosen) == 3, "a directory for each launch, and one alone"
     assert chosen == {str(path) for path in tmp_path.iterdir()}
+
+
+def test_find_launch_returns_the_directory_of_this_launch_alone(tmp_path):
+    for name, launch in (("one", "host-1-10"), ("two", "host-2-20")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LAUNCH_FILE).write_text(launch)
+    found = [find_launch(tmp_path, launch) for launch in ("host-1-10", "host-2-20", "host-3-30")]
+    assert found == ["one", "two", None]
 
 
 def fail_to_agree() -> str:

@@ -205,6 +205,17 @@ def test_words_arrive_as_they_are(cluster, tmp_path):
     assert not bad.exists()
 
 
+def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
+    def outcome(launch_id: str) -> tuple[int, str]:
+        return launch("python scripts/slurm/outcome.py", launch_id, f"runs_dir={tmp_path}", "name=run", "epochs=3")
+
+    assert outcome("7.1") == (0, "none\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text(json.dumps({"status": "preempted", "launch": "7.0"}))
+    assert outcome("7.0") == (0, "preempted\n")
+    assert outcome("7.1") == (0, "none\n")
+
+
 def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
     """Slurm takes the job of a node that does not answer for dead, and starts it on the other one. It is not dead."""
     words = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]

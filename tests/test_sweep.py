@@ -13,9 +13,9 @@ from launches import ROOT, SMALL, finish, launch, read_metrics, start
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import LONGEST, Job, directory_name, quote
+from ddp_lab.launch.sweep import LONGEST, Job, directory_name, is_finished, quote
 from ddp_lab.launch.torchrun import TorchrunLauncher, describe
-from ddp_lab.resilience.run_directory import read_json
+from ddp_lab.resilience.run_directory import read_json, write_status
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"
 
@@ -141,6 +141,17 @@ def test_a_sweep_directory_that_is_deleted_meanwhile_is_told(tmp_path):
     assert describe(job, 1) == "strategy=ddp: its directory is gone (exit code 1): see its output above"
     job.run_dir.parent.mkdir()
     assert describe(job, 1) == "strategy=ddp: did not start (exit code 1): see its output above"
+
+
+@pytest.mark.parametrize(
+    ("status", "epoch", "finished"),
+    [("finished", 3, True), ("finished", 2, False), ("preempted", 3, False), ("failed", 3, False), ("running", 3, False)],
+)
+def test_job_is_finished_when_its_status_is_and_all_epochs_are_done(status, epoch, finished, tmp_path):
+    job = Job("strategy=ddp", [], tmp_path, 3, False)
+    assert not is_finished(job)
+    write_status(tmp_path, status, epoch, 15)
+    assert is_finished(job) is finished
 
 
 def test_a_sweep_under_torchrun_is_refused_with_the_way_out(tmp_path):

@@ -1,0 +1,334 @@
+"""Plant errors in copies of this tree, one at a time, and report which test catches each.
+
+python scripts/planted_errors.py              all errors; half an hour on two busy cores
+python scripts/planted_errors.py seed plan    the errors whose name or file contains one of these
+python scripts/planted_errors.py --markdown   print the table of docs/testing.md and run nothing
+
+Each error is one replacement in one file, and each is listed with the cheapest test that fails because of it. First all those
+tests must pass in a copy without errors. Exit code 0: they pass there, and each error is caught by its test.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 300.0  # seconds for one test
+
+
+@dataclass(frozen=True)
+class Error:
+    """A replacement that a test must notice.
+
+    Attributes:
+        name: what is wrong with it.
+        file: where, relative to the root of the project.
+        old, new: the text that is replaced, which occurs exactly once in the file, and its replacement.
+        test: the id of the test that fails.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+JOB, TRAIN, LOOP, STEP = "ddp_lab/run/job.py", "ddp_lab/run/train.py", "ddp_lab/training/loop.py", "ddp_lab/training/step.py"
+SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
+SHARDING, LOADERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/loaders.py", "ddp_lab/data/augment.py"
+TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
+OUTCOME, COMPARE, LOGGER = "scripts/slurm/outcome.py", "scripts/compare.py", "ddp_lab/observe/logger.py"
+FILES, GUARD, RUN_DIR = (f"ddp_lab/resilience/{name}.py" for name in ("checkpoint_files", "guard", "run_directory"))
+
+BY_HAND = "tests/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
+MATRIX = "tests/test_equivalence.py::test_several_processes[{}]"
+
+# One paragraph for each error and not one line for each argument.
+# fmt: off
+ERRORS = [
+    Error("the seed is ignored when the model is made", JOB,
+          "torch.manual_seed(self.cfg.seed)", "torch.manual_seed(0)", BY_HAND.format("lenet")),
+    Error("the seed is ignored by the loaders", JOB,
+          "seed=self.cfg.seed,", "seed=0,", BY_HAND.format("lenet")),
+    Error("accumulate is ignored by the step", JOB,
+          "scheduler, cfg.accumulate,", "scheduler, 1,", BY_HAND.format("batch_norm")),
+    Error("accumulate is ignored by the plan", JOB,
+          "accumulate=cfg.accumulate", "accumulate=1",
+          "tests/test_launch.py::test_a_mistake_is_one_message_and_code_2"
+          "[strategy=pipeline strategy.num_microbatches=12 batch_size=22 accumulate=2]"),
+    Error("max_grad_norm is ignored", JOB,
+          "cfg.max_grad_norm,", "None,", BY_HAND.format("lenet")),
+    Error("on_nan=skip is ignored", JOB,
+          'cfg.on_nan == "skip"', "False",
+          "tests/test_faults.py::test_a_batch_without_a_finite_loss_can_be_left_out[python train.py]"),
+    Error("warmup_epochs is ignored", JOB,
+          "round(cfg.warmup_epochs * plan.steps_per_epoch)", "0", BY_HAND.format("lenet")),
+    Error("scaling is ignored", JOB,
+          "scaling=cfg.scaling", 'scaling="strong"', BY_HAND.format("lenet-ddp")),
+    Error("the test set is augmented", JOB,
+          "make(self.dataset.test, shuffle=False)", "make(self.dataset.test, shuffle=False, shift=data.shift, flip=data.flip)",
+          "tests/test_data.py::test_the_test_split_is_never_augmented[device]"),
+
+    Error("an elastic restart obeys resume=never", TRAIN,
+          '"auto" if run_dir.restarted and checkpoints.files() else cfg.resume', "cfg.resume",
+          "tests/test_faults.py::test_an_elastic_restart_of_a_cut_model_ends_the_same[pipeline]"),
+    Error("checkpoint.keep is ignored", TRAIN,
+          "cfg.checkpoint.keep\n", "2\n",
+          "tests/test_checkpoint.py::test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked"),
+    Error("checkpoint.every_epochs is ignored", TRAIN,
+          "cfg.checkpoint.every_epochs,", "1,",
+          "tests/test_checkpoint.py::test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked"),
+    Error("the seed is not written into checkpoints", TRAIN,
+          "cfg.seed, cfg.checkpoint.keep", "0, cfg.checkpoint.keep",
+          "tests/test_checkpoint.py::test_resume_with_another_seed_logs_a_warning"),
+    Error("a run ends without waiting for its last checkpoint", TRAIN,
+          "    guard.finish()\n", "",
+          "tests/test_faults.py::test_last_checkpoint_that_cannot_be_written_fails_the_run"),
+
+    Error("a preempted run exits with code 0", "train.py",
+          "sys.exit(PREEMPTED)", "sys.exit(0)", "tests/test_faults.py::test_sigterm_without_torchrun_has_its_exit_code"),
+    Error("the values in the config are not checked", "train.py",
+          "    check(cfg)\n", "",
+          "tests/test_startup.py::test_help_and_config_mistakes_do_not_load_torch"
+          "[epochs=0-2-epochs=0: must be an integer of at least 1]"),
+
+    Error("the model stays in evaluation mode after the first epoch", LOOP,
+          "    strategy.train()\n", "", BY_HAND.format("batch_norm")),
+    Error("evaluation runs in training mode", LOOP,
+          "strategy.train(False)", "pass", BY_HAND.format("batch_norm")),
+    Error("set_epoch is forgotten", LOOP,
+          "    loader.set_epoch(before.epoch, before.samples)\n", "", BY_HAND.format("lenet")),
+    Error("the highest test loss counts as the best", LOOP,
+          "test_loss < progress.best_loss", "test_loss > progress.best_loss",
+          "tests/test_faults.py::test_early_stopping_is_remembered"),
+    Error("the sums from before a resume are lost", LOOP,
+          "earlier + now for", "now for", "tests/test_faults.py::test_a_run_killed_at_any_step_ends_the_same[8]"),
+
+    Error("gradients are not zeroed", STEP,
+          "        self.optimizer.zero_grad()\n", "", BY_HAND.format("lenet")),
+    Error("the learning rate of the next step is reported", STEP,
+          '        self.lr = self.optimizer.param_groups[0]["lr"]\n        self.scheduler.step()\n',
+          '        self.scheduler.step()\n        self.lr = self.optimizer.param_groups[0]["lr"]\n', BY_HAND.format("lenet")),
+    Error("a skipped batch stays in BatchNorm's statistics", STEP,
+          "            buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))",
+          "            pass",
+          "tests/test_faults.py::test_a_batch_without_a_finite_loss_can_be_left_out[python train.py]"),
+
+    Error("the warm-up is one step short", SCHEDULE,
+          "/ (warmup_steps + 1)", "/ warmup_steps", "tests/test_config.py::test_schedules"),
+    Error("lr_scaling=sqrt scales linearly", PLAN,
+          "math.sqrt(factor)", "factor", "tests/test_config.py::test_batch_to_replica_scaling[weak-sqrt-1024-0.2]"),
+
+    Error("padding counts as samples", SHARDING,
+          "targets[self.real - first :] = IGNORE", "pass", "tests/test_data.py::test_evaluation_counts_every_sample_once[3-4]"),
+    Error("a resumed epoch begins at its first sample", SHARDING,
+          "math.ceil(samples / self.dp_size)", "0",
+          "tests/test_data.py::test_an_epoch_goes_on_in_its_middle_for_any_world_size[1-device-1]"),
+    Error("worker processes shuffle for themselves", LOADERS,
+          "sampler=self.sampler,", "shuffle=True,", "tests/test_data.py::test_both_loaders_give_equal_tensors[2]"),
+    Error("a signal kills the worker processes", LOADERS,
+          "worker_init_fn=ignore_signals,", "",
+          "tests/test_faults.py::test_sigterm_to_all_processes_spares_the_loader_workers"),
+    Error("every epoch augments alike", AUGMENT,
+          " epoch={epoch}", "", "tests/test_data.py::test_draws_repeat_and_are_others_for_other_epochs_and_seeds"),
+    Error("images are mirrored after they are moved", AUGMENT,
+          "width - 1 - columns, columns)", "width - 1 - x - dx[:, None], columns)",
+          "tests/test_data.py::test_augment_moves_and_mirrors_every_image_by_its_own"),
+
+    Error("the exit code of a sweep's job is ignored", TORCHRUN,
+          "code = process.wait()", "code = process.wait() and 0",
+          "tests/test_sweep.py::test_every_job_is_a_world_and_a_failed_one_does_not_end_the_sweep"),
+    Error("jobs side by side share a GPU", TORCHRUN,
+          "names[i * self.nproc_per_node :", "names[i :",
+          "tests/test_sweep.py::test_jobs_side_by_side_have_gpus_of_their_own_or_are_refused"),
+    Error("a preempted job counts as finished", SWEEP,
+          ' and status["status"] == "finished"', "",
+          "tests/test_sweep.py::test_job_is_finished_when_its_status_is_and_all_epochs_are_done[preempted-3-False]"),
+    Error("a finished job is not continued to more epochs", SWEEP,
+          ' and status["epoch"] >= job.epochs', "",
+          "tests/test_sweep.py::test_job_is_finished_when_its_status_is_and_all_epochs_are_done[finished-2-False]"),
+    Error("a strategy of one process is submitted to several nodes", SLURM,
+          '["--nodes=1"]', "[]", "tests/test_sweep.py::test_slurm_dry_run_prints_the_script_and_quotes"),
+    Error("a job that sbatch refused counts as submitted", SLURM,
+          "if done.returncode:\n                print", "if False:\n                print",
+          "tests/test_slurm.py::test_what_slurm_refuses_is_told_for_every_job"),
+    Error("a status of an earlier launch counts as this one's", OUTCOME,
+          ' if record["launch"] == launch else "none"', "",
+          "tests/test_slurm.py::test_outcome_is_the_status_of_this_launch_alone"),
+
+    Error("strategies are compared with the last one and not with single", COMPARE,
+          "single = results[0]", "single = results[-1]",
+          "tests/test_compare.py::test_rows_compare_every_strategy_with_single"),
+    Error("the first epoch's weights are reported as the last's", COMPARE,
+          "(files[0], files[-1])", "(files[0], files[0])",
+          "tests/test_compare.py::test_table_has_the_numbers_of_records_and_checkpoints"),
+    Error("the speed-up is inverted", COMPARE,
+          "result.rate / single.rate", "single.rate / result.rate",
+          "tests/test_compare.py::test_rows_compare_every_strategy_with_single"),
+
+    Error("a loss of NaN is written as it is, which is no JSON", LOGGER,
+          "value if math.isfinite(value) else None", "value",
+          "tests/test_logger.py::test_epoch_is_recorded_under_its_names"),
+    Error("TensorBoard shows the training loss as the test loss", LOGGER,
+          'metrics[f"{part}_loss"]', 'metrics["train_loss"]',
+          "tests/test_logger.py::test_epoch_is_recorded_under_its_names"),
+    Error("a record that is trained again is kept", LOGGER,
+          '["epoch"] < start_epoch', '["epoch"] <= start_epoch',
+          "tests/test_checkpoint.py::test_a_run_cut_before_its_last_checkpoint_ends_the_same"),
+
+    Error("checkpoints are written in place", FILES,
+          "os.replace(temporary, path)", "path.write_bytes(temporary.read_bytes())",
+          "tests/test_checkpoint.py::test_files_are_replaced_and_never_written_in_place[checkpoint]"),
+    Error("checkpoints are not compared with their hash", FILES,
+          "return None if sha256(path) == expected else", "return None if True else",
+          "tests/test_checkpoint.py::test_one_flipped_byte_of_a_named_file_is_seen"),
+    Error("a checkpoint may run code", FILES,
+          "weights_only=True", "weights_only=False",
+          "tests/test_checkpoint.py::test_bad_files_are_refused[archive-cannot be read as a checkpoint]"),
+    Error("checkpoints are ordered by name, where 10 comes before 9", FILES,
+          "(len(path.name), path.name)", "path.name",
+          "tests/test_checkpoint.py::test_checkpoints_are_ordered_by_step"),
+    Error("the last epoch is not saved", GUARD,
+          "if last or ", "if ",
+          "tests/test_checkpoint.py::test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked"),
+    Error("weights that are not finite are saved", GUARD,
+          "weights=True)", "weights=False)", "tests/test_faults.py::test_weights_that_are_not_finite_are_not_saved"),
+    Error("two launches may write in one directory", RUN_DIR,
+          "self._lock = lock(path)", "pass", "tests/test_faults.py::test_a_second_writer_is_refused"),
+    Error("two launches of the same second share a directory", RUN_DIR,
+          "(root / name).mkdir()", "(root / name).mkdir(exist_ok=True)",
+          "tests/test_runtime.py::test_one_run_directory_for_all_nodes"),
+    Error("a new launch takes the directory of the last one", RUN_DIR,
+          "if file.read_text() == launch", "if True",
+          "tests/test_runtime.py::test_find_launch_returns_the_directory_of_this_launch_alone"),
+    Error("status.json is written in place", RUN_DIR,
+          "os.replace(temporary, path)", "path.write_text(temporary.read_text()), temporary.unlink()",
+          "tests/test_checkpoint.py::test_files_are_replaced_and_never_written_in_place[json]"),
+
+    Error("ddp takes the mean over ranks of what is to be summed", "ddp_lab/strategies/ddp.py",
+          "return count / self.dp_size", "return count", BY_HAND.format("lenet-ddp")),
+    Error("scratch does not sum the gradients", "ddp_lab/strategies/scratch.py",
+          "ALGORITHMS[self.algorithm](gradients_of(self.parameters()))", "gradients_of(self.parameters())",
+          "tests/test_checkpoint.py::test_any_strategy_resumes_any_other[first2-second2]"),
+    Error("scratch does not broadcast rank 0's weights", "ddp_lab/strategies/scratch.py",
+          "dist.broadcast(tensor, src=0)", "pass", MATRIX.format("Scratch-flat-0.015625-local-on-2")),
+]
+# fmt: on
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy what git tracks or would add, with changes that are not committed."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+def plant(error: Error, root: Path) -> None:
+    """Apply the replacement.
+
+    Raises:
+        ValueError: the old text does not occur exactly once, or the new one is no Python.
+    """
+    path = root / error.file
+    source = path.read_text()
+    if (count := source.count(error.old)) != 1:
+        raise ValueError(f"{error.name}: {error.old!r} must occur once in {error.file}, but occurs {count} times")
+    changed = source.replace(error.old, error.new)
+    try:
+        compile(changed, error.file, "exec")
+    except SyntaxError as problem:
+        raise ValueError(f"{error.name}: {error.file} is no Python any more: {problem}") from None
+    path.write_text(changed)
+
+
+def run_tests(root: Path, tests: list[str], limit: float = LIMIT) -> dict[str, str]:
+    """Return pytest's word for each test: PASSED, FAILED or ERROR; "no result" where it was skipped, not found or not ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *tests],
+        cwd=root,
+        env=os.environ
+        | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return dict.fromkeys(tests, "no result")
+    words = re.findall(r"^(PASSED|FAILED|ERROR) (.*)$", output, re.MULTILINE)
+    return {
+        test: next((word for word, line in words if line == test or line.startswith(f"{test} - ")), "no result")
+        for test in tests
+    }
+
+
+def failing_without_error(tests: list[str]) -> list[str]:
+    """Return the tests that do not pass in a copy of this tree, a file at a time, so that its tests share their fixtures."""
+    failing = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        for _, group in itertools.groupby(sorted(tests), lambda test: test.partition("::")[0]):
+            outcomes = run_tests(Path(folder), list(group), 2 * LIMIT)
+            failing += [test for test, word in outcomes.items() if word != "PASSED"]
+    return failing
+
+
+def is_caught(error: Error) -> bool:
+    """Plant the error in a copy of this tree, run its test there, and print what became of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        plant(error, copy_tree(Path(folder)))
+        start = time.perf_counter()
+        word = run_tests(Path(folder), [error.test])[error.test]
+    seconds = time.perf_counter() - start
+    caught = word in ("FAILED", "ERROR")
+    how = "caught by" if caught else f"SURVIVED ({word})"
+    print(f"{error.name}: {how} {error.test} in {seconds:.0f} s", flush=True)
+    return caught
+
+
+def table() -> str:
+    """Return the errors as Markdown."""
+    rows = [f"| {error.name} | `{error.file}` | `{error.test.removeprefix('tests/')}` |" for error in ERRORS]
+    return "\n".join(["| error | in | caught by |", "|---|---|---|", *rows])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="plant only errors whose name or file contains one of these")
+    parser.add_argument("--markdown", action="store_true", help="print the table and run nothing")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print(table())
+        return 0
+    words = arguments.words or [""]
+    chosen = [error for error in ERRORS if any(word in f"{error.name} {error.file}" for word in words)]
+    if not chosen:
+        parser.error(f"{' '.join(words)}: no error has this in its name or file; see --markdown")
+    tests = list(dict.fromkeys(error.test for error in chosen))
+    failing = failing_without_error(tests)
+    print(f"{len(tests) - len(failing)} of {len(tests)} tests pass without an error", *failing, sep="\n", flush=True)
+    caught = sum(is_caught(error) for error in chosen)
+    print(f"{caught} of {len(chosen)} errors are caught")
+    return 0 if caught == len(chosen) and not failing else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
