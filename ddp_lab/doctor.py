@@ -82,7 +82,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def merge(findings: list[Finding]) -> list[Finding]:
-    """Return the findings of all ranks, ordered by check, without duplicates. The findings of a single node contain its name."""
+    """Return the findings of all ranks, ordered by check, without duplicates. Findings of a single node contain its name."""
     order = list(dict.fromkeys(finding.about for finding in findings))
     return sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.about))
 

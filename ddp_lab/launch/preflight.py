@@ -95,8 +95,8 @@ def check_host_name(runtime: Runtime) -> Finding:
         return Finding("ok", "host name", f"{host} resolves to {address[0]}, and a port can be bound there")
     except OSError as error:
         problem = (
-            f"the host name {host} does not resolve to an address of this machine ({error.strerror}). Correct its /etc/hosts, or "
-            "set GLOO_SOCKET_IFNAME to the network interface that connects it to the other nodes"
+            f"the host name {host} does not resolve to an address of this machine ({error.strerror}). Correct its /etc/hosts, "
+            "or set GLOO_SOCKET_IFNAME to the network interface that connects it to the other nodes"
         )
     if runtime.several_nodes and runtime.device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         raise NodeError(problem)
@@ -144,8 +144,8 @@ def _check_answer(host: str, port: int) -> Finding:
     except OSError as error:
         raise NodeError(
             f"MASTER_ADDR={host}, MASTER_PORT={port}: does not accept connections from {socket.gethostname()} "
-            f"({error.strerror or error}). Open the port in the firewalls between the nodes, or use another one: --rdzv-endpoint "
-            "or --master-port"
+            f"({error.strerror or error}). Open the port in the firewalls between the nodes, or use another one: "
+            "--rdzv-endpoint or --master-port"
         ) from None
     return Finding("ok", "ports", f"{host}:{port} accepts connections")
 

@@ -105,7 +105,7 @@ class TorchrunLauncher(SweepLauncher):
         return slots
 
     def _run(self, job: Job, slots: "queue.Queue[str | None]") -> int | None:
-        """Run a job and return its exit code: 0 if it is already finished, None if it was not started because of an interrupt."""
+        """Run a job and return its exit code: 0 if it is already finished, None if an interrupt prevented its start."""
         if is_finished(job):
             print(f"[{job.name}] already finished", flush=True)
             return 0

@@ -7,6 +7,7 @@ tests use the same functions.
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 from omegaconf import DictConfig
@@ -137,8 +138,10 @@ class Training:
     step: TrainStep
 
     def compile(self) -> Step | GraphStep:
-        """Compile and capture the step according to the performance options, and return it. Collective; call it after a resume."""
-        self.step = step = self.job.options.build(self.eager_step, self.job.loaders[0])
+        """Compile and capture the step as the performance options require, and return it. Collective; call it after a resume."""
+        step = self.job.options.build(self.eager_step, self.job.loaders[0])
+        # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
+        self.step = cast("TrainStep", step)
         return step
 
     def fit(self, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
