@@ -1,48 +1,48 @@
-# `make help` lists the targets. Each installs into .venv what it needs.
+# `make help` lists the targets. Each target installs what it needs into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 3  # on two cores: many tests wait for a timeout
 # A file's tests share worlds and launches, so one process runs all of them; conftest.py has the longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := test_config test_data test_models test_plot test_logger
-# One thread a rank: torchrun's own default, said here so that it need not warn.
+# One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help train test test-quick test-slow test-all lint compare bench soak tensorboard
 
-help: ## this list
+help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
-train: .venv/installed ## train LeNet on the digits with two ranks
+train: .venv/installed ## train LeNet on the digits dataset with two ranks
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train.py strategy=ddp
 
-test: .venv/installed-dev ## everything once: each strategy, fault, launch line, message
+test: .venv/installed-dev ## run the tests, except the slow ones
 	$(PYTEST) -m "not slow"
 
-test-quick: .venv/installed-dev ## an answer in a minute: what needs no launches
+test-quick: .venv/installed-dev ## run the tests that start no launches, in about a minute
 	$(PYTEST) -m "not slow" $(QUICK:%=tests/%.py)
 
-test-slow: .venv/installed-dev ## what `make test` leaves out: more examples of the same
+test-slow: .venv/installed-dev ## run the slow tests, which `make test` omits
 	$(PYTEST) -m slow
 
-test-all: test test-slow ## both
+test-all: test test-slow ## run all tests
 
-lint: .venv/installed-dev ## ruff, and the types of ddp_lab/
+lint: .venv/installed-dev ## run ruff and basedpyright
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 
-compare: .venv/installed ## every strategy on the same work, with a report
+compare: .venv/installed ## compare all strategies on the same work and write a report
 	$(BIN)/python scripts/compare.py
 
-bench: .venv/installed ## speed against other loops
+bench: .venv/installed ## benchmark the training loop against others
 	mkdir -p runs
 	$(BIN)/python scripts/bench.py --json runs/bench.json
 
-soak: .venv/installed ## random faults, for hours if you like
+soak: .venv/installed ## inject random faults until stopped
 	$(BIN)/python scripts/soak.py
 
-tensorboard: .venv/installed ## show runs/ on localhost
+tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost
 
 .venv/installed: pyproject.toml

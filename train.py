@@ -1,15 +1,15 @@
-"""Trains one model under one strategy.
+"""Train one model with one strategy.
 
 python train.py                                                       one device
 torchrun --nproc_per_node=4 train.py strategy=ddp                     four ranks, a GPU each, or on the CPU
 torchrun --nproc_per_node=2 train.py strategy=scratch data=fashion_mnist model=resnet18
 python train.py strategy=dp                                           one process, all GPUs
-python train.py strategy=split                                        one process, the model cut over all GPUs
+python train.py strategy=split                                        one process, the model's blocks spread over all GPUs
 torchrun --nproc_per_node=4 train.py strategy=pipeline                a stage of the model on each rank
 torchrun --nproc_per_node=4 train.py strategy=ddp_pipeline            two pipelines of two ranks (strategy.pp=2)
-torchrun --nproc_per_node=2 train.py strategy=tp                      each layer's channels and units over the ranks
+torchrun --nproc_per_node=2 train.py strategy=tp                      each layer's channels and units sharded over the ranks
 torchrun --nproc_per_node=4 train.py strategy=fsdp                    parameters, gradients, momentum sharded
-python train.py name=mine epochs=60                                   goes on with runs/mine where it exists
+python train.py name=mine epochs=60                                   resumes runs/mine if it exists
 python train.py --help                                                every group and key
 """
 
@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from ddp_lab.config.check import check
 from ddp_lab.launch.command_line import record, user_errors
 
-PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later
+PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, temporary failure, try again later
 
 
 @record
@@ -30,15 +30,15 @@ PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, try again later
 @user_errors
 def main(cfg: DictConfig) -> None:
     check(cfg)
-    # Here and not above: torch takes 1.5 s to load, which --help and most mistakes in the config need not wait for.
+    # Not at the top of the file: loading torch takes 1.5 s, and neither --help nor most config errors need it.
     from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
     from ddp_lab.run.train import train
     from ddp_lab.world.runtime import Runtime
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
-        status = train(cfg, runtime)  # a function of its own: what holds the process group is gone before the group is
+        status = train(cfg, runtime)  # when it returns, nothing refers to the process group any more
     if status == "preempted" and not runtime.under_torchrun:
-        sys.exit(PREEMPTED)  # torchrun would start the ranks again
+        sys.exit(PREEMPTED)  # under torchrun a non-zero exit code would restart the ranks
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Looks for what would stop a launch, before it is one: a line for each finding, and for a bad one its remedy.
+"""Check the machines and the config before a launch: print one line per finding, with the remedy for each problem.
 
-python -m ddp_lab.doctor data=fashion_mnist                                             the words of train.py
-torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp                 as the launch will be started
+python -m ddp_lab.doctor data=fashion_mnist                                  the overrides of train.py
+torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp      started like the launch to check
 
-Trains nothing and leaves no run directory; fetches a dataset that is missing, as train.py would. Exit code 0, or 2 where a
-finding is an error.
+It does not train and leaves no run directory, but downloads a missing dataset, as train.py would. The exit code is 2 if a
+finding is an error, else 0.
 """
 
 import json
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from torch.cuda import nccl
 
 from ddp_lab.config.build import build
 from ddp_lab.config.check import check
@@ -34,17 +35,26 @@ T = TypeVar("T")
 
 
 class Findings(list[Finding]):
-    """One rank's, in the order of the checks."""
+    """The findings of one rank, in the order of the checks."""
 
     def look(self, about: str, check: Callable[[], T], describe: Callable[[T], str | Finding]) -> T | None:
-        """What `check` returns, described in a finding; None where it raises a mistake, which becomes one."""
+        """Run a check and append its finding.
+
+        Args:
+            about: Name of the check.
+            check: Returns what is described, or raises a ConfigError.
+            describe: Makes the finding, or its text, from the result of `check`.
+
+        Returns:
+            The result of `check`; None if it raised a ConfigError, which becomes the finding.
+        """
         try:
             result = check()
         except ConfigError as error:
             self.append(Finding("error", about, str(error)))
             return None
-        said = describe(result)
-        self.append(said if isinstance(said, Finding) else Finding("ok", about, said))
+        finding = describe(result)
+        self.append(finding if isinstance(finding, Finding) else Finding("ok", about, finding))
         return result
 
 
@@ -56,50 +66,50 @@ def main(cfg: DictConfig) -> None:
     check(cfg)
     findings = Findings()
     make = partial(Runtime, precision=cfg.precision, timeout=cfg.timeout)
-    # Without the GPU asked for, the other checks go on on the CPU.
+    # If the requested GPU is missing, the other checks run on the CPU.
     runtime = findings.look("devices", lambda: make(cfg.device), describe_devices) or make("cpu")
     with runtime:
         findings.look("backend", lambda: find_backend(runtime), str)
         findings.look("host name", lambda: check_host_name(runtime), as_it_is)
         reached = findings.look("ports", lambda: check_master(runtime), as_it_is)
-        if runtime.world_size > 1 and reached is None:  # nobody to put findings together with
-            conclude(findings, tell=runtime.local_rank == 0)
+        if runtime.world_size > 1 and reached is None:  # the ranks cannot exchange their findings
+            conclude(findings, show=runtime.local_rank == 0)
         findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime), as_it_is)
         examine(cfg, runtime, findings)
         everyone = runtime.collect("findings", json.dumps(findings))
-    if everyone is not None:  # the others leave with code 0: with another torchrun would end rank 0 before it has told
-        conclude(merge([Finding(*finding) for mine in everyone for finding in json.loads(mine)]), tell=True)
+    if everyone is not None:  # the others exit with code 0: otherwise torchrun would end rank 0 before it reports
+        conclude(merge([Finding(*finding) for mine in everyone for finding in json.loads(mine)]), show=True)
 
 
 def merge(findings: list[Finding]) -> list[Finding]:
-    """Of each check what the ranks found, each thing once: what a node alone can find names the node."""
+    """Return the findings of all ranks, ordered by check, without duplicates. Findings of a single node contain its name."""
     order = list(dict.fromkeys(finding.about for finding in findings))
     return sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.about))
 
 
-def conclude(findings: list[Finding], tell: bool) -> None:
-    """Prints the findings.
+def conclude(findings: list[Finding], show: bool) -> None:
+    """Print the findings if `show` is true.
 
     Raises:
-        NodeError: there are errors among them.
+        NodeError: At least one finding is an error.
     """
-    if tell:
+    if show:
         print(*findings, sep="\n", flush=True)
     if errors := sum(finding.level == "error" for finding in findings):
-        raise NodeError(f"{errors} of {len(findings)} findings would stop this launch; they stand above")
+        raise NodeError(f"{errors} of {len(findings)} findings would stop this launch; see above")
 
 
 def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
-    """Makes the parts of a run one by one; what needs a part that could not be made is left out."""
+    """Construct the parts of a run one by one; checks that need a part that could not be constructed are skipped."""
     choices, job = HydraConfig.get().runtime.choices, Job(cfg, runtime)
     strategy = findings.look("strategy", lambda: job.strategy, describe_strategy)
-    dataset = findings.look("dataset", lambda: job.dataset, partial(describe_dataset, choices.data))
+    dataset = findings.look("dataset", lambda: job.dataset, partial(describe_dataset, choices["data"]))
     if dataset is None:
         return
     model = findings.look(
         "model",
         lambda: job.model,
-        lambda model: f"{choices.model}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
+        lambda model: f"{choices['model']}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
     )
     root, checkpoint = Path(cfg.runs_dir), cfg.checkpoint
     if model is not None and runtime.rank == 0 and root.is_dir():
@@ -114,35 +124,37 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
         findings.look(
             "partition",
             job.partition,
-            lambda _: f"{strategy.name} can spread {choices.model} and {plan.samples_at_once} samples at once",
+            lambda _: f"{strategy.name} can distribute {choices['model']} and {plan.samples_at_once} samples at once",
         )
 
 
 def as_it_is(finding: Finding) -> Finding:
+    """Return the finding unchanged, for checks that already return one."""
     return finding
 
 
 def describe_devices(runtime: Runtime) -> Finding:
-    """Every GPU that is visible, by index, name and memory."""
+    """Return a finding that lists every visible GPU with its index, name and memory."""
     listed = f"{socket.gethostname()}: {list_devices()}"
     if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():
-        why = (
-            "this torch is a CPU build: install one for CUDA" if torch.version.cuda is None else "look at CUDA_VISIBLE_DEVICES"
+        remedy = (
+            "this torch is a CPU build; install one for CUDA" if torch.version.cuda is None else "check CUDA_VISIBLE_DEVICES"
         )
-        return Finding("warning", "devices", f"{listed}, though NVIDIA's driver is loaded; {why}")
+        return Finding("warning", "devices", f"{listed}, though NVIDIA's driver is loaded; {remedy}")
     return Finding("ok", "devices", listed)
 
 
 def find_backend(runtime: Runtime) -> str:
-    """
+    """Return a description of the communication backend.
+
     Raises:
-        NodeError: this torch cannot connect ranks on the device chosen.
+        NodeError: This build of torch has no backend for the chosen device.
     """
     cuda = runtime.device.type == "cuda"
-    name, there = ("nccl", dist.is_nccl_available()) if cuda else ("gloo", dist.is_gloo_available())
-    if not there:
+    name, available = ("nccl", dist.is_nccl_available()) if cuda else ("gloo", dist.is_gloo_available())
+    if not available:
         raise NodeError(f"torch {torch.__version__} on {socket.gethostname()} is built without {name}; install one that has it")
-    version = " " + ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
+    version = " " + ".".join(map(str, nccl.version())) if cuda else ""
     return f"{name}{version} of torch {torch.__version__} connects ranks on {'GPUs' if cuda else 'CPUs'}"
 
 
@@ -156,7 +168,7 @@ def describe_strategy(strategy: Strategy) -> Finding:
     if ranks == 1 and not strategy.one_process:
         start = f"torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy={strategy.name}"
         return Finding(
-            "warning", "strategy", f"{strategy.name} has one rank, so nothing to spread. Start, for example, `{start}`"
+            "warning", "strategy", f"{strategy.name} has only one rank, so nothing is distributed. Use, for example, `{start}`"
         )
     axes = " x ".join(f"{axis} {size}" for axis, size in strategy.axes.items())
     return Finding("ok", "strategy", f"{strategy.name} on {ranks} rank{'s' * (ranks > 1)}: {axes}")

@@ -46,7 +46,7 @@ def load(path: str) -> dict[str, Any]:
 def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> Iterator[Row]:
     """Yield a row for each of `values` that the schema has; the groups within it have tables of their own."""
     for name, field in schema.model_fields.items():
-        if name in values and field.annotation is not dict and not is_model(field.annotation):
+        if name in values and field.annotation != dict[str, Any] and not is_model(field.annotation):
             yield Row(code(f"{prefix}{name}"), show(values[name]), describe_field(field), field.description or "")
 
 
@@ -96,7 +96,7 @@ def render() -> str:
     parts = [INTRODUCTION, "## Groups\n", table(("group", "default", "options"), *lines), EXPERIMENTS]
     parts += ["## The run\n", table(Row._fields, *make_rows(RunConfig, run))]
     for name, field in RunConfig.model_fields.items():
-        if field.annotation is dict or is_model(field.annotation):
+        if field.annotation == dict[str, Any] or is_model(field.annotation):
             parts += [f"## {code(name)}\n", f"{field.description}\n"]
         if is_model(field.annotation):
             parts += [table(Row._fields, *make_rows(field.annotation, run[name], f"{name}."))]

@@ -120,7 +120,7 @@ def refusal_in_world(line: str) -> tuple[object, str]:
         raise AssertionError("a process group was opened")
 
     dist.init_process_group = opened
-    time.sleep = lambda seconds: None  # how the silent ranks wait for torchrun
+    time.sleep = lambda seconds: None  # ranks that report nothing wait for torchrun
     with tempfile.TemporaryFile("w+") as printed, contextlib.redirect_stderr(printed):
         try:
             main_in_world(*line.split())

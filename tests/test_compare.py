@@ -135,9 +135,9 @@ def test_a_folder_with_other_runs_is_refused(tmp_path):
     """Their numbers would be taken for this one's."""
     (tmp_path / "other").touch()
     code, output = launch(f"python scripts/compare.py --out {tmp_path}")
-    assert (code, output) == (1, f"error: --out {tmp_path}: is not empty; choose another\n")
+    assert (code, output) == (1, f"error: --out {tmp_path}: is not empty; use another folder\n")
     code, output = launch(f"python scripts/compare.py --out {tmp_path}/other")
-    assert (code, output) == (1, f"error: --out {tmp_path}/other: cannot be made (File exists); choose another\n")
+    assert (code, output) == (1, f"error: --out {tmp_path}/other: cannot be created (File exists); use another folder\n")
 
 
 def test_no_ranks_are_refused():

@@ -106,11 +106,11 @@ def test_under_torchrun_each_finding_is_told_once(tmp_path):
 
 
 WRONG = {  # on two ranks
-    "runs_dir=train.py": ("runs_dir", "runs_dir=train.py: cannot make the run directory there (File exists). Choose"),
-    "runs_dir=/proc/nowhere": ("runs_dir", "runs_dir=/proc/nowhere: cannot make the run directory there ("),
+    "runs_dir=train.py": ("runs_dir", "runs_dir=train.py: cannot create the run directory there (File exists). Use"),
+    "runs_dir=/proc/nowhere": ("runs_dir", "runs_dir=/proc/nowhere: cannot create the run directory there ("),
     "data=mnist data.root=train.py/none": ("dataset", "MNIST is not on HOST and could not be downloaded"),
     "batch_size=7": ("batch", "must divide by the 2 replicas that share it; use 6 or 8"),
-    "device=cuda:7": ("devices", "device=cuda:7: there is no such device on HOST. Here are: cpu"),
+    "device=cuda:7": ("devices", "device=cuda:7: there is no such device on HOST. Available: cpu"),
     "strategy=split": ("strategy", "strategy=split: runs in one process, but 2 ranks were started. Start"),
     "strategy=ddp_pipeline strategy.pp=3": ("strategy", "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp"),
     "data=synthetic data.dataset.image_size=8": ("model", "model=lenet: needs images of at least 14x14"),
@@ -143,12 +143,12 @@ def test_a_mistake_in_the_words_is_one_message():
 def test_one_rank_of_many_is_a_warning(tmp_path):
     ((code, told, _),) = run_world(1, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}")
     assert code == 0
-    assert finding(told, "strategy").startswith("warning  strategy: ddp has one rank, so nothing to spread. Start")
+    assert finding(told, "strategy").startswith("warning  strategy: ddp has only one rank, so nothing is distributed. Use")
 
 
 NETWORK = {  # the environment of two ranks whose store is the tests' own
     "unresolvable": ({"MASTER_ADDR": NOWHERE}, f"MASTER_ADDR={NOWHERE}: does not resolve on "),
-    "silent": ({"MASTER_PORT": "9"}, "MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not answer "),
+    "silent": ({"MASTER_PORT": "9"}, "MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not accept connections from "),
     "busy": ({"TORCHELASTIC_USE_AGENT_STORE": None}, "cannot be opened (Address already in use). Start torchrun with"),
 }
 
@@ -193,7 +193,7 @@ def test_torchruns_default_port_in_use_is_a_warning(tmp_path):
 
 def test_a_host_name_that_leads_nowhere(tmp_path):
     line = f"strategy=ddp runs_dir={tmp_path}"
-    message = f"the host name {NOWHERE} does not lead to an address of this machine ("
+    message = f"the host name {NOWHERE} does not resolve to an address of this machine ("
     ((code, told, _),) = run_world(1, with_host_name, NOWHERE, doctor_in_world, line)
     assert code == 0
     assert finding(told, "host name").startswith(f"warning  host name: {message}")
@@ -221,7 +221,7 @@ def main_with_words(line: str) -> None:
 
 def test_a_directory_that_the_nodes_do_not_share(tmp_path):
     line = f"strategy=ddp runs_dir={tmp_path}/NODE"
-    message = f"runs_dir={tmp_path}/0: is not one directory for all nodes: {socket.gethostname()} does not see what rank 0 has"
+    message = f"runs_dir={tmp_path}/0: is not shared by all nodes: {socket.gethostname()} does not see the file that rank 0"
     first, *others = run_world(2, on_two_nodes, doctor_in_world, line)
     assert first[0] == 2
     assert finding(first[1], "runs_dir").startswith(f"error    runs_dir: {message}")
@@ -236,7 +236,7 @@ def test_a_directory_that_the_nodes_do_not_share(tmp_path):
 
     first, *_ = run_world(2, on_two_nodes, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}/all")
     assert first[0] == 0, first
-    assert finding(first[1], "runs_dir") == f"ok       runs_dir: {tmp_path}/all can be written and is shared"
+    assert finding(first[1], "runs_dir") == f"ok       runs_dir: {tmp_path}/all is writable and shared"
     assert not list(tmp_path.glob("*/*")), "a token was left"
 
 
@@ -247,7 +247,7 @@ def test_a_full_disk(tmp_path):
         found = finding(first[1], "free disk")
         assert found.startswith(f"{level} "), found
         assert (first[0] == 2) == (level == "error")
-        assert ("Make room, choose another runs_dir, or lower checkpoint.keep" in found) == (level != "ok")
+        assert ("Free some space, use another runs_dir, or lower checkpoint.keep" in found) == (level != "ok")
 
     refused, silent = run_world(2, with_free_bytes, 2**19, refusal_in_world, line)
     assert refused[0] == 2
@@ -264,7 +264,7 @@ def test_a_disk_that_is_nearly_full_is_a_warning_in_the_log(tmp_path):
     run_world(2, with_free_bytes, 2 * size, main_with_words, f"{line} epochs=1")
     log = (tmp_path / "mine/train.log").read_text()
     assert log.count("WARNING") == 1
-    assert f"checkpoint.keep=2 of them and the one being written {3 * size / 2**20:,.1f} MiB" in log
+    assert f"checkpoint.keep=2 of them and the one being written need {3 * size / 2**20:,.1f} MiB" in log
     assert size < file.stat().st_size < size + 2**14, "the tensors, and little beside them"
 
     run_world(2, with_free_bytes, 2 * size, main_with_words, f"{line} epochs=2")

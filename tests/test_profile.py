@@ -211,7 +211,7 @@ def test_a_run_that_ends_before_is_told(tmp_path):
     assert "record_function" not in output
     code, output = launch("python train.py", *words)
     assert code == 0, output
-    assert "profile=true: left off, because 10 steps are left and it needs 16" in output
+    assert "profile=true: disabled: 10 steps are left, but the profiler needs 16" in output
 
 
 def test_epochs_shorter_than_the_profile(tmp_path):

@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_come_is_noticed_at_the_timeout():
 
 
 def test_devices_that_are_not_there():
-    with pytest.raises(NodeError, match=r"device=cuda:99: there is no such device on .*\. Here are: cpu"):
+    with pytest.raises(NodeError, match=r"device=cuda:99: there is no such device on .*\. Available: cpu"):
         Runtime("cuda:99")
     with pytest.raises(NodeError, match=r"strategy\.devices=cuda:99"):
         find_device("cuda:99", "strategy.devices")

@@ -217,7 +217,7 @@ def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
 
 
 def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
-    """Slurm takes the job of a node that does not answer for dead, and starts it on the other one. It is not dead."""
+    """Slurm considers a node that does not respond dead and starts its job on the other node, but the job is still running."""
     words = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
     job = Job(cluster, tmp_path, ["--nodes=1"], *words)
     job.train(epochs=2)
@@ -288,7 +288,7 @@ def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
     code, output = launch(SWEEP, *line, *hang)
     assert code == 0, output
     states = {"strategy=scratch": "PENDING", "strategy=ddp": "RUNNING", "strategy=single": "PENDING"}
-    assert all(f"[{name}] in the queue before, job {first[name]} {states[name]}\n" in output for name in names), output
+    assert all(f"[{name}] already in the queue: job {first[name]} {states[name]}\n" in output for name in names), output
     assert submitted(output) == {}
     cluster.run("scancel", first["strategy=scratch"], first["strategy=single"])
     os.kill(json.loads((sweep / "strategy=ddp" / "ranks" / "0.json").read_text())["pid"], signal.SIGKILL)
@@ -312,7 +312,7 @@ def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
 
     code, output = launch(SWEEP, *line, go)
     assert code == 0, output
-    assert output.count("] finished before\n") == 3
+    assert output.count("] already finished\n") == 3
     assert submitted(output) == {}
 
 
@@ -333,5 +333,5 @@ def test_a_slurm_that_does_not_answer_is_one_message(cluster, at_cluster, tmp_pa
     monkeypatch.setenv("SLURM_CONF", str(conf))
     code, output = launch(SWEEP, *SMALL, f"hydra.sweep.dir={tmp_path}/sweep", "strategy=scratch,ddp")
     assert code == 2, output
-    assert output.startswith("error: hydra/launcher=slurm: Slurm does not answer: ")
+    assert output.startswith("error: hydra/launcher=slurm: Slurm does not respond: ")
     assert output.count("\n") == 1, output

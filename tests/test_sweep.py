@@ -49,7 +49,7 @@ def test_every_job_is_a_world_and_a_failed_one_does_not_end_the_sweep(tmp_path):
     assert "optimizer.lr=-1: must be a number above 0" in output
     code, output = launch(SWEEP, *line)
     assert code == 1
-    assert output.count("] finished before") == 2
+    assert output.count("] already finished") == 2
     assert output.count("must be a number above 0") == 2, "the others are tried again"
 
 
@@ -60,7 +60,7 @@ def test_worlds_side_by_side_have_ports_of_their_own(tmp_path):
     assert jobs(tmp_path) == {"scratch ": "finished", "ddp ": "finished"}
     code, output = launch(SWEEP, *line, "optimizer.lr=0.02")
     assert code == 2
-    assert "strategy=scratch was begun there with another optimizer" in output
+    assert "strategy=scratch was started there with another optimizer" in output
     assert all(line.startswith("[") for line in output.splitlines() if "train loss" in line)
 
 
@@ -74,7 +74,7 @@ def test_a_sweep_that_is_ended_goes_on(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     code, output = finish(process, timeout=60)
     assert code == 130, output
-    assert "goes on" in output
+    assert "the sweep was interrupted; the same command with its hydra.sweep.dir resumes it" in output
     assert "strategy=single: did not start" not in output
     assert jobs(tmp_path) == {"ddp ": "preempted"}
 
@@ -94,7 +94,7 @@ def test_an_ended_sweep_sends_each_job_one_sigterm(monkeypatch):
     launcher.processes = {job}
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    launcher._end_for_good(130)
+    launcher._interrupt(130)
     assert (job.received, codes) == (1, [130])
 
 
@@ -124,7 +124,7 @@ def test_without_sbatch_there_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), "strategy=ddp,fsdp")
     assert (code, output.count("\n")) == (2, 1), output
-    assert output.startswith("error: hydra/launcher=slurm: there is no sbatch here; ")
+    assert output.startswith("error: hydra/launcher=slurm: sbatch is not installed on this machine; ")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
@@ -133,12 +133,12 @@ def test_a_sweep_directory_that_cannot_be_is_one_message(launcher, tmp_path):
     where = f"{tmp_path}/file/sweep"
     code, output = launch(f"python train.py -m hydra/launcher={launcher} strategy=ddp,fsdp hydra.sweep.dir={where}")
     assert code == 2, output
-    assert output == f"error: hydra.sweep.dir={where}: cannot write there (Not a directory); choose another directory\n"
+    assert output == f"error: hydra.sweep.dir={where}: cannot write to it (Not a directory); use another directory\n"
 
 
 def test_a_sweep_directory_that_is_deleted_meanwhile_is_told(tmp_path):
     job = Job("strategy=ddp", [], tmp_path / "sweep" / "strategy=ddp", 1, False)
-    assert describe(job, 1) == "strategy=ddp: its directory is gone (exit code 1): see its output above"
+    assert describe(job, 1) == "strategy=ddp: its directory was deleted (exit code 1): see its output above"
     job.run_dir.parent.mkdir()
     assert describe(job, 1) == "strategy=ddp: did not start (exit code 1): see its output above"
 
@@ -181,7 +181,7 @@ def test_jobs_side_by_side_have_gpus_of_their_own_or_are_refused(monkeypatch):
     with pytest.raises(ConfigError) as told:
         slots(2, 3)
     assert str(told.value) == (
-        "hydra.launcher.max_parallel=3: that many jobs of 2 ranks need 6 GPUs, here are 4; "
+        "hydra.launcher.max_parallel=3: concurrent jobs of 2 ranks need 6 GPUs, but 4 are visible; "
         "lower max_parallel or nproc_per_node, or set device=cpu"
     )
     assert slots(2, 3, device="cpu") == [None, None, None]

@@ -1,1 +1,1 @@
-"""What a user may set: the schema of every key, its checks, and the errors for what is not allowed."""
+"""The config: the schema of every key, its validation, and the error messages."""

@@ -11,12 +11,12 @@ from omegaconf import DictConfig
 def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call what `_target_` names, by hydra.utils.instantiate.
 
-    An exception of the constructor is raised as it is, and a partial is Python's own.
+    An exception of the constructor is raised unchanged. A partial is returned as a plain `functools.partial`.
     """
     try:
         built = instantiate(node, *args, **kwargs)
     except InstantiationException as error:
         raise error.__cause__ or error from None
-    if isinstance(built, partial):  # Hydra 1.3.8's looks up its policy at every call: 0.1 ms, and a step has one
+    if isinstance(built, partial):  # Hydra 1.3.8's own partial costs 0.1 ms per call, and every training step makes one
         return partial(built.func, *built.args, **built.keywords)
     return built

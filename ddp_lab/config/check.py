@@ -1,6 +1,6 @@
 """The check of a composed config against its schema."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
@@ -18,11 +18,11 @@ def check(cfg: DictConfig) -> RunConfig:
     """Return the config as a frozen object of plain values; groups that a constructor reads stay dicts.
 
     Raises:
-        ConfigError: the first key that is missing or does not exist, or a value of the wrong type or out of range.
+        ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of range.
     """
-    config = validate(RunConfig, OmegaConf.to_container(cfg, resolve=True))
+    config = validate(RunConfig, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True)))
     groups = {"data.dataset": config.data.dataset, **{name: getattr(config, name) for name in GROUPS if "." not in name}}
-    # Before the other groups, whose constructors import torch, which takes 1.5 s.
+    # Before the other groups: looking up their constructors imports torch, which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
     for group, node in groups.items():
         given = {key: value for key, value in node.items() if not key.startswith("_")}
@@ -32,13 +32,13 @@ def check(cfg: DictConfig) -> RunConfig:
 
 
 def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
-    """Return `values` as `model`.
+    """Return `values` as an instance of `model`.
 
     Args:
-        prefix: the dotted key of `values`, with its last dot.
+        prefix: Dotted key of `values`, including the last dot.
 
     Raises:
-        ConfigError: the first mistake.
+        ConfigError: A value is not allowed; the message is about the first one.
     """
     try:
         return model.model_validate(values)
@@ -47,12 +47,12 @@ def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
 
 
 def check_optimizer(node: dict[str, Any]) -> None:
-    """Make the optimizer for one weight.
+    """Construct the optimizer once, with a single weight, to run its own checks.
 
     Raises:
-        ConfigError: what only the optimizer itself knows of its options.
+        ConfigError: The optimizer rejects its options.
     """
-    import torch  # takes 1.5 s, which the mistakes found before need not wait for
+    import torch  # takes 1.5 s, so only after all checks that do not need it
 
     try:
         build(node)([torch.nn.Parameter(torch.zeros(1))])

@@ -1,23 +1,27 @@
-"""What a user is told without a traceback: what was wrong, the value, what is allowed, and what to do."""
+"""Errors that are shown without a traceback: what is wrong, the value, what is allowed, and what to do."""
 
 from typing import Literal
 
-# What ended a launch, for scripts: the field `kind` of failure.json. Its message is for people and may change.
+# The field `kind` of failure.json: why a launch ended, for scripts. Its field `message` is for people and may change.
 FailureKind = Literal["lost_rank", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"]
 
 
 class ConfigError(Exception):
-    """A mistake in the config or the launch line. Every rank finds the same one, rank 0 reports it."""
+    """A mistake in the config or on the command line. It is raised on every rank; rank 0 reports it."""
 
 
 class NodeError(ConfigError):
-    """A mistake that only this machine may have (its devices, its files): the first rank of each machine reports it."""
+    """A problem of one machine (its devices, its files). The first rank of each machine reports it."""
 
 
 class TrainingError(Exception):
-    """Training cannot go on, and the message says why: nobody's mistake in the code, so no traceback.
+    """Training cannot continue, for a reason that is not a bug: the message explains it, so no traceback is shown.
 
-    Raised on all ranks alike; `rank` is the one that it began on, which tells it.
+    It is raised on all ranks.
+
+    Args:
+        kind: The field `kind` of failure.json.
+        rank: The rank on which the problem began; it reports the error.
     """
 
     def __init__(self, message: str, kind: FailureKind, rank: int = 0):

@@ -1,45 +1,51 @@
-"""What a user is told about a value or a key that is not allowed: one line, made from pydantic's error."""
+"""One-line error messages for keys and values that are not allowed, made from pydantic's errors."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ddp_lab.config.types import Allowed
 
-# By pydantic's type of error. All others are a wrong value.
-MISSING = "{key}: is missing; it must be {words}"
+# One for each type of pydantic's errors; WRONG for all types but "missing" and "extra_forbidden".
+MISSING = "{key}: is missing; it must be {allowed}"
 UNKNOWN = "{key}={value}: there is no such key; {advice}allowed: {allowed}"
-WRONG = "{key}={value}: must be {words}"
+WRONG = "{key}={value}: must be {allowed}"
 
-PLAIN = {int: "an integer", float: "a number", str: "a word", bool: "true or false", list: "a list", NoneType: "null"}
+PLAIN = {int: "an integer", float: "a number", str: "a string", bool: "true or false", list: "a list", NoneType: "null"}
 
 
 def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> str:
-    """Return the message for the first error: of a missing key if there is one, else in the order of the model's fields.
+    """Return the message for one error: the first missing key, else the first wrong value in the order of the model's fields.
 
     Args:
-        model: what refused the values.
-        values: what was validated.
-        prefix: the dotted key of `values`, with its last dot.
+        model: The model that rejected the values.
+        values: The values that were validated.
+        prefix: Dotted key of `values`, including the last dot.
     """
     first = min(error.errors(), key=lambda found: found["type"] != "missing")
-    name, *rest = first["loc"]
-    while rest and is_model(model.model_fields[name].annotation):
-        model, values, prefix = model.model_fields[name].annotation, values[name], f"{prefix}{name}."
+    name, *rest = map(str, first["loc"])
+    while rest and is_model(nested := model.model_fields[name].annotation):
+        model, values, prefix = nested, values[name], f"{prefix}{name}."
         name, *rest = rest
     key, value = f"{prefix}{name}", values.get(name)
     if first["type"] == "extra_forbidden":
         return unknown_key(key, value, prefix, [name for name in values if name in model.model_fields])
-    form = MISSING if first["type"] == "missing" else WRONG
-    return form.format(key=key, value="null" if value is None else value, words=describe_field(model.model_fields[name]))
+    template = MISSING if first["type"] == "missing" else WRONG
+    return template.format(key=key, value="null" if value is None else value, allowed=describe_field(model.model_fields[name]))
 
 
 def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
-    """Return the message for a key that does not exist beside `names`, which exist under `prefix`."""
+    """Return the message for a key that does not exist.
+
+    Args:
+        key: Full dotted key.
+        prefix: Dotted key of the group, including the last dot.
+        names: The keys that exist in the group.
+    """
     close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
     advice = "".join(f"did you mean {prefix}{name}? " for name in close)
     allowed = ", ".join(f"{prefix}{name}" for name in names)
@@ -47,20 +53,22 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """Return what a key of the schema may be, as the end of "must be ..."."""
+    """Return the allowed values of a schema field, as the end of "must be ..."."""
     return describe(field.annotation, field.metadata)
 
 
 def describe(hint: Any, metadata: Iterable[Any] = ()) -> str:
-    """Return what values an annotation allows, as the end of "must be ..."."""
+    """Return the allowed values of a type annotation, as the end of "must be ..."."""
     for item in metadata:
         if isinstance(item, Allowed):
-            return item.words
+            return item.text
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return describe(args[0], args[1:])
     if origin in (Union, UnionType):
-        composite = any(get_origin(arg) in (list, dict) for arg in args)  # whose words would take "or null" for their own
+        composite = any(
+            get_origin(arg) in (list, dict) for arg in args
+        )  # after "a list, each X", "or null" would seem to be about X
         return " or ".join(describe(arg) for arg in (reversed(args) if composite else args))
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
@@ -68,8 +76,9 @@ def describe(hint: Any, metadata: Iterable[Any] = ()) -> str:
         return f"a list, each {describe(args[0])}"
     if origin is dict:
         return f"of the form {{name: value}}, each value {describe(args[1])}"
-    return "a config group" if hint is dict or is_model(hint) else PLAIN.get(hint, str(hint))
+    return "a config group" if is_model(hint) else PLAIN.get(hint, str(hint))
 
 
-def is_model(hint: Any) -> bool:
+def is_model(hint: Any) -> TypeGuard[type[BaseModel]]:
+    """Return whether a type annotation is a pydantic model."""
     return isinstance(hint, type) and issubclass(hint, BaseModel)

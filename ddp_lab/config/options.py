@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field, create_model
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys, OptimizerConfig
 
-# The groups in the order of their checks, and the parameters that train.py passes to their constructors itself.
-GROUPS = {
+# The groups in the order in which they are checked, and the constructor parameters that are passed by the code, not the config.
+GROUPS: dict[str, list[str]] = {
     "data.dataset": [],
     "model": ["in_channels", "image_size", "num_classes"],
     "strategy": ["runtime"],
@@ -21,14 +21,16 @@ GROUPS = {
 
 
 def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
-    """Return the schema of a group's options; importing the constructor may import torch, 1.5 s.
+    """Return the schema of a group's options.
+
+    It imports the constructor, which may import torch (1.5 s).
 
     Args:
-        group: one of GROUPS.
-        node: its part of the config.
+        group: A key of GROUPS.
+        node: The group's part of the config.
 
     Raises:
-        ConfigError: `_target_` is missing or names nothing.
+        ConfigError: `_target_` is missing or is not the name of a class or function.
     """
     try:
         target = get_object(node["_target_"])
@@ -42,7 +44,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
             continue
         hint = hints.get(name, Any)
         default = ... if parameter.default is parameter.empty else parameter.default
-        # YAML has no tuples.
+        # YAML has no tuples, so a list is accepted for one.
         fields[name] = (list if get_origin(hint) is tuple else hint, Field(default, description=texts.get(name)))
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)
@@ -50,7 +52,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
 
 
 def descriptions(target: Any) -> dict[str, str]:
-    """Return the `Args:` of a docstring by their names; a class inherits those of its bases."""
+    """Return the texts of the `Args:` section of a docstring, by argument name; a class inherits those of its bases."""
     found = {}
     for described in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:
         section = re.search(r"^Args:\n((?:    .*\n?)+)", inspect.cleandoc(described.__doc__ or ""), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The schema of the run's keys. A group's own options are described by the constructor that its `_target_` names.
+"""The schema of the config keys. The options of a group are defined by the constructor that its `_target_` names.
 
 `python scripts/configuration.py` writes docs/configuration.md from it.
 """
@@ -12,6 +12,7 @@ from ddp_lab.config.types import (
     Count,
     DeviceName,
     Fraction,
+    Group,
     Injection,
     NaturalNumber,
     NonNegative,
@@ -23,13 +24,13 @@ from ddp_lab.config.types import (
 
 
 class Keys(BaseModel):
-    """Keys that exist and no others. An int is a float; a bool or a string is neither."""
+    """A set of keys; other keys are rejected. An integer is accepted as a float, a bool or a string is not."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True)
 
 
 class DataConfig(Keys):
-    root: str = Field(description="Directory that holds torchvision's datasets or that they are downloaded to.")
+    root: str = Field(description="Directory of torchvision's datasets; missing ones are downloaded to it.")
     loader: Literal["device", "workers"] = Field(
         description="Where batches are made: on the device, which holds the whole dataset, or in DataLoader worker processes."
     )
@@ -38,7 +39,7 @@ class DataConfig(Keys):
         description="Largest shift of a training image in each direction, in pixels; zeros fill the border."
     )
     flip: bool = Field(description="Whether each training image is mirrored with probability 1/2.")
-    dataset: dict = Field(description="Constructor of the dataset, with its options.")
+    dataset: Group = Field(description="Constructor of the dataset, with its options.")
     mean: list[float] = Field(description="Mean of each channel, subtracted from pixels in [0, 1].")
     std: list[Positive] = Field(description="Standard deviation of each channel, by which pixels are then divided.")
 
@@ -53,7 +54,7 @@ class CheckpointConfig(Keys):
 
 
 class OptimizerConfig(Keys):
-    """The options of torch's optimizers that conf/ sets: torch annotates their types but not their ranges."""
+    """The ranges of the optimizer options that conf/ sets; torch annotates only their types."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -67,25 +68,27 @@ class OptimizerConfig(Keys):
 class RunConfig(Keys):
     seed: Seed = Field(description="Seed of the initial weights and of the sample order.")
     epochs: Count = Field(description="Number of passes over the training set.")
-    batch_size: Count = Field(description="Samples in a global batch, all ranks together.")
+    batch_size: Count = Field(description="Size of the global batch, all ranks together.")
     scaling: Literal["strong", "weak"] = Field(
         description="What batch_size counts: the global batch (strong) or the batch of each replica (weak)."
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        description="How the learning rate grows with global batch / lr_base_batch_size."
+        description="How the learning rate scales with global batch size / lr_base_batch_size."
     )
-    lr_base_batch_size: Count = Field(description="Samples in the global batch for which optimizer.lr is meant.")
+    lr_base_batch_size: Count = Field(description="Global batch size for which optimizer.lr is tuned.")
     warmup_epochs: NonNegative = Field(description="Epochs of linear learning-rate warm-up; may be a fraction.")
     accumulate: Count = Field(
         description="Gradient-accumulation steps per batch on each rank, to save memory; the result is the same."
     )
     max_grad_norm: Positive | None = Field(
-        description="L2 norm to which the whole model's gradient is scaled down; null disables clipping."
+        description="Maximum L2 norm of the whole model's gradient; null disables gradient clipping."
     )
     device: Literal["auto", "mps"] | DeviceName = Field(
         description="Device of this process; auto is a visible CUDA GPU if there is one, else the CPU, and never mps."
     )
-    precision: Literal["float32", "bf16"] = Field(description="Data type of the computation; bf16 is by autocast.")
+    precision: Literal["float32", "bf16"] = Field(
+        description="Data type of the computation; bf16 is mixed precision by torch.autocast."
+    )
     cuda_graph: bool = Field(
         description="Whether a whole step runs as one CUDA graph (single, scratch, ddp; needs data.loader=device)."
     )
@@ -95,17 +98,19 @@ class RunConfig(Keys):
     channels_last: bool = Field(
         description="Whether images and convolutions use the channels-last memory format (single, scratch, ddp, dp, split)."
     )
-    timeout: Positive = Field(description="Seconds without progress after which the launch ends and names the slowest rank.")
-    name: RunName | None = Field(
-        description="Name of the run directory; null makes one from the model, the data, the strategy and the time."
+    timeout: Positive = Field(
+        description="Seconds without progress after which the watchdog ends the launch and names the slowest rank."
     )
-    runs_dir: str = Field(description="Directory in which run directories are made.")
+    name: RunName | None = Field(
+        description="Name of the run directory; null composes one from the model, the data, the strategy and the time."
+    )
+    runs_dir: str = Field(description="Directory in which run directories are created.")
     resume: Resume = Field(
         description="What to resume from: the run directory's newest checkpoint if it has one (auto), nothing (never), or the "
         "checkpoint at a path, written by any strategy on any number of ranks."
     )
     on_nan: Literal["stop", "skip"] = Field(
-        description="What a loss that is not finite does: it ends training (stop) or its gradient counts as zero (skip)."
+        description="What to do when the loss is not finite: end training (stop) or count the batch's gradient as zero (skip)."
     )
     patience: Count | None = Field(
         description="Epochs without a lower test loss after which training stops; null disables early stopping."
@@ -113,11 +118,11 @@ class RunConfig(Keys):
     check_replicas: Count | None = Field(
         description="Compare the replicas' weights bit by bit every N steps and name the first tensor that differs."
     )
-    profile: bool = Field(description="Whether to record ten steps on every rank: where their time goes, and a trace.")
-    inject: Injection | None = Field(description="Fault to inject, for tests: crash@rank=1,step=50, for example.")
+    profile: bool = Field(description="Whether to profile ten steps on every rank: where their time goes, and a trace.")
+    inject: Injection | None = Field(description="Fault to inject, for tests; for example crash@rank=1,step=50.")
     checkpoint: CheckpointConfig = Field(description="When checkpoints are written.")
-    data: DataConfig = Field(description="The dataset, how it is loaded and augmented.")
-    model: dict = Field(description="Constructor of the model, with its options.")
-    strategy: dict = Field(description="Constructor of the strategy, with its options.")
-    optimizer: dict = Field(description="Constructor of the optimizer, with its options.")
-    scheduler: dict = Field(description="Shape of the learning-rate schedule, with its options.")
+    data: DataConfig = Field(description="The dataset, and how it is loaded and augmented.")
+    model: Group = Field(description="Constructor of the model, with its options.")
+    strategy: Group = Field(description="Constructor of the strategy, with its options.")
+    optimizer: Group = Field(description="Constructor of the optimizer, with its options.")
+    scheduler: Group = Field(description="Shape of the learning-rate schedule, with its options.")

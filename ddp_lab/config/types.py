@@ -1,8 +1,8 @@
-"""The types of config values: what pydantic checks, and the words for it in messages and docs/configuration.md."""
+"""Types of config values: what pydantic checks, and how error messages and docs/configuration.md describe it."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Predicate
 from pydantic import Field
@@ -12,9 +12,9 @@ from ddp_lab.config.faults import KINDS, parse
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a value of the annotated type must be, as the end of "must be ..."."""
+    """A description of the allowed values of an annotated type, as the end of "must be ..."."""
 
-    words: str
+    text: str
 
 
 Count = Annotated[int, Field(ge=1), Allowed("an integer of at least 1")]
@@ -29,7 +29,12 @@ RunName = Annotated[
     Field(pattern=r"^[\w=,+-][\w.=,+-]*$"),
     Allowed("a plain directory name (letters, digits and . _ = , + -, not beginning with a dot)"),
 ]
-Injection = Annotated[str, Predicate(parse), Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(KINDS)}")]
+Injection = Annotated[
+    str,
+    Predicate(lambda value: parse(value) is not None),
+    Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(KINDS)}"),
+]
+Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by the schema of options.py
 Resume = Annotated[
     str,
     Predicate(lambda value: value in ("auto", "never") or Path(value).is_file()),

@@ -1,1 +1,1 @@
-"""Starting: the command line and its errors, checks before a run, sweeps, Slurm."""
+"""Launching runs: command-line errors, preflight checks, sweeps, Slurm."""

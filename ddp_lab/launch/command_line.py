@@ -1,4 +1,4 @@
-"""What a user sees when a command fails: for the user's own mistakes one message and exit code 2, else the traceback, once."""
+"""How commands report errors: a user's mistake as one message with exit code 2, any other exception as one traceback."""
 
 import faulthandler
 import functools
@@ -25,15 +25,18 @@ REFUSED = 2  # exit code of a command that reports a mistake of the user
 
 
 def user_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a command: a user's mistake becomes one message and exit code 2 (torchrun's own exit code is 1 whatever
-    its workers' are). Once inside `hydra.main`, for the command's mistakes, and once outside, for the words Hydra refuses."""
+    """Decorate a command: report a user's mistake as one message with exit code 2.
+
+    The exit code of torchrun itself is 1 whatever its workers' exit codes are. Apply it twice: inside `hydra.main` for errors
+    of the command, and outside for overrides that Hydra rejects.
+    """
 
     @functools.wraps(main)
     def run(*args: Any) -> None:
-        sys.path.append(str(Path(__file__).parent))  # where Hydra's plug-ins are, which it takes by their package
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through: Hydra would print them on every rank
-        # Hydra takes a comma for a sweep.
-        sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', word) for word in sys.argv]
+        sys.path.append(str(Path(__file__).parent))  # Hydra finds plug-ins in any package called hydra_plugins
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; it would print them on every rank
+        # Without quotes, Hydra would read the comma as a sweep.
+        sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in sys.argv]
         try:
             refuse_sweep()
             main(*args)
@@ -41,25 +44,25 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
             report(error)
             sys.exit(REFUSED)
         except ValueError as error:
-            if not str(error).startswith("Config group override"):  # how Hydra refuses model=null
+            if not str(error).startswith("Config group override"):  # Hydra's error for model=null
                 raise
             report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
             sys.exit(REFUSED)
         except KeyboardInterrupt:
-            sys.exit(130)  # as shells have it: 128 + SIGINT
+            sys.exit(130)  # 128 + SIGINT, as in a shell
 
     return run
 
 
 def record(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command: under torchrun an exception goes into the summary that torchrun closes with (torch's `record`)."""
+    """Decorate a command with torch's `record`: under torchrun, an exception is written to torchrun's closing summary."""
 
     @functools.wraps(main)
     def run(*args: Any) -> None:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            faulthandler.enable()  # as torch's does
+            faulthandler.enable()  # torch's `record` does the same
             return main(*args)
-        from torch.distributed.elastic.multiprocessing.errors import record  # loads torch: 1.5 s, too long for --help
+        from torch.distributed.elastic.multiprocessing.errors import record  # loads torch (1.5 s), which --help does not need
 
         return record(main)(*args)
 
@@ -67,29 +70,33 @@ def record(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_sweep() -> None:
+    """
+    Raises:
+        ConfigError: A sweep was started under torchrun.
+    """
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(sys.argv):
         raise ConfigError(
-            "--multirun: the jobs would share one world of ranks and its state. Start `python train.py -m "
-            "hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which gives every job a world of its own"
+            "--multirun: is not supported under torchrun, where all jobs would share one process group. Use `python train.py "
+            "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
         )
 
 
 def report(error: Exception) -> None:
-    """Prints the message on one rank. Under torchrun it goes into the summary that torchrun closes with."""
+    """Print the message on one rank; under torchrun it is shown in torchrun's closing summary."""
     if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0:
-        time.sleep(10)  # torchrun ends us when the reporting rank has exited; exiting first would end that one unheard
+        time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
         return
     show(f"error: {error if isinstance(error, ConfigError) else explain(error)}")
 
 
 def explain(error: Exception) -> str:
-    """Hydra's own error in one line: the word, and what is allowed in its place.
+    """Return a one-line message for an error of Hydra: the override, and what is allowed instead.
 
-    Which key is unknown Hydra says in its message alone.
+    Hydra's exceptions have no attribute for an unknown key, so it is parsed from the message.
     """
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.options:
-        group, _, option = error.missing_cfg_file.rpartition("/")
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={option}: there is no such option; allowed: {', '.join(sorted(error.options))}"
     if unknown := re.match(r"Could not override '([\w.@/]+)'", text):
         return explain_unknown_key(unknown[1])
@@ -97,8 +104,9 @@ def explain(error: Exception) -> str:
 
 
 def explain_unknown_key(key: str) -> str:
+    """Return the message for a key that does not exist, with the keys that do, under the groups chosen on the command line."""
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-    choices = [word for word in sys.argv[1:] if word.split("=")[0] in groups]
+    choices = [override for override in sys.argv[1:] if override.split("=")[0] in groups]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         node = compose("config", overrides=choices)
@@ -106,6 +114,6 @@ def explain_unknown_key(key: str) -> str:
     while len(path) > 1 and isinstance(node.get(path[0]), DictConfig):
         node = node[path.pop(0)]
     prefix = key.removesuffix(".".join(path))
-    allowed = [name for name in node if not name.startswith("_")]
-    value = next((word.split("=", 1)[1] for word in sys.argv[1:] if word.split("=")[0] == key), "")
+    allowed = [name for name in map(str, node) if not name.startswith("_")]
+    value = next((override.split("=", 1)[1] for override in sys.argv[1:] if override.split("=")[0] == key), "")
     return unknown_key(key, value, prefix, allowed)

@@ -1,7 +1,7 @@
-"""What can be wrong with the machines and not with the config: names, ports, the run directory, the disk.
+"""Checks of the machines before a run: host names, ports, the run directory, the disk.
 
-train.py asks before it opens the process group, `python -m ddp_lab.doctor` at any time. What the config alone can get wrong is
-refused where it is read: by the strategies, by Plan, by the datasets, by RunDir.
+train.py runs them before it opens the process group, and `python -m ddp_lab.doctor` reports all of them. Mistakes in the config
+are reported by the code that reads it: the strategies, Plan, the datasets, RunDir.
 """
 
 import json
@@ -22,11 +22,18 @@ from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.world.process import launch_id
 from ddp_lab.world.runtime import Runtime
 
-ANSWER_WAIT = 10.0  # seconds that the ranks' store has to take a connection
-TOKEN_WAIT = 3.0  # seconds after which every node must see a new file: network file systems remember that there was none
+CONNECT_TIMEOUT = 10.0  # seconds that the ranks' store has to accept a connection
+TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache that a file does not exist
 
 
 class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+        about: Name of the check.
+        text: What was found; for a warning or an error also the remedy.
+    """
+
     level: Literal["ok", "warning", "error"]
     about: str
     text: str
@@ -36,29 +43,35 @@ class Finding(NamedTuple):
 
 
 def check_network(runtime: Runtime) -> list[Finding]:
-    """Whether the ranks can find each other. Call it before the first `agree`, which would wait in vain.
+    """Check that the ranks can connect to each other. Call it before the first `agree`, which would hang otherwise.
 
     Raises:
-        NodeError: they cannot.
+        NodeError: They cannot.
     """
     if runtime.world_size == 1:
         return []
-    # On one machine torch falls back to the loopback address, and says so itself.
+    # On one machine, torch falls back to the loopback address and logs it.
     return [check_master(runtime)] + ([check_host_name(runtime)] if runtime.several_nodes else [])
 
 
 def check_storage(runtime: Runtime, root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> list[Finding]:
-    """Whether all nodes see one `runs_dir` and the run's checkpoints find room in it. Collective; before anything is written.
+    """Check that all nodes share `runs_dir` and that it has room for the run's checkpoints. Collective; call it before writing.
+
+    Args:
+        root: The config key `runs_dir`.
+        name: The config key `name`.
+        checkpoint: Size of one checkpoint in bytes.
+        keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
 
     Raises:
-        ConfigError: the nodes do not share it, or not even one checkpoint would fit.
+        ConfigError: The nodes do not share the directory, or it has no room for a single checkpoint and `on_error` is "stop".
     """
-    shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on one RunDir finds out
+    shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on a single node, RunDir checks it
     return [*shared, _agree_on(runtime, "free_disk", lambda: check_free_disk(root, name, checkpoint, keep, on_error))]
 
 
 def warn(findings: list[Finding], runtime: Runtime) -> None:
-    """Logs the warnings among them, once a node. When logging is set up."""
+    """Log the warnings among `findings` once per node. Call it after logging is set up."""
     for finding in findings:
         if finding.level == "warning" and runtime.local_rank == 0:
             log.warning(finding.text)
@@ -69,21 +82,21 @@ def _agree_on(runtime: Runtime, key: str, find: Callable[[], Finding]) -> Findin
 
 
 def check_host_name(runtime: Runtime) -> Finding:
-    """This machine's name must lead to an address of this machine: gloo listens on it and tells it to the others.
+    """Check that this machine's host name resolves to one of its own addresses: gloo listens there and announces it.
 
     Raises:
-        NodeError: it does not, and gloo connects several nodes.
+        NodeError: It does not, and gloo connects several nodes.
     """
     host = socket.gethostname()
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as listener:
             listener.bind(address)
-        return Finding("ok", "host name", f"{host} is {address[0]}, and a port can be bound there")
+        return Finding("ok", "host name", f"{host} resolves to {address[0]}, and a port can be bound there")
     except OSError as error:
         problem = (
-            f"the host name {host} does not lead to an address of this machine ({error.strerror}). Mend its /etc/hosts, or set "
-            "GLOO_SOCKET_IFNAME to the network interface that leads to the other nodes"
+            f"the host name {host} does not resolve to an address of this machine ({error.strerror}). Correct its /etc/hosts, "
+            "or set GLOO_SOCKET_IFNAME to the network interface that connects it to the other nodes"
         )
     if runtime.several_nodes and runtime.device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         raise NodeError(problem)
@@ -91,10 +104,10 @@ def check_host_name(runtime: Runtime) -> Finding:
 
 
 def check_master(runtime: Runtime) -> Finding:
-    """The ranks' store must answer, or where rank 0 is to open it, its port must be free.
+    """Check that the ranks' store accepts connections, or that its port is free if rank 0 has to open it.
 
     Raises:
-        NodeError: MASTER_ADDR does not resolve, nothing answers there, or the port is taken.
+        NodeError: MASTER_ADDR does not resolve, nothing accepts connections there, or the port is in use.
     """
     here = socket.gethostname()
     if runtime.master is None:
@@ -105,21 +118,21 @@ def check_master(runtime: Runtime) -> Finding:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise NodeError(
-                f"MASTER_ADDR={host}: does not resolve on {here} ({error.strerror}). Give torchrun an address that every node "
-                "resolves (--rdzv-endpoint or --master-addr), or --standalone on one machine"
+                f"MASTER_ADDR={host}: does not resolve on {here} ({error.strerror}). Start torchrun with an address that every "
+                "node resolves (--rdzv-endpoint or --master-addr), or with --standalone on one machine"
             ) from None
     if runtime.agent_keeps_store:
         return _check_answer(host, port)
     if runtime.rank != 0:
-        return Finding("ok", "ports", f"{host} resolves on {here}; rank 0 is to open port {port} there")
+        return Finding("ok", "ports", f"{host} resolves on {here}; rank 0 will open port {port} there")
     try:
         with socket.socket() as opened:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind(("", port))  # not listening: the other ranks may be knocking already
+            opened.bind(("", port))  # without listen(): the other ranks may already try to connect
     except OSError as error:
         text = f"port {port} of {here} cannot be opened ({error.strerror}). Start torchrun with --standalone, or with another "
         text += "port: --master-port or --rdzv-endpoint"
-        if runtime.world_size == 1:  # which needs none
+        if runtime.world_size == 1:  # one rank needs no port
             return Finding("warning", "ports", text)
         raise NodeError(f"MASTER_PORT={port}: {text}") from None
     return Finding("ok", "ports", f"{port} of {here} is free")
@@ -127,20 +140,21 @@ def check_master(runtime: Runtime) -> Finding:
 
 def _check_answer(host: str, port: int) -> Finding:
     try:
-        socket.create_connection((host, port), timeout=ANSWER_WAIT).close()
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
     except OSError as error:
         raise NodeError(
-            f"MASTER_ADDR={host}, MASTER_PORT={port}: does not answer {socket.gethostname()} ({error.strerror or error}). "
-            "Open the port in the firewalls between the nodes, or choose another one: --rdzv-endpoint or --master-port"
+            f"MASTER_ADDR={host}, MASTER_PORT={port}: does not accept connections from {socket.gethostname()} "
+            f"({error.strerror or error}). Open the port in the firewalls between the nodes, or use another one: "
+            "--rdzv-endpoint or --master-port"
         ) from None
-    return Finding("ok", "ports", f"{host}:{port} answers")
+    return Finding("ok", "ports", f"{host}:{port} accepts connections")
 
 
 def check_shared(root: Path, runtime: Runtime) -> Finding:
-    """Every node must see what another one writes in `root`, and write there: rank 0's file is read on each. Collective.
+    """Check that every node can write to `root` and sees a file that rank 0 writes there. Collective.
 
     Raises:
-        ConfigError: rank 0 cannot write in it, or other nodes do not see it or cannot write.
+        ConfigError: Rank 0 cannot write there, or another node does not see its file or cannot write.
     """
     here = socket.gethostname()
 
@@ -151,8 +165,8 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
             token.touch()
         except OSError as error:
             raise ConfigError(
-                f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose a directory that {here} can "
-                "write in"
+                f"runs_dir={root}: cannot create the run directory there ({error.strerror}). Use a directory that {here} can "
+                "write to"
             ) from None
         return token.name
 
@@ -162,55 +176,57 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
 
     def conclude() -> Finding:
         token.unlink(missing_ok=True)
-        if found := "; ".join(filter(None, problems)):
+        if found := "; ".join(filter(None, problems or [])):  # rank 0 has the list, and it alone runs this function
             raise ConfigError(
-                f"runs_dir={root}: is not one directory for all nodes: {found}. Choose one on a file system that every node "
-                "has mounted for writing, by its absolute path"
+                f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a directory on a file system "
+                "that every node has mounted for writing"
             )
-        return Finding("ok", "runs_dir", f"{root} can be written" + (" and is shared" if runtime.several_nodes else ""))
+        return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.several_nodes else ""))
 
     return _agree_on(runtime, "shared", conclude)
 
 
 def _try_token(token: Path) -> str:
-    """What is wrong with `token`'s directory on this node; empty: nothing."""
+    """Return what is wrong with the directory of `token` on this node; empty if nothing is."""
     here = socket.gethostname()
     deadline = time.monotonic() + TOKEN_WAIT
     while not token.exists():
         if time.monotonic() > deadline:
-            return f"{here} does not see what rank 0 has written there"
+            return f"{here} does not see the file that rank 0 wrote there"
         time.sleep(0.1)
     own = token.with_name(f"{token.name}-{here}-{os.getpid()}")
     try:
         own.touch()
         own.unlink()
     except OSError as error:
-        return f"{here} cannot write there ({error.strerror})"
+        return f"{here} cannot write to it ({error.strerror})"
     return ""
 
 
 def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> int:
-    """Bytes of a checkpoint's tensors: the model's, and what the optimizer keeps for each parameter (momentum), all plain."""
+    """Return the size in bytes of a checkpoint's tensors: the unsharded model, and the optimizer's state (momentum)."""
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
-    steps = optimizer([probe])
-    steps.step()
-    kept = sum(torch.is_tensor(value) and value.shape == probe.shape for value in steps.state[probe].values())
+    stepped = optimizer([probe])
+    stepped.step()
+    copies = sum(torch.is_tensor(value) and value.shape == probe.shape for value in stepped.state[probe].values())
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    return sum(tensor.nbytes for tensor in model.state_dict().values()) + kept * parameters
+    return sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
 
 
 def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> Finding:
-    """Room for checkpoint.keep checkpoints and the one being written, less what the run has there already. On rank 0's node;
-    quotas are not seen.
+    """Check the free space on the node that calls it; disk quotas are not taken into account.
+
+    Needed are `keep` checkpoints and the one being written, less the checkpoints that the run already has there.
 
     Args:
-        root, name: of the run directory, as in the config.
-        checkpoint: bytes of one.
-        keep, on_error: of checkpoints, as in the config.
+        root: The config key `runs_dir`.
+        name: The config key `name`.
+        checkpoint: Size of one checkpoint in bytes.
+        keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
 
     Raises:
-        ConfigError: there is none for a single one, and checkpoint.on_error=stop.
+        ConfigError: There is no room for a single checkpoint, and `on_error` is "stop".
     """
     one = checkpoint
     name = name or find_launch(root, launch_id())
@@ -220,11 +236,11 @@ def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, on
     free = shutil.disk_usage(folder).free
     text = (
         f"{free / 2**20:,.1f} MiB are free at {folder}; a checkpoint takes {one / 2**20:,.1f} MiB, and checkpoint.keep={keep} "
-        f"of them and the one being written {needed / 2**20:,.1f} MiB{' more' if held else ''}"
+        f"of them and the one being written need {needed / 2**20:,.1f} MiB{' more' if held else ''}"
     )
     if free >= needed:
         return Finding("ok", "free disk", text)
-    text = f"runs_dir={root}: {text}. Make room, choose another runs_dir, or lower checkpoint.keep"
+    text = f"runs_dir={root}: {text}. Free some space, use another runs_dir, or lower checkpoint.keep"
     if free < one and on_error == "stop":
         raise ConfigError(text)
     return Finding("warning", "free disk", text)

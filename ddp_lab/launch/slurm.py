@@ -1,8 +1,8 @@
-"""A Hydra launcher that submits every job of a sweep to Slurm, by scripts/slurm/train.sbatch.
+"""A Hydra launcher that submits every job of a sweep to Slurm with scripts/slurm/train.sbatch.
 
 python train.py -m hydra/launcher=slurm "hydra.launcher.sbatch=['--gpus-per-node=4']" strategy=scratch,ddp,fsdp
 
-A job's name in Slurm says its directory too, so squeue knows what is under way, and nothing is submitted twice into one.
+A job's name in Slurm contains its run directory, so squeue shows which jobs are queued and no job is submitted twice.
 """
 
 import shlex
@@ -20,23 +20,25 @@ SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 
 class SlurmLauncher(SweepLauncher):
-    """
+    """Submit every job of a sweep to Slurm.
+
     Args:
-        sbatch: its options, for every job.
-        dry_run: print the script and the command lines, and submit nothing.
+        sbatch: Options of sbatch, for every job.
+        dry_run: Whether to print the script and the commands instead of submitting them.
     """
 
     def __init__(self, sbatch: Sequence[str], dry_run: bool):
         self.sbatch, self.dry_run = sbatch, dry_run
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Submits the jobs that are neither finished nor in the queue; one that is refused does not end the sweep.
+        """Submit the jobs that are neither finished nor in the queue; a rejected job does not end the sweep.
 
         Raises:
-            ConfigError: options that are no list, or there is no Slurm here that answers.
-            SystemExit: sbatch refused some job, behind the last one.
+            ConfigError: `sbatch` is not a list, Slurm is not installed or it does not respond.
+            SystemExit: sbatch rejected a job; raised after the last job.
         """
-        if isinstance(self.sbatch, str) or not isinstance(self.sbatch, Sequence):
+        # The annotation is not enforced: the value comes from the command line.
+        if isinstance(self.sbatch, str) or not isinstance(self.sbatch, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"hydra.launcher.sbatch={self.sbatch}: must be a list: ['--gpus-per-node=4','--time=60']")
         jobs = self.jobs(job_overrides)
         if self.dry_run:
@@ -44,10 +46,10 @@ class SlurmLauncher(SweepLauncher):
         else:
             queue = jobs_in_queue()
             print(f"{len(jobs)} jobs in {self.sweep_dir}", flush=True)
-            taken = [self._submit(job, queue) for job in jobs]
-            if not all(taken):
+            accepted = [self._submit(job, queue) for job in jobs]
+            if not all(accepted):
                 sys.exit(1)
-        return [job_return(job.words) for job in jobs]
+        return [job_return(job.overrides) for job in jobs]
 
     def _slurm_name(self, job: Job) -> str:
         return f"{job.name} in {self.sweep_dir}"
@@ -55,39 +57,39 @@ class SlurmLauncher(SweepLauncher):
     def _command(self, job: Job) -> list[str]:
         alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if job.one_process else ([], [])
         name = f"--job-name={self._slurm_name(job)}"
-        return [*alone[0], "sbatch", *map(str, self.sbatch), *alone[1], name, str(SCRIPT), *job.words]
+        return [*alone[0], "sbatch", *map(str, self.sbatch), *alone[1], name, str(SCRIPT), *job.overrides]
 
     def _submit(self, job: Job, queue: dict[str, str]) -> bool:
-        """False where sbatch refuses."""
+        """Submit a job unless it is finished or queued; return False if sbatch rejects it."""
         name = self._slurm_name(job)
         if is_finished(job):
-            told = "finished before"
+            outcome = "already finished"
         elif name in queue:
-            told = f"in the queue before, {queue[name]}"
+            outcome = f"already in the queue: {queue[name]}"
         else:
             done = subprocess.run(self._command(job), cwd=ROOT, capture_output=True, text=True)
-            told = " ".join(f"{done.stdout} {done.stderr}".split())
+            outcome = " ".join(f"{done.stdout} {done.stderr}".split())
             if done.returncode:
-                print(f"[{job.name}] not submitted: {told}", flush=True)
+                print(f"[{job.name}] not submitted: {outcome}", flush=True)
                 return False
-            queue[name] = told  # the sweep may have the same job twice
-        print(f"[{job.name}] {told}", flush=True)
+            queue[name] = outcome  # the sweep may contain the same job twice
+        print(f"[{job.name}] {outcome}", flush=True)
         return True
 
 
 def jobs_in_queue() -> dict[str, str]:
-    """The user's jobs that wait or run: the id and state of each, by its name.
+    """Return the id and state of the user's pending and running jobs, by job name.
 
     Raises:
-        ConfigError: there is no Slurm here, or it does not answer.
+        ConfigError: Slurm is not installed on this machine, or it does not respond.
     """
     if missing := [program for program in ("sbatch", "squeue") if shutil.which(program) is None]:
         raise ConfigError(
-            f"hydra/launcher=slurm: there is no {missing[0]} here; run it where jobs are submitted, or look at "
-            "hydra.launcher.dry_run=true"
+            f"hydra/launcher=slurm: {missing[0]} is not installed on this machine; start the sweep where Slurm jobs are "
+            "submitted, or use hydra.launcher.dry_run=true to see the commands"
         )
     done = subprocess.run(["squeue", "--me", "--noheader", "--format=%i %T %j"], capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(f"hydra/launcher=slurm: Slurm does not answer: {' '.join(done.stderr.split())}")
+        raise ConfigError(f"hydra/launcher=slurm: Slurm does not respond: {' '.join(done.stderr.split())}")
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.count(" ") >= 2]
     return {name: f"job {number} {state}" for number, state, name in lines}

@@ -1,4 +1,4 @@
-"""What the launchers share: the jobs of a sweep, each with a directory of its own in the sweep's."""
+"""The base of the sweep launchers: the jobs of a sweep, each with its own run directory in the sweep's directory."""
 
 import hashlib
 import re
@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
@@ -17,21 +18,32 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.resilience.run_directory import read_json
 
 ROOT = Path(__file__).parent.parent.parent
-LONGEST = 120  # characters of a name
-MAY_CHANGE = {"name", "runs_dir", "resume", "epochs", "timeout", "checkpoint", "inject"}  # when a sweep goes on
+LONGEST = 120  # characters of a job's name, without the hash
+MAY_CHANGE = {
+    "name",
+    "runs_dir",
+    "resume",
+    "epochs",
+    "timeout",
+    "checkpoint",
+    "inject",
+}  # keys that may change when a sweep is resumed
 
 
 @dataclass(frozen=True)
 class Job:
-    """
+    """One job of a sweep.
+
     Attributes:
-        name: of its run directory: the words by which it differs from the other jobs.
-        words: for train.py.
-        one_process: whether its strategy drives all devices from one process.
+        name: Name of its run directory: the overrides that differ from the other jobs'.
+        overrides: Hydra overrides for train.py.
+        run_dir: Its run directory.
+        epochs: Number of epochs after which it is finished.
+        one_process: Whether its strategy uses all devices from one process.
     """
 
     name: str
-    words: list[str]
+    overrides: list[str]
     run_dir: Path
     epochs: int
     one_process: bool
@@ -41,17 +53,18 @@ class SweepLauncher(Launcher):
     """A Hydra launcher whose jobs are launches of train.py."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """
+        """Store Hydra's objects and create the sweep's directory.
+
         Raises:
-            ConfigError: the sweep's directory cannot be made or written.
+            ConfigError: The directory cannot be created or is not writable.
         """
         self.config, self.hydra_context = config, hydra_context
-        try:  # Hydra writes there next, and would answer by a traceback
+        try:  # Hydra writes there next, and would fail with a traceback
             self.sweep_dir.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.sweep_dir).close()
         except OSError as error:
             raise ConfigError(
-                f"hydra.sweep.dir={self.sweep_dir}: cannot write there ({error.strerror}); choose another directory"
+                f"hydra.sweep.dir={self.sweep_dir}: cannot write to it ({error.strerror}); use another directory"
             ) from None
 
     @property
@@ -59,40 +72,49 @@ class SweepLauncher(Launcher):
         return Path(self.config.hydra.sweep.dir).resolve()
 
     def jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Job]:
-        """
+        """Return the jobs of the sweep.
+
+        Args:
+            job_overrides: The Hydra overrides of each job.
+
         Raises:
-            ConfigError: a job's directory holds a run of another config.
+            ConfigError: A job's run directory contains a run with another config.
         """
         jobs: list[Job] = []
-        given = [[w for w in filter_overrides(o) if w.partition("=")[0] not in ("name", "runs_dir")] for o in job_overrides]
-        shared = set.intersection(*map(set, given)) if len(given) > 1 else set()
-        for words, overrides in zip(given, job_overrides, strict=True):
-            cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-            name = directory_name([word for word in words if word not in shared])
+        own_keys = ("name", "runs_dir")  # set here
+        given = [[o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys] for job in job_overrides]
+        shared: set[str] = set.intersection(*map(set, given)) if len(given) > 1 else set()
+        for overrides, all_overrides in zip(given, job_overrides, strict=True):
+            cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(all_overrides))
+            name = directory_name([override for override in overrides if override not in shared])
             refuse_another(self.sweep_dir / name, cfg)
-            words += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
+            overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
-            jobs.append(Job(name, words, self.sweep_dir / name, cfg.epochs, one_process))
+            jobs.append(Job(name, overrides, self.sweep_dir / name, cfg.epochs, one_process))
         return jobs
 
 
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
-    """Names leave out what all jobs share, so a directory may be another sweep's."""
+    """Check that a run directory does not belong to another sweep: names omit the overrides that all jobs have in common.
+
+    Raises:
+        ConfigError: It contains a run with another config.
+    """
     if not (run_dir / "config.yaml").exists():
         return
-    there = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    here = OmegaConf.to_container(cfg, resolve=True)
+    there = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))
+    here = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     changed = [key for key in there if key not in MAY_CHANGE and there[key] != here.get(key)]
     if changed:
         raise ConfigError(
-            f"hydra.sweep.dir={run_dir.parent}: {run_dir.name} was begun there with another {changed[0]} "
-            f"({there[changed[0]]}, now {here.get(changed[0])}); choose another directory"
+            f"hydra.sweep.dir={run_dir.parent}: {run_dir.name} was started there with another {changed[0]} "
+            f"({there[changed[0]]}, now {here.get(changed[0])}); use another directory"
         )
 
 
-def directory_name(words: Sequence[str]) -> str:
-    """As the words say, in letters that a run's name may have; with a hash where something of it had to go."""
-    plain = ",".join(words)
+def directory_name(overrides: Sequence[str]) -> str:
+    """Return the overrides as a run name; a hash is appended if characters had to be replaced or dropped."""
+    plain = ",".join(overrides)
     name = re.sub(r"[^\w.=,+-]", "-", plain).lstrip(".") or "job"
     if name != plain or len(name) > LONGEST:
         name = f"{name[:LONGEST]}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
@@ -100,15 +122,16 @@ def directory_name(words: Sequence[str]) -> str:
 
 
 def quote(value: str) -> str:
-    """For Hydra's grammar, in which commas and equal signs mean something, and backslashes only before a quote."""
+    """Quote a value for Hydra's grammar: commas and equal signs are special, backslashes only before a quote."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value) + "'"
 
 
 def is_finished(job: Job) -> bool:
+    """Return whether a job has trained for all its epochs."""
     status = read_json(job.run_dir / "status.json")
     return status is not None and status["status"] == "finished" and status["epoch"] >= job.epochs
 
 
-def job_return(words: Sequence[str]) -> JobReturn:
-    """What Hydra wants of every job."""
-    return JobReturn(overrides=list(words), status=JobStatus.COMPLETED)
+def job_return(overrides: Sequence[str]) -> JobReturn:
+    """Return the result that Hydra expects of every job."""
+    return JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)

@@ -1,9 +1,9 @@
-"""A Hydra launcher that gives every job of a sweep a torchrun world of its own.
+"""A Hydra launcher that starts torchrun once for every job of a sweep.
 
 python train.py -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp optimizer.lr=0.1,0.2
 
-Hydra's own launcher runs the jobs in one process, one after the other, so that memory, statistics and process groups leak from
-job to job; under torchrun all ranks would sweep in lock-step. Here a job starts and ends with its processes.
+Hydra's own launcher runs all jobs sequentially in one process, so memory, statistics and process groups leak from job to job;
+under torchrun, all ranks would run the sweep in lock-step. Here, every job has processes of its own.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,44 +25,45 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, is_finished, job_return
 from ddp_lab.resilience.run_directory import read_json
 
-PATIENCE = 45.0  # seconds that a job has for its last checkpoint, when the sweep is ended
+SAVE_TIMEOUT = 45.0  # seconds that jobs have to write their last checkpoint when the sweep is interrupted
 
 
-def world_command(words: Sequence[str], ranks: int | None) -> list[str]:
-    """Starts train.py with `words` in a torchrun world of its own, on a port of its own; `ranks` None: as one process."""
+def world_command(overrides: Sequence[str], ranks: int | None) -> list[str]:
+    """Return the command that runs train.py with `overrides` on `ranks` ranks; None means one process without torchrun."""
     world = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *world, str(ROOT / "train.py"), *words]
+    return [sys.executable, *world, str(ROOT / "train.py"), *overrides]
 
 
 def new_folder(path: Path) -> Path:
-    """Makes the folder that a script's --out names; ends the script where runs of before would be taken for its own."""
+    """Create the folder of a script's --out and return it; exit with an error if it contains anything, such as old runs."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            sys.exit(f"error: --out {path}: is not empty; choose another")
+            sys.exit(f"error: --out {path}: is not empty; use another folder")
     except OSError as error:
-        sys.exit(f"error: --out {path}: cannot be made ({error.strerror}); choose another")
+        sys.exit(f"error: --out {path}: cannot be created ({error.strerror}); use another folder")
     return path.resolve()
 
 
 class TorchrunLauncher(SweepLauncher):
-    """
+    """Run every job of a sweep under its own torchrun.
+
     Args:
-        nproc_per_node: ranks of each job.
-        max_parallel: jobs at a time.
+        nproc_per_node: Number of ranks of each job.
+        max_parallel: Number of jobs that run concurrently.
     """
 
     def __init__(self, nproc_per_node: int, max_parallel: int):
         self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
-        self.processes: set[subprocess.Popen] = set()
+        self.processes: set[subprocess.Popen[str]] = set()
         self.ended = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Runs the jobs that are not finished yet; one that fails does not end the sweep.
+        """Run the jobs that are not finished; a failed job does not end the sweep.
 
         Raises:
-            ConfigError: there are not so many GPUs.
-            SystemExit: some job failed, behind the last one and the summary.
+            ConfigError: The jobs that run concurrently need more GPUs than there are.
+            SystemExit: A job failed; raised after the last job and the summary.
         """
         slots = self._slots()
         jobs = self.jobs(job_overrides)
@@ -72,19 +73,19 @@ class TorchrunLauncher(SweepLauncher):
         print("\n".join(["", *(describe(job, code) for job, code in zip(jobs, codes, strict=True))]), flush=True)
         if any(codes):
             sys.exit(1)
-        return [job_return(job.words) for job in jobs]
+        return [job_return(job.overrides) for job in jobs]
 
     def _slots(self) -> "queue.Queue[str | None]":
-        """What CUDA_VISIBLE_DEVICES of each job at a time is; None: as it is.
+        """Return a queue with one value of CUDA_VISIBLE_DEVICES per concurrent job; None leaves the variable unchanged.
 
         Raises:
-            ConfigError: not a count, or more GPUs than there are.
+            ConfigError: A launcher option is not a positive integer, or there are too few GPUs.
         """
         for key in ("nproc_per_node", "max_parallel"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"hydra.launcher.{key}={value}: must be an integer of at least 1")
-        import torch  # Hydra loads the launchers at every start, --help included
+        import torch  # not at the top of the file: Hydra imports the launchers at every start, even for --help
 
         gpus, wanted = torch.cuda.device_count(), self.nproc_per_node * self.max_parallel
         slots: queue.Queue[str | None] = queue.Queue()
@@ -94,8 +95,8 @@ class TorchrunLauncher(SweepLauncher):
             return slots
         if wanted > gpus:
             raise ConfigError(
-                f"hydra.launcher.max_parallel={self.max_parallel}: that many jobs of {self.nproc_per_node} ranks need {wanted} "
-                f"GPUs, here are {gpus}; lower max_parallel or nproc_per_node, or set device=cpu"
+                f"hydra.launcher.max_parallel={self.max_parallel}: concurrent jobs of {self.nproc_per_node} ranks need "
+                f"{wanted} GPUs, but {gpus} are visible; lower max_parallel or nproc_per_node, or set device=cpu"
             )
         names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = names if len(names) == gpus else [str(i) for i in range(gpus)]
@@ -104,21 +105,22 @@ class TorchrunLauncher(SweepLauncher):
         return slots
 
     def _run(self, job: Job, slots: "queue.Queue[str | None]") -> int | None:
-        """The job's exit code; 0 without a start where it is finished, None where the sweep was ended before."""
+        """Run a job and return its exit code: 0 if it is already finished, None if an interrupt prevented its start."""
         if is_finished(job):
-            print(f"[{job.name}] finished before", flush=True)
+            print(f"[{job.name}] already finished", flush=True)
             return 0
         gpus = slots.get()
         if self.ended:
-            slots.put(gpus)  # for the next one that waits
+            slots.put(gpus)  # for the next waiting job
             return None
         environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
-        command = world_command(job.words, None if job.one_process else self.nproc_per_node)
-        # A session of its own: what a terminal sends to all goes to the jobs through us, once.
+        command = world_command(job.overrides, None if job.one_process else self.nproc_per_node)
+        # In its own session: a signal from the terminal reaches the jobs only through this process, once.
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         self.processes.add(process)
+        assert process.stdout  # it is a pipe
         for line in process.stdout:
             print(f"[{job.name}] {line}", end="", flush=True)
         code = process.wait()
@@ -127,14 +129,14 @@ class TorchrunLauncher(SweepLauncher):
         return code
 
     @contextlib.contextmanager
-    def _ended_by_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the jobs, which save, and then the sweep; started again it goes on."""
+    def _ended_by_signals(self) -> Generator[None, None, None]:
+        """On SIGTERM or Ctrl-C, let the running jobs save and exit, then end the sweep; it can be resumed."""
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         def end(number: int, frame: object) -> None:
             if not self.ended:
                 self.ended = True
-                threading.Thread(target=self._end_for_good, args=(128 + number,)).start()
+                threading.Thread(target=self._interrupt, args=(128 + number,)).start()
 
         for number in before:
             signal.signal(number, end)
@@ -144,26 +146,27 @@ class TorchrunLauncher(SweepLauncher):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _end_for_good(self, code: int) -> None:
-        deadline = time.monotonic() + PATIENCE
-        terminated: set[subprocess.Popen] = set()
+    def _interrupt(self, code: int) -> None:
+        """Terminate the running jobs, kill those that do not exit within SAVE_TIMEOUT, and exit with `code`."""
+        deadline = time.monotonic() + SAVE_TIMEOUT
+        terminated: set[subprocess.Popen[str]] = set()
         while self.processes and time.monotonic() < deadline:
-            # Also those that another thread has just started. Each once: a second SIGTERM ends torchrun's agent, and with it
-            # the ranks, while they save.
+            # Include jobs that another thread has just started. Signal each job only once: a second SIGTERM ends torchrun's
+            # agent, and with it the ranks while they save.
             for process in set(self.processes) - terminated:
                 process.terminate()
                 terminated.add(process)
             time.sleep(0.1)
         for process in list(self.processes):
             process.kill()
-        print("the sweep was ended; the same line with its hydra.sweep.dir goes on", flush=True)
+        print("the sweep was interrupted; the same command with its hydra.sweep.dir resumes it", flush=True)
         os._exit(code)
 
 
 def describe(job: Job, code: int | None) -> str:
-    """One line: how it ended, and at what."""
+    """Return a one-line summary of how a job ended."""
     if code is None:
-        return f"{job.name}: not begun"
+        return f"{job.name}: not started"
     status = read_json(job.run_dir / "status.json")
     metrics = job.run_dir / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
@@ -172,5 +175,5 @@ def describe(job: Job, code: int | None) -> str:
         return f"{job.name}: finished, test accuracy {last['test_accuracy']:.4f}, {last['samples_per_second']:,.0f} samples/s"
     failure = read_json(job.run_dir / "failure.json")
     reason = failure["message"].splitlines()[0] if failure else "see its output above"
-    state = status["status"] if status else "did not start" if job.run_dir.parent.exists() else "its directory is gone"
+    state = status["status"] if status else "did not start" if job.run_dir.parent.exists() else "its directory was deleted"
     return f"{job.name}: {state} (exit code {code}): {reason}"

@@ -1,1 +1,1 @@
-"""A run from its config to its end: its parts (job.py) and its life (train.py). Nothing but wiring here."""
+"""A run from its config to its end: construction of its parts (job.py) and execution (train.py)."""

@@ -1,12 +1,13 @@
-"""The parts of a run, and how they are put together. Only the room `run` and the commands read the config.
+"""Construction of the parts of a run. Only the room `run` and the commands read the config.
 
-`Job` has the parts, each made when it is first read, and every mistake of the user shows while they are made; `prepare` makes
-them all. `materialize` then connects the ranks and places the model. train.py, the doctor, the benchmark and the tests use the
-same two functions.
+`Job` constructs each part when it is first read, and reports the user's mistakes while doing so; `prepare` constructs all of
+them. `materialize` then connects the ranks and places the model on its devices. train.py, the doctor, the benchmark and the
+tests use the same functions.
 """
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 from omegaconf import DictConfig
@@ -24,19 +25,17 @@ from ddp_lab.training.loop import fit
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import make_scheduler
+from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.speed.options import PerformanceOptions
-from ddp_lab.training.step import Step
+from ddp_lab.training.step import Step, TrainStep
 from ddp_lab.world.runtime import Runtime
 
 
 class Job:
-    """The parts of a run that are decided before the ranks are connected.
+    """The parts of a run that are constructed before the ranks are connected.
 
-    Each part is made when it is first read and needs only those above it, so that a command can look at them one by one
-    (`ddp_lab.doctor`). Making `dataset` downloads it where it is missing.
-
-    Raises:
-        ConfigError: while a part is made: a mistake of the user.
+    Each part is constructed when it is first read and needs only those above it, so that `ddp_lab.doctor` can check them one by
+    one. Reading a part raises a ConfigError if the user made a mistake. Reading `dataset` downloads a missing dataset.
     """
 
     def __init__(self, cfg: DictConfig, runtime: Runtime):
@@ -69,22 +68,22 @@ class Job:
 
     @cached_property
     def model(self) -> Chain:
-        """On the CPU, the same on every rank."""
+        """The model on the CPU, with the same weights on every rank."""
         torch.manual_seed(self.cfg.seed)
         return build(self.cfg.model, **self.dataset.model_shape())
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole model's tensors, by name. Read it before the strategy changes the model."""
+        """The shapes of the unsharded model's tensors, by name. Read it before the strategy changes the model."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
     def partition(self) -> None:
-        """Has the strategy decide which part of the model goes where."""
+        """Let the strategy decide which part of the model is placed on which device."""
         self.strategy.partition(self.model, self.plan.samples_at_once)
 
     @cached_property
     def loaders(self) -> tuple[Loader, Loader]:
-        """Of the training set, shuffled and augmented, and of the test set."""
+        """The loaders of the training set, shuffled and augmented, and of the test set."""
         data = self.cfg.data
         make = partial(
             LOADERS[data.loader],
@@ -102,16 +101,16 @@ class Job:
 
     @cached_property
     def options(self) -> PerformanceOptions:
-        """Those asked for that are supported here; the others are named in the log."""
+        """The requested performance options that are supported; the others are disabled and logged."""
         wanted = PerformanceOptions(self.cfg.cuda_graph, self.cfg.compile, self.cfg.channels_last)
         return wanted.supported(self.strategy, self.cfg.data.loader)
 
 
 def prepare(cfg: DictConfig, runtime: Runtime) -> Job:
-    """Makes every part of a run. Opens no process group, writes nothing but a missing dataset.
+    """Construct every part of a run. It does not open the process group and writes nothing but a missing dataset.
 
     Raises:
-        ConfigError: a mistake of the user.
+        ConfigError: The user made a mistake.
     """
     job = Job(cfg, runtime)
     _ = job.strategy, job.dataset, job.plan
@@ -128,26 +127,31 @@ class Training:
     """A job whose model is on its devices.
 
     Attributes:
-        step: as it is written; `compile` makes it fast.
+        eager_step: The training step in eager mode.
+        step: The step that `fit` takes: `eager_step` until `compile` replaces it.
     """
 
     job: Job
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
-    step: Step
+    eager_step: Step
+    step: TrainStep
 
-    def compile(self) -> None:
-        """Compiles and captures the step as the job's performance options say. After a resume. Collective."""
-        self.step = self.job.options.build(self.step, self.job.loaders[0])
+    def compile(self) -> Step | GraphStep:
+        """Compile and capture the step as the performance options require, and return it. Collective; call it after a resume."""
+        step = self.job.options.build(self.eager_step, self.job.loaders[0])
+        # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
+        self.step = cast("TrainStep", step)
+        return step
 
     def fit(self, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
-        """Trains on from `progress` to the end of the job, and returns where it ended."""
+        """Train from `progress` to the end of the run, and return the final progress."""
         cfg = self.job.cfg
         return fit(self.job.strategy, self.step, *self.job.loaders, logger, hooks, progress, cfg.epochs, cfg.patience)
 
 
 def materialize(job: Job) -> Training:
-    """Opens the process group, places the model, and makes what trains it. Collective."""
+    """Open the process group, place the model on its devices, and construct optimizer, schedule and step. Collective."""
     cfg, strategy, plan = job.cfg, job.strategy, job.plan
     if not strategy.one_process:
         job.runtime.open_group()
@@ -156,4 +160,4 @@ def materialize(job: Job) -> Training:
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
     step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip")
-    return Training(job, optimizer, scheduler, step)
+    return Training(job, optimizer, scheduler, step, step)

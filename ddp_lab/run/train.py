@@ -1,6 +1,7 @@
-"""The life of a run: prepared, given a directory, trained under the guard and the watchdog, ended."""
+"""Execution of a run: prepare it, create its directory, train under the guard and the watchdog, record the outcome."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -25,23 +26,24 @@ from ddp_lab.world.runtime import Runtime
 
 
 def train(cfg: DictConfig, runtime: Runtime) -> str:
-    """Trains as the config says. Collective.
+    """Train according to the config. Collective.
 
     Returns:
         "finished" or "preempted".
 
     Raises:
-        ConfigError: a mistake of the user, before the run directory is made.
+        ConfigError: The user made a mistake; the run directory has not been created.
+        TrainingError: Training cannot continue.
     """
     choices = HydraConfig.get().runtime.choices
     job, findings = check_and_prepare(cfg, runtime)
-    label = f"{choices.model}-{choices.data}-{choices.strategy}"
+    label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
     setup_logging(run_dir.path, runtime.rank)
     warn(findings, runtime)
-    log.info(f"{run_dir.path}: {choices.model} on {choices.data}, {cfg.precision}")
+    log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
-    _ = job.options  # logs what is not supported
+    _ = job.options  # logs the options that are not supported
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
     decisions = Decisions(runtime)
@@ -53,24 +55,32 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
 
 
 def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Finding]]:
-    """The job, and what was found about the machines. Writes nothing but a missing dataset.
+    """Return the prepared job and the findings of the preflight checks. It writes nothing but a missing dataset.
 
     Raises:
-        ConfigError: a mistake of the user, or a machine that cannot take part.
+        ConfigError: The user made a mistake, or a machine cannot take part in the run.
     """
     findings = check_network(runtime)
     job = prepare(cfg, runtime)
     size = checkpoint_bytes(build(cfg.optimizer), job.model)
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, cfg.checkpoint.keep, cfg.checkpoint.on_error)
     if cfg.resume not in ("auto", "never"):
-        runtime.agree("resume", lambda: load_checkpoint(cfg.resume, job.shapes) and None)
+        runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes))
     return job, findings
+
+
+def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """
+    Raises:
+        ConfigError: The checkpoint is not valid, or it is not one of this model.
+    """
+    load_checkpoint(path, shapes)
 
 
 def train_guarded(
     training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions, choices: Mapping[str, str]
 ) -> str:
-    """Resumes, trains, and writes the outcome; returns it."""
+    """Resume, train, record the outcome in the run directory, and return it."""
     job, cfg, runtime = training.job, training.job.cfg, training.job.runtime
     folder = run_dir.path / "checkpoints"
     checkpoints = Checkpoints(
@@ -80,16 +90,16 @@ def train_guarded(
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, cfg.epochs, cfg.patience):
         log.info(
-            f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to go on, "
-            "or choose another name"
+            f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to continue, "
+            "or use another name"
         )
         return watchdog.end("finished", progress)
 
     logger = open_logger(job, run_dir.path, progress.epoch, choices) if runtime.rank == 0 else Logger()
     watchdog.at("compiling")
-    training.compile()
+    step = training.compile()
     if cfg.inject:
-        training.step = Fault(training.step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
+        training.step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = profiled(training, progress, logger, run_dir.path / "profile") if cfg.profile else None
     every = cfg.checkpoint
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
@@ -100,7 +110,7 @@ def train_guarded(
     except Preempted:
         status = "preempted"
     except TrainingError:
-        checkpoints.wait()  # the last good one may still be on its way
+        checkpoints.wait()  # the last valid one may still be being written
         raise
     finally:
         if profile:
@@ -111,18 +121,19 @@ def train_guarded(
 
 
 def profiled(training: Training, progress: Progress, logger: Logger, folder: Path) -> Profiled | None:
-    """Has the step profiled, where enough steps are left for it."""
+    """Wrap the step in a profiler and return it; None if too few steps are left."""
     job = training.job
     left = job.cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
     if left < NEEDED:
-        log.info(f"profile=true: left off, because {left} steps are left and it needs {NEEDED}")
+        log.info(f"profile=true: disabled: {left} steps are left, but the profiler needs {NEEDED}")
         return None
-    training.step = Profiled(training.step, job.runtime, logger, folder, job.options.cuda_graph, job.strategy.bubble())
-    return training.step
+    step = Profiled(training.step, job.runtime, logger, folder, job.options.cuda_graph, job.strategy.bubble())
+    training.step = step
+    return step
 
 
 def open_logger(job: Job, run_dir: Path, start_epoch: int, choices: Mapping[str, str]) -> FileLogger:
-    """The logger of rank 0, and the config beside its files."""
+    """Write config.yaml to the run directory and return the logger of rank 0."""
     cfg, plan = job.cfg, job.plan
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (run_dir / "config.yaml").write_text(config)

@@ -1,1 +1,1 @@
-"""This process among the others: rank, device, process group, and the processes of this machine. No training here."""
+"""The distributed environment of this process: rank, device, process group, and the other processes of this machine."""

@@ -1,5 +1,6 @@
-"""Processes: this one as torchrun started it, and the others of this machine. Imports no torch, so that a command can answer
-before torch is loaded.
+"""This process as torchrun started it, and the other processes of this machine.
+
+This module does not import torch, so that a command can report an error before torch is loaded.
 """
 
 import ctypes
@@ -14,21 +15,21 @@ from pathlib import Path
 
 
 def env_int(name: str, default: int) -> int:
-    """Return the environment variable `name` as an integer, `default` where it is not set."""
+    """Return the environment variable `name` as an integer, or `default` if it is not set."""
     return int(os.environ.get(name, default))
 
 
 def run_id() -> str | None:
-    """Return what torchrun was given as --rdzv-id."""
+    """Return torchrun's --rdzv-id; None without torchrun."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def launch_id() -> str:
-    """Name this launch, the same before and after an elastic restart.
+    """Return an identifier of this launch; an elastic restart does not change it.
 
-    It is torchrun's agent, which outlives its ranks: host, process and start. The run id is no name (without --standalone it is
-    "none", and users repeat theirs), nor is the number of restarts, which each node counts for itself. A job of Slurm that is
-    requeued names itself (scripts/slurm/train.sbatch).
+    It consists of the host, process id and start time of torchrun's agent, which outlives its ranks. torchrun's run id does not
+    identify a launch: without --standalone it is "none", and users reuse theirs. Neither does the number of restarts, which
+    each node counts separately. A requeued Slurm job sets its own identifier (scripts/slurm/train.sbatch).
     """
     if "DDP_LAB_LAUNCH" in os.environ:
         return os.environ["DDP_LAB_LAUNCH"]
@@ -37,10 +38,10 @@ def launch_id() -> str:
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, to tell it from an earlier one with the same number; empty where that cannot be read."""
+    """Return the start time of a process, which distinguishes processes with the same id; empty if it cannot be read."""
     try:
         if sys.platform == "linux":
-            # In clock ticks since boot. psutil adds the time of the boot, which changes when the clock is set.
+            # In clock ticks since boot. psutil adds the boot time, which changes when the clock is set.
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         import psutil
 
@@ -50,30 +51,30 @@ def start_time(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs; a zombie does not.
+    """Return whether a process of this machine is running; a zombie is not.
 
-    A process whose state cannot be read counts as running: a dead rank is also noticed by the timeout, but a healthy launch
-    that is ended is lost.
+    A process whose state cannot be read counts as running: a missed dead rank is still detected by the timeout, whereas a
+    healthy launch that is ended by mistake is lost.
     """
     try:
-        os.kill(pid, 0)  # sends nothing
+        os.kill(pid, 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # it exists and belongs to another user
+        pass  # the process exists and belongs to another user
     try:
-        import psutil  # 40 ms, which only a launch of several ranks needs
+        import psutil  # takes 40 ms; only launches of several ranks need it
 
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except Exception:  # without /proc psutil finds no process on Linux, and may fail in other ways
+    except Exception:  # on Linux, psutil finds no process without /proc; it may also fail in other ways
         return True
 
 
 def machine() -> str:
-    """Name the scope in which a process number means the same process: this boot of this machine, in this container.
+    """Return an identifier of the scope in which process ids are unique: one boot of this machine, one container.
 
-    Where the kernel does not name it (macOS, or /proc is hidden), the ranks of one torchrun agent are that scope: they have the
-    same parent.
+    If the kernel does not provide it (macOS, or /proc is hidden), the scope is the ranks of one torchrun agent, which have the
+    same parent process.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -82,7 +83,7 @@ def machine() -> str:
 
 
 def die_with_torchrun() -> None:
-    """End this rank when its agent is killed by SIGKILL, which would leave the ranks running on their GPUs."""
+    """Arrange for this rank to be killed when its agent dies; otherwise it would survive a SIGKILL of the agent."""
     if run_id() is None:
         return
     if sys.platform == "linux":
@@ -99,7 +100,11 @@ def _die_with(parent: int) -> None:
 
 
 def show(message: str, timestamp: int | None = None) -> None:
-    """Prints on stderr; under torchrun leaves it for the summary, whose root cause is the rank with the earliest timestamp."""
+    """Report an error: print it to stderr, or under torchrun write it to the error file for torchrun's summary.
+
+    Args:
+        timestamp: Unix time in seconds, default now. The summary's root cause is the rank with the earliest one.
+    """
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": message, "timestamp": str(timestamp or int(time.time()))}
         record = {"message": {"message": message, "errorCode": 2, "extraInfo": extra}}

@@ -1,6 +1,6 @@
-"""Where this process stands among the ranks, and the life of the process group.
+"""The distributed environment: rank, devices, process group, and the key-value store of the ranks.
 
-Only this file and process.py read the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
+Only this file and process.py read the environment variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
 """
 
 import gc
@@ -9,63 +9,79 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Documented as torch.distributed.Store etc., but the module does not export them explicitly.
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.process import die_with_torchrun, env_int
 
-DECISION_TIMEOUT = timedelta(minutes=30)  # a slow dataset download is the longest thing the other ranks wait for
-LAST_WORDS = 1.0  # seconds that a store outlives the mistake which ends its rank
+DECISION_TIMEOUT = timedelta(minutes=30)  # the longest wait is for a slow dataset download on another rank
+STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
+
+Answer = TypeVar("Answer", bound=str | None)
 
 
 def list_devices() -> str:
-    """The devices of this machine in words, for messages."""
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    gpus = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
+    """Return a description of the devices of this machine, for messages."""
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    gpus = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(properties)]
     gpus += ["mps"] if torch.backends.mps.is_available() else []
     return ", ".join(["cpu", *gpus]) + ("" if gpus else " (no GPU is visible)")
 
 
 def find_device(name: str, key: str = "device") -> torch.device:
-    """The device called `name`: "cpu", "cuda", "cuda:N" or "mps".
+    """Return the device called `name`.
+
+    Args:
+        name: "cpu", "cuda", "cuda:N" or "mps".
+        key: The config key that the error message is about.
 
     Raises:
-        NodeError: no such device on this machine.
+        NodeError: This machine does not have the device.
     """
     kind, _, index = name.partition(":")
     number = int(index or 0)
     if kind == "cuda":
-        there = number < torch.cuda.device_count()
+        available = number < torch.cuda.device_count()
     else:
-        there = name == "cpu" or (name == "mps" and torch.backends.mps.is_available())
-    if not there:
-        raise NodeError(f"{key}={name}: there is no such device on {socket.gethostname()}. Here are: {list_devices()}")
+        available = name == "cpu" or (name == "mps" and torch.backends.mps.is_available())
+    if not available:
+        raise NodeError(f"{key}={name}: there is no such device on {socket.gethostname()}. Available: {list_devices()}")
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, number)
 
 
 class Runtime:
     """Rank, device and process group of this process.
 
-    Use it as a context manager, and keep whatever uses the group local to a function called inside: an object that
-    still holds the group (a DDP module, say) can hang its destruction at exit.
+    Use it as a context manager. Objects that use the process group must be local to a function called inside it: an object that
+    still refers to the group (a DDP module, for example) can make its destruction at exit hang.
 
     Attributes:
-        rank, world_size: this process among all; 0 and 1 without torchrun.
-        local_rank, local_world_size: the same among the processes of this machine.
-        device: this rank's own device.
-        devices: all that a one-process strategy may use: every visible GPU, or the one asked for, or the CPU. "auto" chooses
-            CUDA's GPUs or else the CPU; a Mac's GPU (mps) is used only when asked for, because it was never tested here.
+        rank, world_size: Index of this process and number of processes; 0 and 1 without torchrun.
+        local_rank, local_world_size: The same, counting only the processes of this machine.
+        device: The device of this rank.
+        devices: The devices that a one-process strategy may use: every visible GPU, the requested one, or the CPU. "auto" means
+            the CUDA GPUs if there are any, else the CPU. A Mac's GPU (mps) must be requested: it has never been tested here.
+
+    Args:
+        device: The config key `device`.
+        precision: "float32" or "bf16".
+        timeout: Timeout of the collectives, in seconds.
 
     Raises:
-        NodeError: the device is not there, there are more ranks than GPUs, or the precision is not supported by the device.
-        ConfigError: several ranks were started with device=mps.
+        NodeError: The device does not exist, there are more ranks than GPUs, or the device does not support the precision.
+        ConfigError: Several ranks were started with device=mps, or --max-restarts on several nodes needs another store.
     """
 
     def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0):
@@ -73,7 +89,7 @@ class Runtime:
         self.local_rank, self.local_world_size = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
         self.precision = precision
         self.timeout = timedelta(seconds=timeout)
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._questions = 0
         die_with_torchrun()
         self._refuse_restarts_over_a_shared_store()
@@ -93,10 +109,10 @@ class Runtime:
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if name == "cuda" else [first]
         if self.local_world_size > len(devices):
             raise NodeError(
-                f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need a GPU each, but there are "
-                f"{len(devices)} to choose from. Here are: {list_devices()}. "
-                f"Start --nproc_per_node={len(devices)}, or set device=cpu"
-                + ("" if name == "cuda" else ", or choose GPUs by CUDA_VISIBLE_DEVICES and device=cuda")
+                f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need one GPU each, but this "
+                f"setting provides {len(devices)}. Available: {list_devices()}. "
+                f"Use --nproc_per_node={len(devices)}, or set device=cpu"
+                + ("" if name == "cuda" else ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda")
             )
         return devices
 
@@ -104,7 +120,7 @@ class Runtime:
         if self.world_size > 1:
             raise ConfigError(
                 f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
-                "take its tensors. Start one process (python train.py device=mps), or set device=cpu"
+                "support its tensors. Start one process (python train.py device=mps), or set device=cpu"
             )
         if self.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
             raise NodeError(
@@ -121,58 +137,67 @@ class Runtime:
 
     @property
     def master(self) -> tuple[str, int] | None:
-        """Host and port of the ranks' store; None for a process without other ranks."""
+        """Host and port of the ranks' store; None without torchrun."""
         return (os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 29500)) if "MASTER_ADDR" in os.environ else None
 
     @property
     def agent_keeps_store(self) -> bool:
-        """Whether torchrun's agent has the store open before any rank starts; else rank 0 opens it."""
+        """Whether torchrun's agent opens the store before any rank starts; otherwise rank 0 opens it."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def _refuse_restarts_over_a_shared_store(self) -> None:
         if self.several_nodes and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0 and self.agent_keeps_store:
             raise ConfigError(
-                "--max-restarts on several nodes: a restart would meet the dead ranks' addresses in torchrun's store, and "
-                "often hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, as "
+                "--max-restarts on several nodes: restarted ranks would read the addresses of dead ranks from torchrun's "
+                "store, and often hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, as "
                 "scripts/slurm/train.sbatch does"
             )
 
     @contextmanager
-    def side_stream(self) -> Iterator[None]:
-        """Queue all work on a stream other than the default one, from which CUDA graphs cannot be captured. What waits for the
-        default stream cannot be captured either, as the gradients of a DDP made there do: enter it before `Strategy.setup`."""
+    def side_stream(self) -> Generator[None, None, None]:
+        """Queue all work on a CUDA stream other than the default one, from which CUDA graphs cannot be captured.
+
+        Enter it before `Strategy.setup`: work that waits for the default stream cannot be captured either, and the gradients of
+        a DDP module made on the default stream do.
+        """
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             yield
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def autocast(self) -> torch.autocast:
-        """Mixed precision for the forward pass; a no-op with precision=float32."""
+        """Return the context of mixed precision for the forward pass; it does nothing with precision=float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     @property
-    def store(self) -> dist.Store:
-        """The key-value store that torchrun's agent keeps; reachable before any process group exists."""
+    def store(self) -> Store:
+        """The key-value store of the ranks; it can be used before the process group is open."""
         if self._store is None:
             if self.world_size == 1 and "MASTER_ADDR" not in os.environ:
-                self._store = dist.HashStore()
+                self._store = HashStore()
             else:
                 store, _, _ = next(rendezvous("env://", timeout=self.timeout))
-                # The agent's store outlives a restart, and so do the dead ranks' addresses in it: one prefix an attempt.
-                # Attempts are counted per agent, so over several nodes the count is no common name.
+                # The agent's store outlives a restart, with the dead ranks' addresses in it, so each attempt has a prefix.
+                # Each agent counts its own attempts, so on several nodes the counts may differ.
                 attempt = 0 if self.several_nodes else env_int("TORCHELASTIC_RESTART_COUNT", 0)
-                self._store = dist.PrefixStore(f"attempt_{attempt}", store)
+                self._store = PrefixStore(f"attempt_{attempt}", store)
         return self._store
 
-    def agree(self, key: str, decide: Callable[[], str | None], per_node: bool = False) -> str | None:
-        """Runs `decide` on rank 0 (`per_node`: on the first rank of each machine) and returns its answer on every rank.
+    def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
+        """Run `decide` on one rank and return its answer on every rank. Collective; it does not need the process group.
 
-        Works before the process group is open. A ConfigError of the decider is raised on all ranks.
+        Args:
+            key: Name of the question in the store.
+            decide: Returns the answer.
+            per_node: Whether `decide` runs on the first rank of each machine, for the ranks of that machine, or only on rank 0.
+
+        Raises:
+            ConfigError: `decide` raised it on the rank where it ran.
         """
         if self.world_size == 1:
             return decide()
         self._questions += 1
-        key = f"{key}/{self._questions}"  # so that the same question can be asked again
+        key = f"{key}/{self._questions}"  # the same key may be used again
         if per_node:
             key = f"{key}/{env_int('GROUP_RANK', 0)}"
         if (self.local_rank if per_node else self.rank) == 0:
@@ -190,9 +215,10 @@ class Runtime:
         return answer["value"]
 
     def collect(self, key: str, value: str) -> list[str] | None:
-        """What the ranks passed as `value`, in order of rank, on rank 0; None on the others, which do not wait.
+        """Gather one string per rank on rank 0. Collective; it does not need the process group.
 
-        Works before the process group is open.
+        Returns:
+            The values in order of rank on rank 0; None on the other ranks, which do not wait.
         """
         if self.world_size == 1:
             return [value]
@@ -205,13 +231,13 @@ class Runtime:
         return [answer.decode() for answer in self.store.multi_get(keys)]
 
     def open_group(self) -> None:
-        """Opens the process group, unless it is open: NCCL between GPUs, gloo between CPUs."""
+        """Open the process group if it is not open: NCCL between GPUs, gloo between CPUs."""
         if dist.is_initialized():
             return
         cuda = self.device.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore("group", self.store),
+            store=PrefixStore("group", self.store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -219,10 +245,13 @@ class Runtime:
         )
 
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
-        """Lays the ranks on named axes, the last one running fastest: {"dp": 2, "pp": 2} has the pipelines 0-1 and 2-3.
+        """Return a device mesh over all ranks. Collective; it needs the process group.
 
-        The groups are made here and not by `init_device_mesh`, which would give them torch's own timeout of up to 30 minutes.
-        Collective; in an open group.
+        The last axis varies fastest: {"dp": 2, "pp": 2} has the pipelines of ranks 0-1 and 2-3. The groups are made here and
+        not by `init_device_mesh`, which would give them torch's default timeout of up to 30 minutes.
+
+        Args:
+            axes: Size of each axis by name; the product is the world size.
         """
         ranks = torch.arange(math.prod(axes.values())).reshape(*axes.values())
         groups = []
@@ -235,7 +264,7 @@ class Runtime:
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over all ranks, in place."""
+        """Sum `tensor` over all ranks in place, and return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -243,11 +272,11 @@ class Runtime:
     def __enter__(self) -> "Runtime":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
-        # Only after success: an error's frames keep objects alive that hold the group.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        # Only after success: the frames in an error's traceback keep objects alive that refer to the group.
         if kind is None and dist.is_initialized():
-            gc.collect()  # what holds the group in a cycle of references must go before it, too
+            gc.collect()  # objects in reference cycles that refer to the group must be freed first
             dist.destroy_process_group()
         if isinstance(error, ConfigError) and self.rank == 0 and self.world_size > 1 and not self.agent_keeps_store:
-            time.sleep(LAST_WORDS)  # the others read the reason from the store that ends here
+            time.sleep(STORE_GRACE)  # the store closes with this process
         self._store = None

@@ -1,5 +1,8 @@
-"""What became of a launch: outcome.py LAUNCH [train.py's words] prints the status that this launch, by torchrun's run id, has
-left in the run directory that the words name. For train.sbatch; torch is not loaded, which takes seconds on a busy disk."""
+"""Print the outcome of a launch, for train.sbatch.
+
+outcome.py LAUNCH [OVERRIDE...] prints the status that the launch with torchrun's run id LAUNCH recorded in the run directory that
+the overrides of train.py determine. It does not load torch, which takes seconds on a busy disk.
+"""
 
 import json
 import re
@@ -12,15 +15,15 @@ ROOT = Path(__file__).resolve().parents[2]
 WHERE = re.compile(r"\+{0,2}(name|runs_dir|experiment)=")
 
 
-def outcome(launch: str, words: list[str]) -> str:
-    """`status` of its status.json; "none" where this launch has written no status."""
+def outcome(launch: str, overrides: list[str]) -> str:
+    """Return the `status` of status.json; "none" if this launch has not written one."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=[word for word in words if WHERE.match(word)])
+        cfg = compose("config", overrides=[override for override in overrides if WHERE.match(override)])
     try:
         record = json.loads(Path(cfg.runs_dir, cfg.name, "status.json").read_text())
     except OSError:
         return "none"
-    return record["status"] if record["launch"] == launch else "none"  # an earlier or another launch's says nothing
+    return record["status"] if record["launch"] == launch else "none"  # another launch wrote it
 
 
 if __name__ == "__main__":

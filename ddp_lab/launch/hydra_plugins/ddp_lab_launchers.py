@@ -1,11 +1,11 @@
-"""How Hydra finds the launchers: it takes plug-ins from a package of this name only, and only what is defined there."""
+"""The launchers as Hydra plug-ins: Hydra looks only in packages called hydra_plugins, and only at classes defined there."""
 
 from ddp_lab.launch import slurm, torchrun
 
 
 class TorchrunLauncher(torchrun.TorchrunLauncher):
-    """hydra/launcher=torchrun"""
+    """The launcher of hydra/launcher=torchrun."""
 
 
 class SlurmLauncher(slurm.SlurmLauncher):
-    """hydra/launcher=slurm"""
+    """The launcher of hydra/launcher=slurm."""
