@@ -229,7 +229,7 @@ def test_another_batch_size_leaves_the_schedule_where_it_is(tmp_path):
 
 
 def test_a_kill_between_a_file_and_its_hash_loses_nothing(tmp_path):
-    """The two renames of write_whole; half a file of another save goes."""
+    """The two renames of write_atomically; half a file of another save goes."""
     train(tmp_path, "cut", "epochs=2")
     whole = train(tmp_path, "whole", "epochs=3")
     folder = tmp_path / "cut" / "checkpoints"
@@ -264,7 +264,7 @@ def test_never_does_not_write_over_a_run(tmp_path):
     line = f"runs_dir={tmp_path} name=mine resume=never"
     ((code, printed),) = run_world(1, refusal_in_world, line)
     assert code == 2
-    assert "already holds a run. Choose another name" in printed
+    assert "already contains a run. Choose another name" in printed
     assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
 
 
@@ -292,14 +292,14 @@ def test_a_damaged_file_is_passed_over_by_name(kind, tmp_path):
     assert_same(whole, train(tmp_path, "run", "epochs=3"), tolerance=0)
     log = (tmp_path / "run" / "train.log").read_text()
     assert f"WARNING {newest} is damaged (" in log
-    assert f"going on from {before}, the newest that is whole" in log
+    assert f"resuming from {before}, the newest valid checkpoint" in log
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3]
     for path in (newest, before):
         damage(kind, path)
     line = f"{' '.join(SMALL)} runs_dir={tmp_path} name=run epochs=4"
     ((code, printed),) = run_world(1, refusal_in_world, line)
     assert code == 2
-    assert "none of the run's checkpoints is whole" in printed
+    assert "none of the run's checkpoints is valid" in printed
     assert all(str(path) in printed for path in (newest, before))
 
 
@@ -309,7 +309,7 @@ def test_one_flipped_byte_of_a_named_file_is_seen(tmp_path):
     damage("flipped", path)
     ((code, printed),) = run_world(1, refusal_in_world, f"{' '.join(SMALL)} runs_dir={tmp_path}/new resume={path}")
     assert code == 2
-    assert f"resume={path}: is damaged: its SHA-256" in printed
+    assert f"resume={path}: the file is damaged: its SHA-256" in printed
     assert not (tmp_path / "new").exists(), "found before a run directory is made"
 
 
@@ -386,8 +386,8 @@ def bad_file(kind: str, folder, good: dict) -> None:
         ("truncated", "cannot be read as a checkpoint"),
         ("text", "cannot be read as a checkpoint"),
         ("empty", "cannot be read as a checkpoint"),
-        ("foreign", "is no checkpoint of ddp_lab; it lacks model, optimizer, progress, scheduler, seed"),
-        ("renamed", "does not fit the model: conv.0.weight is missing in the checkpoint, (16, 3, 3, 3) in the model"),
+        ("foreign", "is not a checkpoint of ddp_lab: it lacks model, optimizer, progress, scheduler, seed"),
+        ("renamed", "does not match the model: conv.0.weight is missing in the checkpoint, (16, 3, 3, 3) in the model"),
     ],
 )
 def test_bad_files_are_refused(kind, message, tmp_path):

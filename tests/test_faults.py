@@ -108,11 +108,11 @@ def test_an_elastic_restart_of_a_cut_model_ends_the_same(strategy, tmp_path):
 
 
 TOLD = {  # the kind and a part of the message
-    "crash": ("lost_rank", "is gone without a word"),
-    "segfault": ("lost_rank", "is gone without a word"),
-    "exit": ("lost_rank", "is gone without a word"),
+    "crash": ("lost_rank", "exited without reporting an error"),
+    "segfault": ("lost_rank", "exited without reporting an error"),
+    "exit": ("lost_rank", "exited without reporting an error"),
     "raise": ("exception", "RuntimeError: injected by inject=raise@rank=1,step=8"),
-    "hang": ("hang", "stands still for"),
+    "hang": ("hang", "hangs: no progress for"),
 }
 
 
@@ -142,7 +142,7 @@ def test_a_frozen_rank_is_named(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(frozen["pid"], signal.SIGKILL)
     assert code == 1, output
-    assert "holds up the others" in failure(tmp_path / "frozen")["message"]
+    assert "stalls the other ranks" in failure(tmp_path / "frozen")["message"]
     assert failure(tmp_path / "frozen")["kind"] == "hang"
     assert failure(tmp_path / "frozen")["rank"] == 1
 
@@ -186,7 +186,7 @@ def test_drifting_replicas_are_named(tmp_path):
     line = words(tmp_path, "drifting", "check_replicas=2", "strategy._target_=crash.Drifting")
     code, output = launch(DDP, *line)
     assert code == 1, output
-    said = "the replicas have drifted apart: behind step 8 head.1.bias is not the same on replicas 0 and 1"
+    said = "the replicas have drifted apart: after step 8 head.1.bias differs between replicas 0 and 1"
     assert output.split("Root Cause")[1].count(said) == 1, output
     assert failure(tmp_path / "drifting")["kind"] == "replicas_drifted"
 
@@ -254,7 +254,7 @@ def test_a_batch_without_a_finite_loss_can_be_left_out(line, tmp_path):
     )
     assert code == 0, output
     assert "the loss of step 8" in output
-    assert output.count("was left out (on_nan=skip)") == 1
+    assert output.count("its gradient counts as zero (on_nan=skip)") == 1
     state = newest(tmp_path / "skipped")
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
     assert [record["epoch"] for record in read_metrics(tmp_path / "skipped")] == [1, 2, 3]
@@ -296,7 +296,7 @@ def test_ctrl_c_loses_nothing(line, code, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     ended, output = finish(process, timeout=60)
     assert ended == code, output
-    assert "start the same line with name=mine" in output
+    assert "run the same command with name=mine" in output
     assert status(tmp_path / "mine")["status"] == "preempted"
     assert newest(tmp_path / "mine")["progress"]["step"] == status(tmp_path / "mine")["step"]
 
@@ -350,7 +350,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(choice, tmp_path):
     code, output = launch(DDP, *line)
     good = tmp_path / "full" / "checkpoints" / f"step_{STEPS:08d}.pt"
     assert "No space left on device" in output
-    assert f"the last good checkpoint is {good}" in output
+    assert f"the last valid checkpoint is {good}" in output
     assert good.exists()
     assert not list(good.parent.glob("*.tmp"))
     assert code == (1 if choice == "stop" else 0), output
