@@ -1,4 +1,4 @@
-"""Strategies with faults that cannot be injected from outside."""
+"""Strategies with faults that `inject` cannot produce."""
 
 import time
 
@@ -8,7 +8,7 @@ from ddp_lab.strategies.ddp import DDP
 
 
 class Drifting(DDP):
-    """On rank 1 one weight is another from step 7 on, as by a flipped bit."""
+    """DDP in which one weight of rank 1 changes before step 7, as by a flipped bit."""
 
     steps = 0
 
@@ -21,7 +21,7 @@ class Drifting(DDP):
 
 
 class Lazy(DDP):
-    """Rank 1 takes part in every third step only, as by a bug that makes its epochs shorter than the others'."""
+    """DDP in which rank 1 takes part only in every third step after the sixth, as by a bug that makes its epochs shorter."""
 
     steps = 0
 
@@ -35,7 +35,7 @@ class Lazy(DDP):
 
 
 class Straggling(DDP):
-    """Rank 1 sleeps before every step, as by a slower machine."""
+    """DDP in which rank 1 sleeps before every step, as on a slower machine."""
 
     def forward_backward(self, inputs, targets, count, accumulate=1):
         if self.dp_rank == 1:

@@ -1,4 +1,4 @@
-"""Resuming: exact, from any strategy to any other, and never from a file that is none."""
+"""Resuming is exact, works between any two strategies, and refuses damaged and foreign files."""
 
 import copy
 import json
@@ -27,10 +27,11 @@ from ddp_lab.training.schedule import cosine, make_scheduler
 from ddp_lab.world.runtime import Runtime
 
 
-def train(tmp_path, name: str, *overrides: str, ranks: int = 1) -> dict:
-    """With a constant learning rate, so that a run is the beginning of one with more epochs."""
-    words = [*SMALL, "scheduler=constant", f"runs_dir={tmp_path}", f"name={name}", *overrides]
-    run_world(ranks, main_in_world, *words)
+def train(tmp_path, name: str, *more: str, ranks: int = 1) -> dict:
+    """Train a small model and return its newest checkpoint. The learning rate is constant, so that a longer run begins with the
+    same steps."""
+    overrides = [*SMALL, "scheduler=constant", f"runs_dir={tmp_path}", f"name={name}", *more]
+    run_world(ranks, main_in_world, *overrides)
     newest = sorted((tmp_path / name / "checkpoints").glob("step_*.pt"))[-1]
     return torch.load(newest, weights_only=True)
 
@@ -63,7 +64,7 @@ def test_resumed_run_is_bit_identical(tmp_path):
         (("ddp_pipeline", 4), ("fsdp", 2)),
     ],
 )
-def test_any_strategy_resumes_any_other(first, second, tmp_path):
+def test_strategy_resumes_the_run_of_another(first, second, tmp_path):
     straight = train(tmp_path, "straight", "epochs=3")
     train(tmp_path, "moved", "epochs=1", f"strategy={first[0]}", ranks=first[1])
     moved = train(tmp_path, "moved", "epochs=3", f"strategy={second[0]}", ranks=second[1])
@@ -71,8 +72,8 @@ def test_any_strategy_resumes_any_other(first, second, tmp_path):
     assert [record["world_size"] for record in read_metrics(tmp_path / "moved")] == [first[1], second[1], second[1]]
 
 
-CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}  # by every launch
-MOVES = {  # each writes checkpoints, and each goes on from every other's: the case and its ranks
+CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}  # files that every launch changes
+MOVES = {  # each writes a checkpoint, and each resumes from every other one: the case and its ranks
     "single@1": (Case(Single, epochs=2), 1),
     "scratch@2": (scratch(epochs=2), 2),
     "ddp@4": (ddp(epochs=2), 4),
@@ -84,15 +85,15 @@ MOVES = {  # each writes checkpoints, and each goes on from every other's: the c
 
 
 class Moved(NamedTuple):
-    """The outcomes, on each rank, of two epochs without a break and of those that took over after the first."""
+    """The outcomes on each rank of two epochs without an interruption, and of runs that resumed after the first epoch."""
 
     straight: dict[str, list[Outcome]]
-    files: dict[str, dict]  # what the first wrote after epoch 1
+    files: dict[str, dict]  # the checkpoint after epoch 1
     resumed: dict[tuple[str, str], list[Outcome]]  # by source and target
 
 
 def run_by_size(cases: dict) -> dict:
-    """The outcomes on each rank of cases given with their ranks, in one world for each number of ranks."""
+    """Run each case on its number of ranks, with one world for all cases of a size. Return the outcomes of its ranks."""
     outcomes = {}
     for size in sorted({ranks for _, ranks in cases.values()}):
         here = {key: case for key, (case, ranks) in cases.items() if ranks == size}
@@ -117,11 +118,11 @@ def moved(tmp_path_factory) -> Moved:
 
 
 @pytest.mark.parametrize("source", MOVES)
-def test_every_strategy_writes_singles_checkpoint(source, moved):
+def test_every_strategy_writes_the_same_checkpoint_as_single(source, moved):
     written, expected = moved.files[source], moved.files["single@1"]
     assert written["model"].keys() == expected["model"].keys()
     assert written["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-    groups, expected_groups = (  # tp's foreach is another: how a step is computed, which a resume leaves to the launch
+    groups, expected_groups = (  # tp needs another `foreach`, which is how a step is computed and no part of its state
         [{key: value for key, value in group.items() if key != "foreach"} for group in state["optimizer"]["param_groups"]]
         for state in (written, expected)
     )
@@ -131,18 +132,18 @@ def test_every_strategy_writes_singles_checkpoint(source, moved):
 
 @pytest.mark.parametrize("target", MOVES)
 @pytest.mark.parametrize("source", MOVES)
-def test_every_strategy_goes_on_from_every_other(source, target, moved):
-    """At the weights, momentum and sums of `single` in one go, and all ranks agree."""
+def test_every_strategy_resumes_from_every_other(source, target, moved):
+    """The end is that of `single` without an interruption in weights, momentum and sums, and the same on all ranks."""
     reference = moved.straight["single@1"][0]
     first, *others = moved.resumed[source, target]
-    assert len(first.sums) == 1, "it began anew"
+    assert len(first.sums) == 1, "it started from the beginning"
     assert_equal(first, replace(reference, sums=reference.sums[1:]))
     for outcome in others:
         assert outcome.sums == first.sums
         assert outcome.evaluation == first.evaluation
 
 
-def test_a_finished_run_is_left_alone(tmp_path):
+def test_finished_run_is_not_changed(tmp_path):
     train(tmp_path, "done", "epochs=2")
     before = {
         path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name not in CHANGING
@@ -153,15 +154,15 @@ def test_a_finished_run_is_left_alone(tmp_path):
     assert "nothing to do" in (tmp_path / "done" / "train.log").read_text()
 
 
-def test_a_run_cut_before_its_last_checkpoint_ends_the_same(tmp_path):
-    """As after a kill between the record and the checkpoint of the last epoch; with a schedule over the whole run."""
-    words = "epochs=3", "scheduler=cosine", "warmup_epochs=0.5"
-    whole = train(tmp_path, "cut", *words)
+def test_run_without_its_last_checkpoint_ends_the_same(tmp_path):
+    """As after a kill between the metrics and the checkpoint of the last epoch; with a schedule over the whole run."""
+    overrides = "epochs=3", "scheduler=cosine", "warmup_epochs=0.5"
+    whole = train(tmp_path, "cut", *overrides)
     records = read_metrics(tmp_path / "cut")
     (tmp_path / "cut" / "checkpoints" / "step_00000015.pt").unlink()
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 4, "train_l')
-    assert_same(whole, train(tmp_path, "cut", *words), tolerance=0)
+    assert_same(whole, train(tmp_path, "cut", *overrides), tolerance=0)
     again = read_metrics(tmp_path / "cut")
     assert [record["epoch"] for record in again] == [1, 2, 3]
     rates = [record["lr"] for record in records]
@@ -169,7 +170,7 @@ def test_a_run_cut_before_its_last_checkpoint_ends_the_same(tmp_path):
     assert 0.01 > rates[0] > rates[1] > rates[2] > 0
 
 
-def test_resume_from_a_path_into_a_new_run(tmp_path):
+def test_resume_from_a_path_starts_a_new_run(tmp_path):
     train(tmp_path, "old", "epochs=2")
     path = tmp_path / "old" / "checkpoints" / "step_00000010.pt"
     continued = train(tmp_path, "new", "epochs=3", f"resume={path}")
@@ -179,7 +180,7 @@ def test_resume_from_a_path_into_a_new_run(tmp_path):
     assert "config/text_summary" in tags["tensors"]
 
 
-def test_an_older_path_under_the_same_name_leaves_the_later_branch(tmp_path):
+def test_resume_from_an_older_path_removes_later_checkpoints_and_metrics(tmp_path):
     train(tmp_path, "old", "epochs=2")
     train(tmp_path, "run", "epochs=5")
     path = tmp_path / "old" / "checkpoints" / "step_00000010.pt"
@@ -191,7 +192,7 @@ def test_an_older_path_under_the_same_name_leaves_the_later_branch(tmp_path):
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_a_new_learning_rate_counts_after_a_resume(tmp_path):
+def test_new_learning_rate_applies_after_a_resume(tmp_path):
     train(tmp_path, "faster", "epochs=1")
     train(tmp_path, "faster", "epochs=2", "optimizer.lr=0.02")
     assert [record["lr"] for record in read_metrics(tmp_path / "faster")] == [0.01, 0.02]
@@ -210,19 +211,19 @@ def test_a_new_learning_rate_counts_after_a_resume(tmp_path):
         ),
     ],
 )
-def test_momentum_may_come_and_go(strategy, ranks, first, second, tmp_path):
-    """SGD without momentum keeps no state."""
-    words = ["model=lenet", "strategy.tp=2", "strategy.plan={fc2:replicate}"] if strategy == "tp" else ["model=lenet"]
-    train(tmp_path, "moved", "epochs=1", f"strategy={strategy}", f"optimizer.momentum={first}", *words, ranks=ranks)
+def test_momentum_may_be_added_or_removed_on_resume(strategy, ranks, first, second, tmp_path):
+    """SGD without momentum has no state."""
+    more = ["model=lenet", "strategy.tp=2", "strategy.plan={fc2:replicate}"] if strategy == "tp" else ["model=lenet"]
+    train(tmp_path, "moved", "epochs=1", f"strategy={strategy}", f"optimizer.momentum={first}", *more, ranks=ranks)
     train(tmp_path, "one", "epochs=1", f"optimizer.momentum={first}", "model=lenet")
-    moved = train(tmp_path, "moved", "epochs=2", f"strategy={strategy}", f"optimizer.momentum={second}", *words, ranks=ranks)
+    moved = train(tmp_path, "moved", "epochs=2", f"strategy={strategy}", f"optimizer.momentum={second}", *more, ranks=ranks)
     one = train(tmp_path, "one", "epochs=2", f"optimizer.momentum={second}", "model=lenet")
     for name, tensor in one["model"].items():
         assert torch.allclose(tensor, moved["model"][name], rtol=0, atol=1e-6), name
 
 
-def test_another_batch_size_leaves_the_schedule_where_it_is(tmp_path):
-    """It is half through after half the epochs, not after half the steps."""
+def test_another_batch_size_keeps_the_position_in_the_schedule(tmp_path):
+    """The schedule is halfway after half of the epochs, not after half of the steps."""
     train(tmp_path, "moved", "epochs=2", "scheduler=cosine", "batch_size=4")
     train(tmp_path, "moved", "epochs=4", "scheduler=cosine", "batch_size=50")
     train(tmp_path, "whole", "epochs=4", "scheduler=cosine", "batch_size=50")
@@ -231,15 +232,15 @@ def test_another_batch_size_leaves_the_schedule_where_it_is(tmp_path):
     assert moved[2] > 0.001
 
 
-def test_a_kill_between_a_file_and_its_hash_loses_nothing(tmp_path):
-    """The two renames of write_whole; half a file of another save goes."""
+def test_kill_between_a_file_and_its_hash_loses_nothing(tmp_path):
+    """Between the two renames of write_atomically. A partial file of another save is removed."""
     train(tmp_path, "cut", "epochs=2")
     whole = train(tmp_path, "whole", "epochs=3")
     folder = tmp_path / "cut" / "checkpoints"
     digest = folder / "step_00000010.pt.sha256"
     digest.rename(folder / "step_00000010.sha256.tmp")
     digest.write_text(f"{64 * '0'}  step_00000010.pt\n")  # of an earlier file under that name
-    (folder / "step_00000011.tmp").write_bytes(b"half")
+    (folder / "step_00000011.tmp").write_bytes(b"partial")
     assert_same(whole, train(tmp_path, "cut", "epochs=3"), tolerance=0)
     log = (tmp_path / "cut" / "train.log").read_text()
     assert "resumed from" in log
@@ -261,13 +262,13 @@ def test_tensorboard_has_every_epoch_once_after_a_resume(tmp_path):
     assert [event.step for event in events] == [1, 2, 3, 4]
 
 
-def test_never_does_not_write_over_a_run(tmp_path):
+def test_resume_never_does_not_overwrite_a_run(tmp_path):
     train(tmp_path, "mine", "epochs=1")
     before = (tmp_path / "mine" / "metrics.jsonl").read_text()
     line = f"runs_dir={tmp_path} name=mine resume=never"
     ((code, printed),) = run_world(1, refusal_in_world, line)
     assert code == 2
-    assert "already holds a run. Choose another name" in printed
+    assert "already contains a run. Choose another name" in printed
     assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
 
 
@@ -288,35 +289,35 @@ def damage(kind: str, path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "foreign", "half-deleted", "lost"])
-def test_a_damaged_file_is_passed_over_by_name(kind, tmp_path):
+def test_damaged_file_is_named_and_the_previous_one_resumed(kind, tmp_path):
     whole = train(tmp_path, "run", "epochs=3")
     newest, before = (tmp_path / "run" / "checkpoints" / f"step_000000{step}.pt" for step in (15, 10))
     damage(kind, newest)
     assert_same(whole, train(tmp_path, "run", "epochs=3"), tolerance=0)
     log = (tmp_path / "run" / "train.log").read_text()
     assert f"WARNING {newest} is damaged (" in log
-    assert f"going on from {before}, the newest that is whole" in log
+    assert f"resuming from {before}, the newest valid checkpoint" in log
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3]
     for path in (newest, before):
         damage(kind, path)
     line = f"{' '.join(SMALL)} runs_dir={tmp_path} name=run epochs=4"
     ((code, printed),) = run_world(1, refusal_in_world, line)
     assert code == 2
-    assert "none of the run's checkpoints is whole" in printed
+    assert "none of the run's checkpoints is valid" in printed
     assert all(str(path) in printed for path in (newest, before))
 
 
-def test_one_flipped_byte_of_a_named_file_is_seen(tmp_path):
+def test_flipped_byte_in_a_named_file_is_refused(tmp_path):
     train(tmp_path, "good", "epochs=1")
     path = tmp_path / "good" / "checkpoints" / "step_00000005.pt"
     damage("flipped", path)
     ((code, printed),) = run_world(1, refusal_in_world, f"{' '.join(SMALL)} runs_dir={tmp_path}/new resume={path}")
     assert code == 2
-    assert f"resume={path}: is damaged: its SHA-256" in printed
-    assert not (tmp_path / "new").exists(), "found before a run directory is made"
+    assert f"resume={path}: the file is damaged: its SHA-256" in printed
+    assert not (tmp_path / "new").exists(), "the damage must be found before a run directory is made"
 
 
-def test_the_hash_is_what_sha256sum_checks(tmp_path):
+def test_hash_file_passes_sha256sum(tmp_path):
     train(tmp_path, "good", "epochs=1")
     folder = tmp_path / "good" / "checkpoints"
     checked = subprocess.run(["sha256sum", "-c", "step_00000005.pt.sha256"], cwd=folder, capture_output=True, text=True)
@@ -324,7 +325,7 @@ def test_the_hash_is_what_sha256sum_checks(tmp_path):
 
 
 def save_on_a_slow_disk(folder) -> tuple[list[float], dict, dict]:
-    """Seconds that two saves take of training's time, the weights at the first, and what its file holds at last."""
+    """Save twice. Return the seconds that each save blocks training, the weights at the first one, and those in its file."""
     fsync = os.fsync
     os.fsync = lambda file: (time.sleep(1.0), fsync(file))
     runtime = Runtime("cpu")
@@ -342,15 +343,15 @@ def save_on_a_slow_disk(folder) -> tuple[list[float], dict, dict]:
         seconds.append(time.perf_counter() - start)
         with torch.no_grad():
             for parameter in strategy.parameters():
-                parameter.add_(1.0)  # training goes on while the file is being written
+                parameter.add_(1.0)  # training continues while the file is being written
     checkpoints.wait()
     return seconds, weights, torch.load(folder / "step_00000001.pt")["model"]
 
 
 def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path):
     ((seconds, weights, written),) = run_world(1, save_on_a_slow_disk, tmp_path)
-    assert seconds[0] < 0.5, "a file takes 2 s and more of this disk"
-    assert seconds[1] > 1.5, "the second waits for the first: one at a time"
+    assert seconds[0] < 0.5, "writing a file to this disk takes 2 s and more"
+    assert seconds[1] > 1.5, "the second save must wait for the first"
     assert all(torch.equal(tensor, written[name]) for name, tensor in weights.items())
 
 
@@ -389,8 +390,8 @@ def bad_file(kind: str, folder, good: dict) -> None:
         ("truncated", "cannot be read as a checkpoint"),
         ("text", "cannot be read as a checkpoint"),
         ("empty", "cannot be read as a checkpoint"),
-        ("foreign", "is no checkpoint of ddp_lab; it lacks model, optimizer, progress, scheduler, seed"),
-        ("renamed", "does not fit the model: conv.0.weight is missing in the checkpoint, (16, 3, 3, 3) in the model"),
+        ("foreign", "is not a checkpoint of ddp_lab: it lacks model, optimizer, progress, scheduler, seed"),
+        ("renamed", "does not match the model: conv.0.weight is missing in the checkpoint, (16, 3, 3, 3) in the model"),
     ],
 )
 def test_bad_files_are_refused(kind, message, tmp_path):
@@ -404,7 +405,7 @@ def test_bad_files_are_refused(kind, message, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_only_whole_files_and_the_last_two(tmp_path):
+def test_only_the_last_two_checkpoints_are_kept(tmp_path):
     train(tmp_path, "many", "epochs=5")
     names = sorted(path.name for path in (tmp_path / "many" / "checkpoints").iterdir())
     assert names == [f"step_000000{step}.pt{end}" for step in (20, 25) for end in ("", ".sha256")]

@@ -1,6 +1,6 @@
-"""Faults in real processes: what is left of a run, what is told, and that nothing hangs.
+"""Faults in real processes: what remains of a run, what is reported, and that nothing hangs.
 
-The faults are those that users can inject (ddp_lab/resilience/fault_injection.py), or real signals from outside.
+The faults are injected (ddp_lab/resilience/fault_injection.py) or real signals.
 """
 
 import contextlib
@@ -19,10 +19,11 @@ from launches import NARROW, SMALL, finish, launch, read_metrics, start
 from ddp_lab.resilience.watchdog import Watchdog, suspicion
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
-STEPS = 5  # an epoch of SMALL has
+STEPS = 5  # per epoch of SMALL
 
 
-def words(tmp_path: Path, name: str, *more: str) -> list[str]:
+def overrides(tmp_path: Path, name: str, *more: str) -> list[str]:
+    """Return the Hydra overrides of a small run of three epochs."""
     return [*SMALL, "epochs=3", f"runs_dir={tmp_path}", f"name={name}", *more]
 
 
@@ -39,7 +40,7 @@ def failure(run_dir: Path) -> dict:
 
 
 def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
-    """The same weights and momentum, and one record for each epoch with the same numbers."""
+    """Check that weights, momentum and the metrics of each epoch are equal, and that each epoch has one record."""
     one, two = newest(run_dir), newest(other)
     assert one["progress"]["step"] == two["progress"]["step"] == 3 * STEPS
     for name, tensor in one["model"].items():
@@ -53,17 +54,17 @@ def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[int, Path]:
-    """The run directories of whole runs, by number of ranks."""
+    """Return the directories of runs without faults, by number of ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     for line, name in (("python train.py", "1"), (DDP, "2"), (DDP.replace("=2", "=4"), "4")):
-        code, output = launch(line, *words(folder, f"run-{name}"))
+        code, output = launch(line, *overrides(folder, f"run-{name}"))
         assert code == 0, output
     return {size: folder / f"run-{size}" for size in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5, 6, 8, pytest.param(15, marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_step_ends_the_same(step, tmp_path, undisturbed):
-    line = words(tmp_path, "killed", "checkpoint.every_steps=2", f"inject=crash@rank=0,step={step}")
+def test_run_killed_at_any_step_resumes_to_the_same_end(step, tmp_path, undisturbed):
+    line = overrides(tmp_path, "killed", "checkpoint.every_steps=2", f"inject=crash@rank=0,step={step}")
     code, _ = launch("python train.py", *line)
     assert code == -signal.SIGKILL
     code, output = launch("python train.py", *line)
@@ -71,12 +72,12 @@ def test_a_run_killed_at_any_step_ends_the_same(step, tmp_path, undisturbed):
     assert_same_end(tmp_path / "killed", undisturbed[1])
 
 
-def test_it_goes_on_in_mid_epoch_with_other_ranks_and_another_strategy(tmp_path, undisturbed):
-    line = words(tmp_path, "moved", "checkpoint.every_steps=1")
+def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undisturbed):
+    line = overrides(tmp_path, "moved", "checkpoint.every_steps=1")
     assert launch("python train.py", *line, "inject=crash@rank=0,step=4")[0] == -signal.SIGKILL
     code, output = launch(DDP, *line, "data.loader=workers", "inject=raise@rank=1,step=8")
     assert code == 1
-    # Not surely step 3: the file of a step is written while the next one computes.
+    # Not always step 3: the file of a step is written while the next step computes.
     assert re.search(r"resumed from .*: epoch 1, (24|48|72) samples into it, step [123]$", output, re.MULTILINE), output
     code, output = launch("torchrun --standalone --nproc_per_node=3 train.py strategy=scratch", *line)
     assert code == 0, output
@@ -85,10 +86,10 @@ def test_it_goes_on_in_mid_epoch_with_other_ranks_and_another_strategy(tmp_path,
 
 
 @pytest.mark.parametrize(("fault", "ranks"), [("crash", 4), pytest.param("segfault", 2, marks=pytest.mark.slow), ("raise", 2)])
-def test_an_elastic_restart_ends_the_same(fault, ranks, tmp_path, undisturbed):
-    """With more than two ranks the order of addition counts, too."""
+def test_elastic_restart_ends_with_the_same_weights(fault, ranks, tmp_path, undisturbed):
+    """With more than two ranks the order of addition affects the sum, and must be the same after the restart."""
     line = DDP.replace("--standalone --nproc_per_node=2", f"--standalone --max-restarts=3 --nproc_per_node={ranks}")
-    code, output = launch(line, *words(tmp_path, "restarted", "checkpoint.every_steps=2", f"inject={fault}@rank=1,step=8"))
+    code, output = launch(line, *overrides(tmp_path, "restarted", "checkpoint.every_steps=2", f"inject={fault}@rank=1,step=8"))
     assert code == 0, output
     assert "started again after error: rank 1 on" in output
     assert status(tmp_path / "restarted")["status"] == "finished"
@@ -98,32 +99,32 @@ def test_an_elastic_restart_ends_the_same(fault, ranks, tmp_path, undisturbed):
 @pytest.mark.parametrize(
     "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp strategy.tp=2", "fsdp"))]
 )
-def test_an_elastic_restart_of_a_cut_model_ends_the_same(strategy, tmp_path):
+def test_elastic_restart_of_a_sharded_model_ends_with_the_same_weights(strategy, tmp_path):
     """`resume=never` is for the first start alone."""
     line = f"torchrun --standalone --max-restarts=1 --nproc_per_node=2 train.py strategy={strategy}"
     for name, more in (("whole", ()), ("cut", ("checkpoint.every_steps=2", "resume=never", "inject=crash@rank=1,step=8"))):
-        code, output = launch(line, *words(tmp_path, name, *more))
+        code, output = launch(line, *overrides(tmp_path, name, *more))
         assert code == 0, output
     assert "started again after error: rank 1 on" in output
     assert_same_end(tmp_path / "cut", tmp_path / "whole")
 
 
-TOLD = {  # the kind and a part of the message
-    "crash": ("lost_rank", "is gone without a word"),
-    "segfault": ("lost_rank", "is gone without a word"),
-    "exit": ("lost_rank", "is gone without a word"),
+REPORTS = {  # by fault: the kind in failure.json and a part of the message
+    "crash": ("lost_rank", "exited without reporting an error"),
+    "segfault": ("lost_rank", "exited without reporting an error"),
+    "exit": ("lost_rank", "exited without reporting an error"),
     "raise": ("exception", "RuntimeError: injected by inject=raise@rank=1,step=8"),
-    "hang": ("hang", "stands still for"),
+    "hang": ("hang", "hangs: no progress for"),
 }
 
 
-@pytest.mark.parametrize("fault", TOLD)
-def test_the_first_failure_is_told_once_and_nothing_hangs(fault, tmp_path):
+@pytest.mark.parametrize("fault", REPORTS)
+def test_first_failure_is_reported_once_and_nothing_hangs(fault, tmp_path):
     started = time.monotonic()
-    code, output = launch(DDP, *words(tmp_path, "failed", "timeout=5", f"inject={fault}@rank=1,step=8"))
+    code, output = launch(DDP, *overrides(tmp_path, "failed", "timeout=5", f"inject={fault}@rank=1,step=8"))
     assert time.monotonic() - started < 40
     assert code == 1
-    record, (kind, said) = failure(tmp_path / "failed"), TOLD[fault]
+    record, (kind, said) = failure(tmp_path / "failed"), REPORTS[fault]
     assert (record["kind"], record["rank"], record["epoch"], record["step"]) == (kind, 1, 2, 8)
     assert said in record["message"]
     assert [other["rank"] for other in record["others"]] == [0]
@@ -132,9 +133,9 @@ def test_the_first_failure_is_told_once_and_nothing_hangs(fault, tmp_path):
     assert status(tmp_path / "failed").items() >= {"status": "failed", "epoch": 2, "step": 8}.items()
 
 
-def test_a_frozen_rank_is_named(tmp_path):
-    """It can say nothing itself."""
-    process = start(DDP, *words(tmp_path, "frozen", "timeout=5", "epochs=100000"))
+def test_frozen_rank_is_named(tmp_path):
+    """A suspended process cannot report anything itself."""
+    process = start(DDP, *overrides(tmp_path, "frozen", "timeout=5", "epochs=100000"))
     frozen = wait_for(tmp_path / "frozen" / "ranks" / "1.json", lambda record: record["step"] > 10)
     os.kill(frozen["pid"], signal.SIGSTOP)
     try:
@@ -143,13 +144,13 @@ def test_a_frozen_rank_is_named(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(frozen["pid"], signal.SIGKILL)
     assert code == 1, output
-    assert "holds up the others" in failure(tmp_path / "frozen")["message"]
+    assert "stalls the other ranks" in failure(tmp_path / "frozen")["message"]
     assert failure(tmp_path / "frozen")["kind"] == "hang"
     assert failure(tmp_path / "frozen")["rank"] == 1
 
 
-def test_a_rank_frozen_behind_a_collective_is_suspected_and_not_who_is_still_in_it():
-    """As seen once: gloo had the sum on rank 1, which was frozen then, and not yet on rank 0."""
+def test_rank_frozen_after_a_collective_is_named_and_not_those_waiting_in_it():
+    """This happened: rank 1 was frozen when gloo had delivered the sum there, but not yet on rank 0."""
     waiting = {"rank": 0, "step": 16, "doing": "loading", "waits": True, "since": 0.0}
     frozen = {"rank": 1, "step": 16, "doing": "deciding", "waits": False, "since": 0.1}
     assert min([waiting, frozen], key=suspicion) is frozen
@@ -157,10 +158,10 @@ def test_a_rank_frozen_behind_a_collective_is_suspected_and_not_who_is_still_in_
     assert min([waiting, frozen, behind], key=suspicion) is behind
 
 
-def test_a_rank_that_loads_for_long_shows_it(tmp_path):
-    """By its thread: the loop writes nothing before a batch is there."""
+def test_heartbeat_of_a_rank_that_loads_for_long_shows_loading(tmp_path):
+    """The watchdog's thread writes it: the loop writes no heartbeat in this phase."""
     run_dir, runtime = SimpleNamespace(path=tmp_path, attempt=0), SimpleNamespace(rank=0, world_size=1)
-    watch = Watchdog(run_dir, runtime, timeout=60).__enter__()  # `with` would end this process by an assertion that fails
+    watch = Watchdog(run_dir, runtime, timeout=60).__enter__()  # with `with`, a failing assertion would exit this process
     try:
         watch.at("training", 1, 7)
         watch.at("loading", 1, 8)
@@ -170,24 +171,24 @@ def test_a_rank_that_loads_for_long_shows_it(tmp_path):
     assert json.loads((tmp_path / "ranks" / "0.json").read_text())["doing"] == "done"
 
 
-def test_a_rank_that_steps_less_often_ends_the_launch(tmp_path):
-    """Its collectives meet the wrong ones of the others, which gloo ends by an abort."""
+def test_rank_with_fewer_steps_ends_the_launch(tmp_path):
+    """Its collectives are matched with others of its peers, and gloo aborts."""
     started = time.monotonic()
-    code, output = launch(DDP, "strategy._target_=crash.Lazy", *words(tmp_path, "lazy", "timeout=5"))
+    code, output = launch(DDP, "strategy._target_=crash.Lazy", *overrides(tmp_path, "lazy", "timeout=5"))
     assert time.monotonic() - started < 40
     assert code == 1, output
     record = failure(tmp_path / "lazy")
     assert record["rank"] == 1
     steps = {place["rank"]: place["step"] for place in [record, *record["others"]]}
-    # Not surely more: the first collective of rank 1 that meets a wrong one may be step 7's exchange of decisions.
-    assert steps[1] >= steps[0] >= 7, "rank 1 left out steps 7 and 8"
+    # Not always greater: the first collective of rank 1 without a counterpart may be step 7's exchange of decisions.
+    assert steps[1] >= steps[0] >= 7, "rank 1 skips the collectives of steps 7 and 8"
 
 
 def test_drifting_replicas_are_named(tmp_path):
-    line = words(tmp_path, "drifting", "check_replicas=2", "strategy._target_=crash.Drifting")
+    line = overrides(tmp_path, "drifting", "check_replicas=2", "strategy._target_=crash.Drifting")
     code, output = launch(DDP, *line)
     assert code == 1, output
-    said = "the replicas have drifted apart: behind step 8 head.1.bias is not the same on replicas 0 and 1"
+    said = "the replicas have drifted apart: after step 8 head.1.bias differs between replicas 0 and 1"
     assert output.split("Root Cause")[1].count(said) == 1, output
     assert failure(tmp_path / "drifting")["kind"] == "replicas_drifted"
 
@@ -203,13 +204,13 @@ SYNC = " ".join(["strategy=ddp", "strategy.batch_norm=sync", *NARROW])
         *(pytest.param(f"strategy={name}", marks=pytest.mark.slow) for name in ("tp strategy.tp=1", "pipeline")),
     ],
 )
-def test_replicas_that_are_replicas_pass(more, tmp_path):
-    code, output = launch(DDP, *words(tmp_path, "same", "check_replicas=1", "epochs=1", *more.split()))
+def test_equal_replicas_pass_check_replicas(more, tmp_path):
+    code, output = launch(DDP, *overrides(tmp_path, "same", "check_replicas=1", "epochs=1", *more.split()))
     assert code == 0, output
 
 
 def wait_for(path: Path, holds, timeout: float = 60) -> dict:
-    """The JSON record, once it is there and as wanted."""
+    """Wait until the JSON file exists and `holds` returns true for its content; return the content."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
@@ -219,11 +220,11 @@ def wait_for(path: Path, holds, timeout: float = 60) -> dict:
         except (OSError, ValueError):
             pass
         time.sleep(0.1)
-    raise AssertionError(f"{path} was not as wanted within {timeout} s")
+    raise AssertionError(f"{path}: the expected content did not appear within {timeout} s")
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_at_one_step(tmp_path):
-    code, output = launch(DDP, *words(tmp_path, "stopped", "inject=nan@rank=1,step=8"))
+def test_loss_not_finite_stops_all_ranks_at_the_same_step(tmp_path):
+    code, output = launch(DDP, *overrides(tmp_path, "stopped", "inject=nan@rank=1,step=8"))
     assert code == 1
     assert "the loss of step 8 (epoch 2) is not finite, on rank 1 first" in output.split("Root Cause")[1]
     records = [json.loads(path.read_text()) for path in (tmp_path / "stopped" / "ranks").glob("*.json")]
@@ -234,9 +235,9 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_one_step(tmp_path):
         assert all(tensor.isfinite().all() for tensor in torch.load(path)["model"].values())
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    """The loss of an epoch's last step is that of the weights before it."""
-    line = words(tmp_path, "ruined", "optimizer.lr=1e38", "data.dataset.train_size=24", "optimizer.weight_decay=1e30")
+def test_weights_not_finite_are_not_saved(tmp_path):
+    """The loss of an epoch's last step does not show it: it was computed with the weights before the step."""
+    line = overrides(tmp_path, "ruined", "optimizer.lr=1e38", "data.dataset.train_size=24", "optimizer.weight_decay=1e30")
     code, output = launch("python train.py", *line)
     assert code == 1
     assert "after step 1 some weights are not finite; they are not saved" in output
@@ -248,14 +249,14 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     "line",
     ["python train.py", DDP, *(pytest.param(DDP.replace("ddp", name), marks=pytest.mark.slow) for name in ("tp", "fsdp"))],
 )
-def test_a_batch_without_a_finite_loss_can_be_left_out(line, tmp_path):
+def test_on_nan_skip_continues_after_a_loss_that_is_not_finite(line, tmp_path):
     code, output = launch(
         line,
-        *words(tmp_path, "skipped", "on_nan=skip", "inject=nan@rank=0,step=8", *NARROW),
+        *overrides(tmp_path, "skipped", "on_nan=skip", "inject=nan@rank=0,step=8", *NARROW),
     )
     assert code == 0, output
     assert "the loss of step 8" in output
-    assert output.count("was left out (on_nan=skip)") == 1
+    assert output.count("its gradient counts as zero (on_nan=skip)") == 1
     state = newest(tmp_path / "skipped")
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
     assert [record["epoch"] for record in read_metrics(tmp_path / "skipped")] == [1, 2, 3]
@@ -263,12 +264,12 @@ def test_a_batch_without_a_finite_loss_can_be_left_out(line, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_preemption_of_one_rank_saves_and_goes_on(number, tmp_path, undisturbed):
-    """One rank is told; all leave at the same step. It is then started again."""
-    line = words(tmp_path, "preempted", "inject=slow@rank=0,step=8")
+def test_preemption_of_one_rank_saves_and_the_run_resumes(number, tmp_path, undisturbed):
+    """One rank receives the signal; all ranks exit after the same step. The run is then started again."""
+    line = overrides(tmp_path, "preempted", "inject=slow@rank=0,step=8")
     process = start(DDP, *line)
-    told = wait_for(tmp_path / "preempted" / "ranks" / "1.json", lambda record: record["step"] == 8)
-    os.kill(told["pid"], number)
+    signalled = wait_for(tmp_path / "preempted" / "ranks" / "1.json", lambda record: record["step"] == 8)
+    os.kill(signalled["pid"], number)
     code, output = finish(process, timeout=60)
     assert code == 0, output
     assert status(tmp_path / "preempted")["status"] == "preempted"
@@ -279,32 +280,32 @@ def test_preemption_of_one_rank_saves_and_goes_on(number, tmp_path, undisturbed)
 
 
 def test_sigterm_to_torchrun_preempts(tmp_path):
-    process = start(DDP, *words(tmp_path, "told", "epochs=100000"))
-    wait_for(tmp_path / "told" / "ranks" / "1.json", lambda record: record["step"] > 10)
+    process = start(DDP, *overrides(tmp_path, "signalled", "epochs=100000"))
+    wait_for(tmp_path / "signalled" / "ranks" / "1.json", lambda record: record["step"] > 10)
     asked = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     finish(process, timeout=60)
     assert time.monotonic() - asked < 30
-    assert status(tmp_path / "told")["status"] == "preempted"
-    assert newest(tmp_path / "told")["progress"]["step"] == status(tmp_path / "told")["step"]
+    assert status(tmp_path / "signalled")["status"] == "preempted"
+    assert newest(tmp_path / "signalled")["progress"]["step"] == status(tmp_path / "signalled")["step"]
 
 
 @pytest.mark.parametrize(("line", "code"), [("python train.py", 75), (DDP, 1)])
-def test_ctrl_c_loses_nothing(line, code, tmp_path):
-    """A terminal sends it to all processes, and torchrun to its ranks again."""
-    process = start(line, *words(tmp_path, "mine", "epochs=100000"))
+def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
+    """A terminal sends SIGINT to all processes, and torchrun sends it to its ranks once more."""
+    process = start(line, *overrides(tmp_path, "mine", "epochs=100000"))
     wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
     os.killpg(process.pid, signal.SIGINT)
     ended, output = finish(process, timeout=60)
     assert ended == code, output
-    assert "start the same line with name=mine" in output
+    assert "run the same command with name=mine" in output
     assert status(tmp_path / "mine")["status"] == "preempted"
     assert newest(tmp_path / "mine")["progress"]["step"] == status(tmp_path / "mine")["step"]
 
 
 def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path, undisturbed):
-    """It leaves within seconds, and the next launch does the evaluation; the epoch's training is not lost."""
-    line = words(tmp_path, "long")
+    """The run exits within seconds and the next launch repeats the evaluation; the epoch's training is not lost."""
+    line = overrides(tmp_path, "long")
     process = start(DDP, *line, "data.dataset.test_size=150000")
     wait_for(tmp_path / "long" / "ranks" / "1.json", lambda record: record["doing"] == "evaluating", 120)
     asked = time.monotonic()
@@ -317,15 +318,17 @@ def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path, undisturbed):
     assert_same_end(tmp_path / "long", undisturbed[2])
 
 
-def test_sigterm_without_torchrun_has_its_exit_code(tmp_path):
-    code, _ = launch("python train.py", *words(tmp_path, "alone", "inject=sigterm@rank=0,step=8"))
+def test_sigterm_without_torchrun_exits_with_75(tmp_path):
+    code, _ = launch("python train.py", *overrides(tmp_path, "alone", "inject=sigterm@rank=0,step=8"))
     assert code == 75
     assert status(tmp_path / "alone")["status"] == "preempted"
 
 
 def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
     """A scheduler sends it to all processes of a launch. The ranks still need batches for the step at which they leave."""
-    process = start("python train.py", *words(tmp_path, "mine", "epochs=100000", "data.loader=workers", "data.num_workers=2"))
+    process = start(
+        "python train.py", *overrides(tmp_path, "mine", "epochs=100000", "data.loader=workers", "data.num_workers=2")
+    )
     wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
     os.killpg(process.pid, signal.SIGTERM)
     code, output = finish(process, timeout=60)
@@ -334,20 +337,20 @@ def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
 
 
 def test_no_rank_outlives_torchrun(tmp_path):
-    process = start(DDP, *words(tmp_path, "orphans", "epochs=100000"))
+    process = start(DDP, *overrides(tmp_path, "orphans", "epochs=100000"))
     pids = [wait_for(tmp_path / "orphans" / "ranks" / f"{rank}.json", lambda r: r["step"] > 10)["pid"] for rank in (0, 1)]
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a rank lives on"
+        assert time.monotonic() < deadline, "a rank is still running"
         time.sleep(0.1)
 
 
-def test_a_second_writer_is_refused(tmp_path):
-    process = start("python train.py", *words(tmp_path, "mine", "inject=hang@rank=0,step=8"))
+def test_second_writer_is_refused(tmp_path):
+    process = start("python train.py", *overrides(tmp_path, "mine", "inject=hang@rank=0,step=8"))
     wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] == 8)
-    code, output = launch("python train.py", *words(tmp_path, "mine"))
+    code, output = launch("python train.py", *overrides(tmp_path, "mine"))
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
     assert code == 2
@@ -356,12 +359,12 @@ def test_a_second_writer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("choice", ["stop", "continue"])
-def test_a_full_disk_leaves_the_last_good_checkpoint(choice, tmp_path):
-    line = words(tmp_path, "full", f"checkpoint.on_error={choice}", "inject=disk_full@rank=0,step=8")
+def test_full_disk_keeps_the_last_valid_checkpoint(choice, tmp_path):
+    line = overrides(tmp_path, "full", f"checkpoint.on_error={choice}", "inject=disk_full@rank=0,step=8")
     code, output = launch(DDP, *line)
     good = tmp_path / "full" / "checkpoints" / f"step_{STEPS:08d}.pt"
     assert "No space left on device" in output
-    assert f"the last good checkpoint is {good}" in output
+    assert f"the last valid checkpoint is {good}" in output
     assert good.exists()
     assert not list(good.parent.glob("*.tmp"))
     assert code == (1 if choice == "stop" else 0), output
@@ -374,14 +377,14 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(choice, tmp_path):
 
 def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
     """Training is over before its write has failed."""
-    code, output = launch("python train.py", *words(tmp_path, "full", "inject=disk_full@rank=0,step=12"))
+    code, output = launch("python train.py", *overrides(tmp_path, "full", "inject=disk_full@rank=0,step=12"))
     assert code == 1, output
     assert f"step_{3 * STEPS:08d}.pt could not be written" in output
     assert status(tmp_path / "full")["status"] == "failed"
 
 
-def test_a_preemption_that_cannot_be_saved_says_where_the_run_stands(tmp_path):
-    line = words(tmp_path, "full", "checkpoint.on_error=continue", "inject=disk_full@rank=0,step=7")
+def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
+    line = overrides(tmp_path, "full", "checkpoint.on_error=continue", "inject=disk_full@rank=0,step=7")
     process = start("python train.py", *line, "epochs=100000")
     wait_for(tmp_path / "full" / "ranks" / "0.json", lambda record: record["step"] > 10)
     os.kill(process.pid, signal.SIGTERM)
@@ -391,9 +394,9 @@ def test_a_preemption_that_cannot_be_saved_says_where_the_run_stands(tmp_path):
     assert f"preempted at epoch 2, 0 samples into it, step {STEPS}" in output
 
 
-def test_early_stopping_is_remembered(tmp_path):
-    """With a learning rate of almost nothing the test loss stands still, so that the best epoch is soon over."""
-    line = words(tmp_path, "early", "epochs=50", "patience=2", "optimizer.lr=5.0", "scheduler=constant")
+def test_early_stopping_persists_over_a_restart(tmp_path):
+    """With a learning rate that is too high the test loss stops falling after a few epochs."""
+    line = overrides(tmp_path, "early", "epochs=50", "patience=2", "optimizer.lr=5.0", "scheduler=constant")
     code, output = launch(DDP, *line)
     assert code == 0, output
     epochs = len(read_metrics(tmp_path / "early"))

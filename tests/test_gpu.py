@@ -337,8 +337,8 @@ def test_decisions_do_not_wait_for_the_gpu():
     ("fault", "restarts", "code", "status", "said"),
     [
         ("crash", 1, 0, "finished", "started again after error: rank 1 on"),
-        ("crash", 0, 1, "failed", "is gone without a word"),
-        ("hang", 0, 1, "failed", "stands still for"),
+        ("crash", 0, 1, "failed", "exited without reporting an error"),
+        ("hang", 0, 1, "failed", "hangs: no progress for"),
         ("nan", 0, 1, "failed", "the loss of step 8 (epoch 2) is not finite, on rank 1 first"),
         ("sigterm", 0, 0, "preempted", "preempted at epoch"),
     ],

@@ -26,4 +26,5 @@ class TrainingError(Exception):
 
     def __init__(self, message: str, kind: FailureKind, rank: int = 0):
         super().__init__(message)
-        self.kind, self.rank = kind, rank
+        self.kind: FailureKind = kind
+        self.rank = rank

@@ -1,1 +1,1 @@
-"""What keeps a run from being lost: checkpoints, the watchdog, preemption, the run directory. No arithmetic here."""
+"""Recovery from failures: checkpoints, the watchdog, preemption, the run directory. No arithmetic here."""

@@ -1,4 +1,4 @@
-"""A checkpoint's file and its hash: written whole or not at all, checked, and read without running what is in it."""
+"""Checkpoint files and their SHA-256: written atomically, verified, and loaded without executing code from the file."""
 
 import hashlib
 import os
@@ -11,28 +11,37 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 
+EXPECTED = "a file step_*.pt from a run's directory checkpoints"
+
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
+    """Return the files `step_NNNNNNNN.pt` sorted by step, also where a step has more digits."""
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def digest_of(path: Path) -> Path:
+    """Return the path of the file that holds the SHA-256 of `path`."""
     return path.with_name(path.name + ".sha256")
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_whole(path: Path, state: dict[str, Any], temporary: Path | None = None) -> None:
-    """The file appears under its name only when it is on the disk, and counts only when its hash is, too.
+def write_atomically(path: Path, state: dict[str, Any], temporary: Path | None = None) -> None:
+    """Write a checkpoint and its SHA-256, each to a temporary file that is synced to the disk and then renamed.
+
+    A file under its final name is therefore complete. It counts as a checkpoint only once its SHA-256 is there too.
 
     Args:
-        temporary: where it is written before it is renamed; None: beside `path`.
+        path: the final name, `step_NNNNNNNN.pt`.
+        state: the content, for torch.save.
+        temporary: the file that is written before the rename; None: one in the directory of `path`.
 
     Raises:
-        OSError, RuntimeError: it cannot be written; then nothing of it is left.
+        OSError, RuntimeError: the file cannot be written. The temporary files are removed.
     """
     temporary = temporary or path.with_suffix(".tmp")
     digest = path.with_suffix(".sha256.tmp")
@@ -57,39 +66,49 @@ def write_whole(path: Path, state: dict[str, Any], temporary: Path | None = None
 
 
 def damage(path: Path) -> str | None:
-    """Why the file is not what was written; None where it is."""
+    """Return why a file does not match its SHA-256; None if it does."""
     try:
         expected = digest_of(path).read_text().split()[0]
     except (OSError, IndexError, ValueError):
         return f"{digest_of(path).name} is missing or damaged"
     try:
-        return None if sha256(path) == expected else "its SHA-256 is another than when it was written"
+        return None if sha256(path) == expected else f"its SHA-256 differs from that in {digest_of(path).name}"
     except OSError as error:
         return str(error)
 
 
 def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Reads a checkpoint for a model with these tensors; tensors and plain values only, so a malicious file cannot run code.
+    """Load a checkpoint to the host. Only tensors and plain values are read, so a malicious file cannot execute code.
+
+    Args:
+        path: the file, as in resume=PATH.
+        shapes: the shape of each tensor of the full model, by name.
+
+    Returns:
+        The keys "progress", "seed", "model", "optimizer" and "scheduler".
 
     Raises:
-        ConfigError: damaged, not a checkpoint of this project, or of another model: names the first tensor that differs.
+        ConfigError: the file is damaged, is not a checkpoint of ddp_lab, or is of another model (the message names the first
+            tensor that differs).
     """
     if digest_of(Path(path)).exists() and (problem := damage(Path(path))):
-        raise ConfigError(f"resume={path}: is damaged: {problem}")
+        raise ConfigError(f"resume={path}: the file is damaged: {problem}. Use another checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"progress", "seed", "model", "optimizer", "scheduler"} - state.keys()
     except (RuntimeError, OSError, EOFError, AttributeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = f"{type(error).__name__} {error}".split("\n")[0]
-        raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({reason})") from None
+        raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({reason}). Use {EXPECTED}") from None
     if missing:
-        raise ConfigError(f"resume={path}: is no checkpoint of ddp_lab; it lacks {', '.join(sorted(missing))}")
+        raise ConfigError(
+            f"resume={path}: is not a checkpoint of ddp_lab: it lacks {', '.join(sorted(missing))}. Use {EXPECTED}"
+        )
     saved = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
     for name in [*shapes, *saved]:
         here, there = shapes.get(name, "missing"), saved.get(name, "missing")
         if here != there:
             raise ConfigError(
-                f"resume={path}: does not fit the model: {name} is {there} in the checkpoint, {here} in the model. "
-                "Choose the model and data it was made with, another name, or resume=never"
+                f"resume={path}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
+                "Use the model and data that it was trained with, another name, or resume=never"
             )
     return state

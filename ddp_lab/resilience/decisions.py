@@ -1,9 +1,10 @@
-"""What all ranks must decide alike: to stop because a loss is not finite, because the machine is wanted back, or because
-no checkpoint can be written.
+"""Decisions that must be the same on all ranks: to stop at a loss that is not finite, on a preemption, or because no
+checkpoint can be written.
 
-Every rank knows a part (its own loss, a signal it got). One small all_reduce puts them together; all ranks do it after the
-same steps and act on the same answer. It is not done after every step, but about twice a second: each time the ranks agree
-on how many steps that is. On GPUs nobody waits for it, either: the answer of one exchange is read at the next one.
+Each rank has a part of the information (its own loss, a signal that it received). One small all_reduce combines them. All
+ranks run it after the same step and act on the same result. It runs about twice a second and not after every step: each
+exchange also agrees on the number of steps until the next one. On GPUs no rank waits for the result, which is read at the
+next exchange.
 """
 
 import math
@@ -18,18 +19,18 @@ import torch.distributed as dist
 from ddp_lab.training.tally import LONGEST, Tally
 from ddp_lab.world.runtime import Runtime
 
-PERIOD = 0.5  # seconds between two exchanges, about
+PERIOD = 0.5  # approximate seconds between two exchanges
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The same on every rank.
+    """The result of an exchange, the same on every rank.
 
     Attributes:
-        not_finite: (step, rank) of the first loss that was not finite since the last exchange.
-        preempted: some rank was told to leave (SIGTERM, SIGUSR1, Ctrl-C).
-        unwritten: the last checkpoint could not be written.
-        ruined: some weights are not finite.
+        not_finite: (step, rank) of the first loss since the last exchange that is not finite; None if all are finite.
+        preempted: whether any rank received SIGTERM, SIGUSR1 or Ctrl-C.
+        unwritten: whether the last checkpoint could not be written.
+        ruined: whether any weight is not finite. Only `Decisions.now` checks the weights.
     """
 
     not_finite: tuple[int, int] | None
@@ -38,8 +39,8 @@ class Verdict:
     ruined: bool
 
 
-class Answer:
-    """A small tensor on its way to the host, behind the work that was queued before it and not what is queued after."""
+class HostCopy:
+    """An asynchronous copy of a small tensor to the host. Reading it waits only for work that was queued before the copy."""
 
     def __init__(self, tensor: torch.Tensor):
         self.host, self.arrived = tensor, None
@@ -49,51 +50,76 @@ class Answer:
             self.arrived.record()
 
     def read(self) -> list[float]:
+        """Return the values; waits until the copy has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.host.tolist()
 
 
 class Decisions:
-    """Call `after` behind a step that is `due`, `now` before anything that must not be regretted."""
+    """The exchanges of a run. Call `after` after each step that is `due`, and `now` before anything irreversible.
+
+    Attributes:
+        preempted: whether this rank received SIGTERM, SIGUSR1 or Ctrl-C.
+    """
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.preempted = False
-        self._answer: Answer | None = None
+        self._pending: HostCopy | None = None
 
     def begin(self, step: int, tally: Tally) -> None:
-        """Behind which step this launch starts, and where its steps' losses are."""
+        """Start with the first step of this launch. Call it before any other method but `listen`.
+
+        Args:
+            step: number of optimizer steps that the run has taken so far.
+            tally: holds the losses of the steps.
+        """
         self.tally = tally
         tally.begin(step)
         self._next, self._last_step, self._last_time = step + 1, step, time.monotonic()
 
     def listen(self) -> None:
-        """Takes SIGTERM, SIGUSR1 and Ctrl-C as a request to save and leave. Call it in the main thread."""
+        """Treat SIGTERM, SIGUSR1 and Ctrl-C as a request to save a checkpoint and exit. Call it in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._preempt)
 
     def _preempt(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:  # which sends it again itself
-            raise KeyboardInterrupt  # asked for twice: at once
+        if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:  # torchrun repeats the signal itself
+            raise KeyboardInterrupt  # the second Ctrl-C exits immediately
         self.preempted = True
 
     def due(self, step: int) -> bool:
+        """Return whether an exchange follows step `step`; the same on every rank."""
         return step >= self._next
 
     def after(self, step: int, unwritten: bool) -> Verdict | None:
-        """At the boundary behind `step`, when it is `due`."""
-        earlier, self._answer = self._answer, self._exchange(step, unwritten)
+        """Exchange after step `step`, if it is `due`. Collective.
+
+        Args:
+            unwritten: whether this rank failed to write the last checkpoint.
+
+        Returns:
+            The verdict on CPUs. On GPUs that of the previous exchange, so as not to wait; None at the first one.
+        """
+        earlier, self._pending = self._pending, self._exchange(step, unwritten)
         if self.runtime.device.type != "cuda":
-            earlier, self._answer = self._answer, None  # it is there already
+            earlier, self._pending = self._pending, None  # on the CPU the result is already available
         if earlier is None:
             self._next = step + 1
             return None
         return self._read(earlier, step)
 
     def now(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Verdict:
-        """As `after`, but at once, about all steps so far and about the `weights`. Waits for the device."""
-        earlier, self._answer = self._answer, None
+        """Exchange about all steps so far and about the weights. Collective; waits for the device.
+
+        Args:
+            weights: the tensors of this rank that are checked for values that are not finite.
+
+        Returns:
+            The verdict of this exchange, combined with that of an earlier one that has not been read yet.
+        """
+        earlier, self._pending = self._pending, None
         verdict = self._read(self._exchange(step, unwritten, weights), step)
         before = self._read(earlier, step) if earlier is not None else verdict
         return Verdict(
@@ -103,8 +129,8 @@ class Decisions:
             verdict.ruined,
         )
 
-    def _exchange(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Answer:
-        # The first step that was not finite and its rank in one number, negative, so that MAX finds the earliest.
+    def _exchange(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> HostCopy:
+        # The first step whose loss is not finite and its rank are encoded in one negative number: MAX finds the earliest.
         first = -(self.tally.first_bad(step) * self.runtime.world_size + self.runtime.rank)
         elapsed = max(time.monotonic() - self._last_time, 1e-6)
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
@@ -112,15 +138,15 @@ class Decisions:
         host = torch.tensor([float(self.preempted), float(unwritten), -float(steps)], dtype=first.dtype)
         ruined = [1.0 - tensor.isfinite().all().to(first) for tensor in weights]
         ruined = torch.stack(ruined).max() if ruined else torch.zeros_like(first)
-        answer = torch.cat(
+        combined = torch.cat(
             [torch.stack([first.to(self.runtime.device), ruined]), host.to(self.runtime.device, non_blocking=True)]
         )
         if self.runtime.world_size > 1:
-            dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        return Answer(answer)
+            dist.all_reduce(combined, op=dist.ReduceOp.MAX)
+        return HostCopy(combined)
 
-    def _read(self, answer: Answer, step: int) -> Verdict:
-        first, ruined, preempted, unwritten, steps = answer.read()
+    def _read(self, result: HostCopy, step: int) -> Verdict:
+        first, ruined, preempted, unwritten, steps = result.read()
         self._next = step + int(-steps)
         not_finite = None if first == -math.inf else divmod(int(-first), self.runtime.world_size)
         return Verdict(not_finite, bool(preempted), bool(unwritten), bool(ruined))

@@ -1,18 +1,18 @@
-"""Faults on purpose, to see a run survive them: inject=crash@rank=1,step=50.
+"""Fault injection, to test recovery: inject=crash@rank=1,step=50.
 
-| kind | what rank R does before step S |
+| kind | what happens on rank R before step S |
 |---|---|
-| crash | is killed (SIGKILL), as by a machine that runs out of memory |
-| segfault | reads memory that is not its own |
-| raise | raises a RuntimeError |
-| exit | leaves with exit code 0 |
-| hang | stands still for an hour |
-| slow | sleeps for three seconds |
-| nan | gets a batch of images that are not numbers |
-| sigterm | gets SIGTERM, as from a scheduler that wants the machine back |
-| disk_full | from then on writes checkpoints to a full disk |
+| crash | the process is killed (SIGKILL), as by the kernel of a machine that runs out of memory |
+| segfault | it reads an invalid address |
+| raise | it raises a RuntimeError |
+| exit | it exits with code 0 |
+| hang | it sleeps for an hour |
+| slow | it sleeps for three seconds |
+| nan | the images of its batch are NaN |
+| sigterm | it receives SIGTERM, as from a scheduler that preempts the job |
+| disk_full | from then on, checkpoints are written to a full disk |
 
-Once in a run: the file `.injected` remembers it over restarts.
+Each fault is injected once in a run: the file `.injected` in the run directory records it across restarts.
 """
 
 import ctypes
@@ -23,31 +23,38 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ddp_lab.config.faults import parse
+from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Loader
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.resilience.checkpoint_files import write_whole
+from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import Tally
 
 
 class Fault:
-    """A `TrainStep` that takes the steps of another one, and makes the fault at one of them.
+    """A `TrainStep` that calls another one and injects a fault before one of its steps.
 
     Args:
-        step: the one that computes, not one that wraps another.
-        checkpoints: the run's, whose disk can be made a full one.
-        taken: optimizer steps that the run has behind it.
+        step: the step that computes, not one that wraps another.
+        injection: the config's `inject`, KIND@rank=R,step=S; valid, as the config's validation has checked it.
+        rank: the rank of this process.
+        run_dir: the directory in which `.injected` records that the fault was injected.
+        checkpoints: the run's checkpoints, whose writes disk_full makes fail.
+        taken: number of optimizer steps that the run has taken so far.
     """
 
-    def __init__(self, step: Step | GraphStep, word: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):
+    def __init__(self, step: Step | GraphStep, injection: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):
         self.step, self.run_dir, self.checkpoints, self.taken = step, run_dir, checkpoints, taken
-        kind, faulty, at = parse(word)
+        parsed = parse(injection)
+        if parsed is None:
+            raise ValueError(f"inject={injection}: expected KIND@rank=R,step=S")
+        kind, faulty, at = parsed
         self.kind, self.at = kind, at if faulty == rank else None
-        self.word = word
+        self.injection = injection
 
     @property
     def tally(self) -> Tally:
@@ -58,46 +65,46 @@ class Fault:
         return self.step.lr
 
     def batches(self, loader: Loader) -> Iterable[Any]:
-        return self.step.batches(loader)
+        return self.step.batches(cast(DeviceLoader, loader))  # a GraphStep is only made for a DeviceLoader; a Step takes any
 
     def __call__(self, batch: Any) -> None:
         self.taken += 1
         done = self.run_dir / ".injected"
-        if self.taken == self.at and not (done.exists() and self.word in done.read_text()):
+        if self.taken == self.at and not (done.exists() and self.injection in done.read_text()):
             with done.open("a") as file:
-                file.write(self.word + "\n")
+                file.write(self.injection + "\n")
             getattr(self, f"_{self.kind}")(batch)
         else:
             self.step(batch)
 
-    def _crash(self, batch):
+    def _crash(self, batch: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _segfault(self, batch):
+    def _segfault(self, batch: Any) -> None:
         ctypes.string_at(0)
 
-    def _raise(self, batch):
-        raise RuntimeError(f"injected by inject={self.word}")
+    def _raise(self, batch: Any) -> None:
+        raise RuntimeError(f"injected by inject={self.injection}")
 
-    def _exit(self, batch):
+    def _exit(self, batch: Any) -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    def _hang(self, batch):
+    def _hang(self, batch: Any) -> None:
         time.sleep(3600)
 
-    def _slow(self, batch):
+    def _slow(self, batch: Any) -> None:
         time.sleep(3)
         self.step(batch)
 
-    def _nan(self, batch):
+    def _nan(self, batch: Any) -> None:
         batch = self.step.gather(batch)
         self.step(batch._replace(inputs=batch.inputs * float("nan")))
 
-    def _sigterm(self, batch):
+    def _sigterm(self, batch: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         self.step(batch)
 
-    def _disk_full(self, batch):
-        self.checkpoints.write = partial(write_whole, temporary=Path("/dev/full"))
+    def _disk_full(self, batch: Any) -> None:
+        self.checkpoints.write = partial(write_atomically, temporary=Path("/dev/full"))
         self.step(batch)

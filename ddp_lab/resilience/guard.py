@@ -1,4 +1,4 @@
-"""What stands between training and losing it: when to save, when to stop, and how to leave."""
+"""The hooks that protect a training run: when to save a checkpoint, when to stop, and how to exit."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,18 +17,19 @@ from ddp_lab.training.tally import Tally
 
 
 class Preempted(Exception):
-    """The machine is wanted back; a checkpoint of this very step is being written."""
+    """The run was preempted, and a checkpoint of the current step is being written."""
 
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """The user's choices for a Guard.
+    """The config's choices for a Guard.
 
     Attributes:
-        every_epochs, every_steps: when to save; the last epoch is saved in any case. every_steps None: after epochs only.
-        on_error: what follows a checkpoint that cannot be written.
-        on_nan: what follows a loss that is not finite.
-        check_replicas: the replicas are compared every so many steps; None: never.
+        every_epochs: save a checkpoint every N epochs. The last epoch is always saved.
+        every_steps: save a checkpoint every N steps too; None: only after epochs.
+        on_error: whether to stop or to continue when a checkpoint cannot be written.
+        on_nan: whether to stop at a loss that is not finite, or to count its gradient as zero.
+        check_replicas: compare the replicas every N steps; None: never.
     """
 
     every_epochs: int
@@ -39,14 +40,14 @@ class GuardSettings:
 
 
 class Guard(Hooks):
-    """What the loop calls at its boundaries.
+    """The hooks of the training loop that save, check and exit.
 
     Args:
-        progress: where the run stands at the start.
-        tally: where the losses of the steps are.
+        progress: the progress at the start of this launch.
+        tally: holds the losses of the steps.
 
     Attributes:
-        progress: where the run was saved last, or stood at the start.
+        progress: the progress of the last checkpoint, or at the start of this launch.
     """
 
     def __init__(
@@ -55,28 +56,32 @@ class Guard(Hooks):
         strategy: Strategy,
         checkpoints: Checkpoints,
         decisions: Decisions,
-        watch: Watchdog,
+        watchdog: Watchdog,
         progress: Progress,
         tally: Tally,
     ):
         self.settings, self.strategy = settings, strategy
-        self.checkpoints, self.decisions, self.watch = checkpoints, decisions, watch
+        self.checkpoints, self.decisions, self.watchdog = checkpoints, decisions, watchdog
         self.progress = progress
         decisions.begin(progress.step, tally)
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """The loader's, each shown to the watch."""
-        self.watch.at("loading", progress.epoch, progress.step + 1)
+        """Yield the loader's batches and update the heartbeat at each one. `doing` is "training" or "evaluating"."""
+        self.watchdog.at("loading", progress.epoch, progress.step + 1)
         for batch in loader:
-            self.watch.at(doing, progress.epoch, progress.step + 1)
+            self.watchdog.at(doing, progress.epoch, progress.step + 1)
             yield batch
-            self.watch.at("loading", progress.epoch, progress.step + 1)
+            self.watchdog.at("loading", progress.epoch, progress.step + 1)
 
     def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
-        """Behind every step. `here` completes `progress` by the sums so far, and is collective.
+        """Check and save what is due after a step. Collective.
+
+        Args:
+            progress: the progress after the step; its sums are those at the start of the epoch or of this launch.
+            here: returns `progress` with the sums so far; collective.
 
         Raises:
-            Preempted, TrainingError: on all ranks alike.
+            Preempted, TrainingError: on all ranks.
         """
         self._boundary(progress.step, progress, here)
         check_replicas, every_steps = self.settings.check_replicas, self.settings.every_steps
@@ -86,53 +91,66 @@ class Guard(Hooks):
             self.save(here())
 
     def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """The loader's batches, with a boundary between any two: a preemption does not wait for a long evaluation, which is
-        then done anew.
+        """Yield the batches of an evaluation and check for a preemption after each one.
+
+        A preemption therefore does not wait for a long evaluation, which the next launch repeats.
 
         Raises:
-            Preempted, TrainingError: on all ranks alike.
+            Preempted, TrainingError: on all ranks.
         """
         for number, batch in enumerate(self.batches("evaluating", loader, progress), progress.step + 1):
             yield batch
             self._boundary(number, progress, lambda: progress)
 
     def check(self, progress: Progress) -> None:
-        """Settles all that is open about the steps so far, `progress` being complete. Waits for the device.
+        """Make all pending decisions about the steps so far. Collective; waits for the device.
+
+        Args:
+            progress: the progress after the last step, with the sums of the epoch.
 
         Raises:
-            Preempted, TrainingError: on all ranks alike.
+            Preempted, TrainingError: on all ranks.
         """
         if self._must_leave_now(progress):
             self._save_and_leave(progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
-        """Behind an evaluation; `progress` stands at the next epoch's beginning."""
+        """Save a checkpoint after an evaluation if one is due. `progress` is at the beginning of the next epoch.
+
+        Raises:
+            Preempted, TrainingError: on all ranks.
+        """
         if last or (progress.epoch - 1) % self.settings.every_epochs == 0:
             self.save(progress)
         else:
             self.check(progress)
 
     def finish(self) -> None:
-        """Waits for the last checkpoint.
+        """Wait until the last checkpoint is written.
 
         Raises:
-            TrainingError: it could not be written, on all ranks alike.
+            TrainingError: it could not be written; on all ranks.
         """
-        self.watch.at("finishing")
+        self.watchdog.at("finishing")
         self.checkpoints.wait()
         self._must_leave_now(self.progress)
 
     def save(self, progress: Progress) -> None:
+        """Save a checkpoint. Collective; waits for the device.
+
+        Raises:
+            Preempted, TrainingError: on all ranks. After Preempted the checkpoint is being written.
+        """
         self.progress = progress
-        leave = self._must_leave_now(progress, weights=True)  # before: what is not finite must not get into a file
-        self.watch.at("saving")
+        leave = self._must_leave_now(progress, weights=True)  # first: weights that are not finite must not be saved
+        self.watchdog.at("saving")
         self.checkpoints.save(progress)
         if leave:
             raise Preempted
 
     def _boundary(self, number: int, progress: Progress, here: Callable[[], Progress]) -> None:
         if self.decisions.due(number):
-            self.watch.at("deciding")
+            self.watchdog.at("deciding")
             verdict = self.decisions.after(number, self.checkpoints.problem is not None)
             if verdict and self._must_leave(verdict, progress):
                 self._save_and_leave(here())
@@ -141,9 +159,9 @@ class Guard(Hooks):
         if difference := first_difference(self.strategy):
             name, replica = difference
             raise TrainingError(
-                f"the replicas have drifted apart: behind step {step} {name} is not the same on replicas 0 and {replica} "
-                f"(check_replicas={self.settings.check_replicas}). Some rank computes or changes it by itself; the last "
-                "checkpoint has replica 0's",
+                f"the replicas have drifted apart: after step {step} {name} differs between replicas 0 and {replica} "
+                f"(check_replicas={self.settings.check_replicas}). Look for code that changes it on one rank only, or for a "
+                "faulty device. The last checkpoint contains the values of replica 0",
                 "replicas_drifted",
             )
 
@@ -152,8 +170,8 @@ class Guard(Hooks):
         raise Preempted
 
     def _must_leave_now(self, progress: Progress, weights: bool = False) -> bool:
-        """Settles what is open about the steps so far. Waits for the device."""
-        self.watch.at("deciding")
+        """Make all pending decisions about the steps so far; return whether the run is preempted. Waits for the device."""
+        self.watchdog.at("deciding")
         held = [local(tensor) for tensor in self.strategy.module.state_dict().values()] if weights else []
         return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None, held), progress)
 
@@ -163,23 +181,23 @@ class Guard(Hooks):
             what = f"the loss of step {step} (epoch {progress.epoch}) is not finite, on rank {rank} first"
             if self.settings.on_nan == "stop":
                 raise TrainingError(
-                    f"{what}. The last checkpoint is from before it. Lower optimizer.lr, set max_grad_norm, or leave out such "
-                    "batches by on_nan=skip",
+                    f"{what}. The last checkpoint is from an earlier step. Lower optimizer.lr, set max_grad_norm, or use "
+                    "on_nan=skip, with which the gradient of such a batch counts as zero",
                     "not_finite",
                     rank,
                 )
-            if self.watch.rank == 0:
-                log.warning(f"{what}; its gradient was left out (on_nan=skip)")
+            if self.watchdog.rank == 0:
+                log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
         if verdict.ruined:
             raise TrainingError(
                 f"after step {progress.step} some weights are not finite; they are not saved. Lower "
-                "optimizer.lr, or set max_grad_norm",
+                "optimizer.lr or set max_grad_norm",
                 "not_finite",
             )
         if verdict.unwritten and self.settings.on_error == "stop":
             raise TrainingError(
-                f"a checkpoint could not be written: {self.checkpoints.problem or 'rank 0 has the reason in train.log'}. "
-                "checkpoint.on_error=continue goes on without",
+                f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. "
+                "With checkpoint.on_error=continue training continues after such a failure",
                 "checkpoint",
             )
         return verdict.preempted

@@ -1,4 +1,4 @@
-"""Whether the replicas of a model still are replicas: the promise that data parallelism rests on."""
+"""Comparison of the model replicas, which data parallelism assumes to be identical on all ranks."""
 
 import torch
 import torch.distributed as dist
@@ -7,28 +7,32 @@ from ddp_lab.strategies.base import Strategy, local
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the tensor's bits, [], int64: equal tensors have equal ones, and one flipped bit another."""
+    """Return a checksum of the tensor's bits, [], int64. A single flipped bit changes it."""
     flat = local(tensor).detach().contiguous().flatten()
     bits = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8).long()
-    places = torch.arange(len(bits), device=bits.device) % 65521 + 1  # so that two values that changed places are seen
+    places = torch.arange(len(bits), device=bits.device) % 65521 + 1  # weights, so that two swapped values change the sum
     return (bits * places).sum()
 
 
 def first_difference(strategy: Strategy) -> tuple[str, int] | None:
-    """The name of the first tensor that is not the same on all replicas, and the first replica where it is another than on
-    replica 0; None where all agree. Collective; waits for the device.
+    """Compare the model's tensors over all replicas. Collective; waits for the device.
 
-    Parameters always; buffers where BatchNorm's statistics are everybody's (elsewhere they differ while training).
+    Parameters are always compared. Buffers are compared only with synchronised BatchNorm: otherwise each replica has statistics
+    of its own while training.
+
+    Returns:
+        The name of the first tensor that is not the same on all replicas, and the first replica whose tensor differs from
+        replica 0's. None if all are equal. Also None, without a comparison, for one replica or sharded parameters.
     """
     if strategy.dp_size == 1 or strategy.sharded:
         return None
     tensors = dict(strategy.module.named_parameters())
     if strategy.batch_norm == "sync":
         tensors |= dict(strategy.module.named_buffers())
-    mine = torch.stack([checksum(tensor) for tensor in tensors.values()])
-    everybodys = [torch.empty_like(mine) for _ in range(strategy.dp_size)]
-    dist.all_gather(everybodys, mine, group=strategy.dp_group)
-    different = (torch.stack(everybodys) != everybodys[0]).nonzero().tolist()  # [replica, tensor]
+    own = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    gathered = [torch.empty_like(own) for _ in range(strategy.dp_size)]
+    dist.all_gather(gathered, own, group=strategy.dp_group)
+    different = (torch.stack(gathered) != gathered[0]).nonzero().tolist()  # [replica, tensor]
     if not different:
         return None
     number, replica = min((tensor, replica) for replica, tensor in different)

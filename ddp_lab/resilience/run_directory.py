@@ -1,4 +1,4 @@
-"""One directory for a run: the same for every rank of every node, and for every restart."""
+"""The run directory: the same one for every rank on every node, and for every restart."""
 
 import fcntl
 import json
@@ -7,42 +7,44 @@ import socket
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.process import launch_id, run_id
 
-if TYPE_CHECKING:  # the launchers read records by this file, and --help loads the launchers: torch would add its 1.5 s
+if TYPE_CHECKING:  # the launchers import this module, and --help loads the launchers: importing torch would add 1.5 s
     from ddp_lab.world.runtime import Runtime
 
-LAUNCH_FILE = ".launch"  # holds the launch's id, by which a restart finds its directory again
+LAUNCH_FILE = ".launch"  # holds the id of the launch, by which a restart finds its directory
 LOCK_FILE = ".lock"
-LOCK_WAIT = 15.0  # seconds: as long as the ranks that torchrun has just ended may take to be gone
+LOCK_WAIT = 15.0  # seconds, in which ranks that torchrun has just terminated exit
 
 
 class RunDir:
-    """Chosen, made and locked by rank 0, and known to all ranks.
+    """A run directory that rank 0 chooses, creates and locks. Collective.
 
     Args:
-        root: where run directories are made.
-        name: the directory's; None: one made of `label` and the time, or what this launch had before a restart.
-        resume: as in the config.
+        root: the config's `runs_dir`, which contains the run directories.
+        name: the directory's name; None: this launch's name before a restart, or else `label` and the time.
+        resume: the config's `resume`: auto, never or a path.
+        label: the beginning of a name that is made up.
 
     Attributes:
         path: `runs_dir`/`name`.
-        restarted: torchrun has started these ranks anew: the launch goes on with what it has written itself.
-        attempt: names this start of the ranks, as no other's.
-        failure: how the start before this one failed, in a line; None: it did not.
+        restarted: whether torchrun has restarted the ranks of this launch, which then resumes its own checkpoints.
+        attempt: a unique id of this start of the ranks.
+        failure: the first line of the previous attempt's error message; None if it did not fail.
 
     Raises:
-        ConfigError: the directory cannot be made, resume=never would write over a run, or another launch writes in it.
+        ConfigError: the directory cannot be made, resume=never would overwrite a run, or another launch writes in it.
     """
 
     def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
-        decided = json.loads(runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, name, resume, label))))
+        answer = runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, name, resume, label)))
+        decided = json.loads(str(answer))  # never None
         self.path, self.restarted, self.attempt = root / decided["name"], decided["restarted"], decided["attempt"]
         self.failure = decided["failure"]
-        self.path.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's disk
+        self.path.mkdir(parents=True, exist_ok=True)  # needed on a node that does not share rank 0's disk
 
     def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
         launch = launch_id()
@@ -55,14 +57,17 @@ class RunDir:
             self._lock = lock(path)
             if resume == "never" and name != restarted and (path / "config.yaml").exists():
                 raise ConfigError(
-                    f"resume=never: {path} already holds a run. Choose another name, remove that directory, "
-                    "or go on with it by resume=auto"
+                    f"resume=never: {path} already contains a run. Choose another name, remove that directory, "
+                    "or use resume=auto to resume the run"
                 )
-            failure = read_json(path / "failure.json")  # an earlier attempt's
+            failure = read_json(path / "failure.json")  # of an earlier attempt
             (path / "failure.json").unlink(missing_ok=True)
             (path / LAUNCH_FILE).write_text(launch)
         except OSError as error:
-            raise ConfigError(f"runs_dir={root}: cannot make the run directory there ({error.strerror})") from None
+            raise ConfigError(
+                f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose a directory that you can "
+                "write to"
+            ) from None
         attempt = f"{socket.gethostname()}-{os.getpid()}-{time.time()}"
         return {
             "name": name,
@@ -72,24 +77,27 @@ class RunDir:
         }
 
 
-def lock(path: Path) -> Any:
-    """Makes this process the directory's only writer for its life; the kernel lets go of it, however it ends.
+def lock(path: Path) -> TextIO:
+    """Make this process the directory's only writer.
+
+    Returns:
+        The open lock file. The kernel releases the lock when the process ends, however it ends, or when the file is closed.
 
     Raises:
-        ConfigError: another process is, and stays it for LOCK_WAIT seconds.
+        ConfigError: another process still holds the lock after LOCK_WAIT seconds.
     """
     file = (path / LOCK_FILE).open("a+")
     deadline = time.monotonic() + LOCK_WAIT
     while True:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not shared with the loader's worker processes
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by the data loader's workers
             break
-        except (BlockingIOError, PermissionError):  # POSIX has either
+        except (BlockingIOError, PermissionError):  # POSIX allows either
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
-                    f"name={path.name}: another launch is writing in {path} ({file.read().strip()}). Wait for its end, stop "
-                    "it, or choose another name"
+                    f"name={path.name}: another launch is writing in {path} ({file.read().strip()}). Wait until it "
+                    "ends, stop it, or choose another name"
                 ) from None
             time.sleep(0.2)
     file.truncate(0)
@@ -99,12 +107,13 @@ def lock(path: Path) -> Any:
 
 
 def find_launch(root: Path, launch: str) -> str | None:
-    """The name of the directory that this launch has opened before."""
+    """Return the name of the run directory that this launch used before a restart; None if there is none."""
     files = sorted(root.glob(f"*/{LAUNCH_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
     return next((file.parent.name for file in files if file.read_text() == launch), None)
 
 
 def make_unused(root: Path, label: str) -> str:
+    """Create a new directory named after `label` and the time; return its name."""
     base, attempt = f"{label}-{datetime.now():%Y%m%d-%H%M%S}", 1
     while True:
         name = base if attempt == 1 else f"{base}-{attempt}"
@@ -117,14 +126,14 @@ def make_unused(root: Path, label: str) -> str:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Whole or not at all: others read it at any time."""
+    """Write a JSON file atomically, as other processes may read it at any time."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(record))
     os.replace(temporary, path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file, or its writer is just writing."""
+    """Return the content of a JSON file; None if it does not exist or cannot be parsed (it may just be being written)."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -132,6 +141,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_status(path: Path, status: Literal["running", "preempted", "finished", "failed"], epoch: int, step: int) -> None:
-    """`status.json`, for scripts: an exit code of torchrun does not tell these apart. `launch` is torchrun's run id."""
+    """Write `status.json` for scripts, because torchrun's exit code does not distinguish these outcomes.
+
+    Args:
+        path: the run directory. The file's key `launch` is torchrun's run id.
+        epoch: the last epoch that was trained on, also in part.
+        step: number of optimizer steps taken.
+    """
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
     write_json(path / "status.json", {"status": status, "epoch": epoch, "step": step, "time": now, "launch": run_id()})

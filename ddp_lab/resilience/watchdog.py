@@ -1,8 +1,8 @@
-"""Every rank's eye on the others: who is where, who is gone, who stands still, and who failed first.
+"""The watchdog: heartbeats of all ranks, detection of lost and hanging ranks, and the report of the first failure.
 
-Every rank writes where it is (`runs/<name>/ranks/<rank>.json`), and a thread of each looks at the others' twice a second.
-Threads run while the main thread waits in a collective for a rank that will never come. The first failure, and it alone, is
-told: on the screen, in `failure.json`, in `status.json`. What follows from it on the other ranks goes into their log files.
+Each rank writes its heartbeat (`runs/<name>/ranks/<rank>.json`), and a thread of each rank reads those of the others twice a
+second. The thread runs even while the main thread waits in a collective for a rank that never arrives. Only the first failure
+is reported: on the screen, in `failure.json` and in `status.json`. Errors that it causes on other ranks go to their log files.
 """
 
 import json
@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, cast
 
 from ddp_lab.config.errors import ConfigError, FailureKind, TrainingError
 from ddp_lab.observe.logger import log
@@ -22,25 +22,33 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.world.process import is_alive, machine, show
 from ddp_lab.world.runtime import Runtime
 
-BEAT = 0.5  # seconds between two looks
-GRACE = 5.0  # seconds that a rank whose collective failed waits for the news of who did it
-COLLECTIVE_GRACE = 30.0  # seconds that a collective waits longer than the watch, which knows for whom
+BEAT = 0.5  # seconds between two heartbeats
+GRACE = 5.0  # seconds that a rank whose collective failed waits for another rank's report
+COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the watchdog's, which can name the rank
 PHASES = ("starting", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
-# Errors of torch, gloo and NCCL about another rank's end. Their texts alone tell them from others: no type or field does.
+# Errors of torch, gloo and NCCL that another rank's exit causes. Only their texts distinguish them: no type or field does.
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 
 
-def suspicion(record: dict[str, Any]) -> tuple:
-    """The least of the ranks that stand still is the one that the others wait for: it has come the least far. Within a step
-    those that wait come last: a rank can be frozen behind a collective that its peers are still in, for want of its bytes."""
-    return record["step"], record["waits"], PHASES.index(record["doing"]), record["since"]
+def suspicion(heartbeat: dict[str, Any]) -> tuple[int, bool, int, float]:
+    """Return the sort key of a rank without progress: the rank with the smallest key is the one that the others wait for.
+
+    That is the rank with the least progress. Within a step, ranks that wait in a collective come last: a rank can be frozen
+    after a collective in which its peers still wait for its data.
+    """
+    return heartbeat["step"], heartbeat["waits"], PHASES.index(heartbeat["doing"]), heartbeat["since"]
+
+
+Outcome = Literal["finished", "preempted"]
 
 
 class Watchdog:
-    """What this rank shows the others and sees of them.
+    """Writes this rank's heartbeat and watches those of the others, as a context manager around training.
+
+    If an exception leaves the context, the failure is reported and the process exits.
 
     Args:
-        timeout: seconds without any progress after which the launch is ended, and the rank that lags behind is named.
+        timeout: seconds without progress after which the launch is ended and the rank with the least progress is reported.
     """
 
     def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float):
@@ -49,15 +57,15 @@ class Watchdog:
         self.folder = run_dir.path / "ranks"
         self.epoch, self.step, self.doing, self.since = 0, 0, "starting", time.time()
         self.waits = False
-        self.place = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
+        self.place: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
         self.place["attempt"] = run_dir.attempt
         self._stop, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         self.folder.mkdir(exist_ok=True)
         self._file = os.open(self.folder / f"{self.rank}.json", os.O_CREAT | os.O_WRONLY)
-        self._show()
+        self._write_heartbeat()
         self._thread.start()
         if self.rank == 0:
             write_status(self.run_dir, "running", 0, 0)
@@ -73,131 +81,148 @@ class Watchdog:
             self.failed(error)
             sys.stdout.flush()
         finally:
-            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)  # an open group could keep the interpreter from ending
+            os._exit(
+                130 if isinstance(error, KeyboardInterrupt) else 1
+            )  # an open process group could keep the interpreter from exiting
 
-    def end(self, status: str, progress: Progress) -> str:
-        """Rank 0 writes the launch's outcome; returns it."""
+    def end(self, status: Outcome, progress: Progress) -> Outcome:
+        """Write the outcome of the launch, on rank 0. Return `status`."""
         if self.rank == 0:
-            done = status == "finished"  # then `progress` is at the next epoch's beginning
+            done = status == "finished"  # `progress` is then at the beginning of the next epoch
             write_status(self.run_dir, status, progress.epoch - done, progress.step)
             if status == "preempted":
-                log.info(
-                    f"preempted at {progress}; start the same line with name={self.run_dir.name} resume=auto to go on there"
-                )
+                log.info(f"preempted at {progress}; to resume, run the same command with name={self.run_dir.name} resume=auto")
         return status
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
-        """Progress: the main thread begins something."""
+        """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch and step."""
         self.epoch, self.step = self.epoch if epoch is None else epoch, self.step if step is None else step
         self.doing, self.since = doing, time.time()
-        if doing != "loading":  # every step begins with it; where it takes long, the thread shows it
-            self._show()
+        if doing != "loading":  # every step begins with this phase; if it takes long, the thread writes it
+            self._write_heartbeat()
 
     def stop(self) -> None:
-        """This rank is leaving as it should."""
+        """Stop the thread: this rank exits normally."""
         self._stop.set()
         self._thread.join()
         self.at("done")
 
-    def _show(self) -> None:
-        # In one small write over the last one: what a killed rank did last is on record, for some microseconds a step. (That it
-        # was loading, half a second later.)
+    def _write_heartbeat(self) -> None:
+        # One small write in place costs a few microseconds a step, and the file has the last phase of a rank that is killed.
+        # (The phase "loading" is written up to half a second late.)
         with self._lock:
-            os.pwrite(self._file, json.dumps(self._me()).ljust(512).encode(), 0)
+            os.pwrite(self._file, json.dumps(self._heartbeat()).ljust(512).encode(), 0)
 
-    def _me(self) -> dict[str, Any]:
+    def _heartbeat(self) -> dict[str, Any]:
         now = {"epoch": self.epoch, "step": self.step, "doing": self.doing, "since": self.since, "waits": self.waits}
         return self.place | now
 
     def others(self) -> list[dict[str, Any]]:
-        """What the other ranks last showed."""
-        shown = (read_json(self.folder / f"{rank}.json") for rank in range(self.world_size) if rank != self.rank)
-        return [record for record in shown if record and record["attempt"] == self.place["attempt"]]
+        """Return the last heartbeats of the other ranks, as far as they have written one."""
+        read = (read_json(self.folder / f"{rank}.json") for rank in range(self.world_size) if rank != self.rank)
+        return [record for record in read if record and record["attempt"] == self.place["attempt"]]
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         since, still = self.since, 0.0
         while not self._stop.wait(BEAT):
-            with suppress(OSError):  # which the main thread meets, too, and tells
-                self._show()
-            still = still + BEAT if since == self.since else 0.0  # not the clock: a process that was suspended is not late
+            with suppress(OSError):  # the main thread gets the same error and reports it
+                self._write_heartbeat()
+            still = (
+                still + BEAT if since == self.since else 0.0
+            )  # not by the clock: time in which this process was suspended does not count
             since = self.since
             if (self.run_dir / "failure.json").exists():
-                self._leave(GRACE + 4 * BEAT)  # after the rank that reported it, whose message torchrun's summary then has
+                self._leave(
+                    GRACE + 4 * BEAT
+                )  # later than the rank that reported it, so that torchrun's summary has its message
             for other in self.others():
                 if other["machine"] == self.place["machine"] and other["doing"] != "done" and not is_alive(other["pid"]):
-                    what = "is gone without a word: killed, crashed or left (torchrun's lines have its signal)"
+                    what = (
+                        "exited without reporting an error: killed, crashed or left early (torchrun prints its signal or code)"
+                    )
                     self._end(other, "lost_rank", what)
-            self._judge_standstill(still)
+            self._check_for_hang(still)
 
-    def _judge_standstill(self, still: float) -> None:
-        """`still`: seconds without progress of this rank."""
+    def _check_for_hang(self, still: float) -> None:
+        """Report a hang once this rank has made no progress for `still` >= timeout seconds."""
         self.waits = False
         if still < self.timeout:
             return
-        frame = sys._current_frames()[threading.main_thread().ident]
+        main = cast(int, threading.main_thread().ident)  # None only before a thread is started
+        frame = sys._current_frames()[main]  # pyright: ignore[reportPrivateUsage]  # CPython documents it, and has no other way
         self.waits = "/torch/" in frame.f_code.co_filename  # most likely in a collective
-        self._show()
+        self._write_heartbeat()
         if still < self.timeout + 2 * BEAT:
-            return  # until the others have shown the same
-        last = min([self._me(), *self.others()], key=suspicion)
+            return  # until the other ranks have written the same
+        last = min([self._heartbeat(), *self.others()], key=suspicion)
         if last["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
-            self._end(last, "hang", f"stands still for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
-        elif still > self.timeout + 6 * BEAT:  # it would know more: its stack
-            self._end(last, "hang", f"holds up the others, who have waited for {still:.0f} s (timeout={self.timeout:g})")
+            self._end(last, "hang", f"hangs: no progress for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
+        elif still > self.timeout + 6 * BEAT:  # it had the first chance, as it can report its stack
+            what = f"stalls the other ranks, which have waited for {still:.0f} s (timeout={self.timeout:g})"
+            self._end(last, "hang", f"{what}. Its own watchdog reports nothing: the process is suspended, or its node is down")
 
     def failed(self, error: BaseException) -> None:
-        """The main thread's end by an exception. Tells it if it is the first failure; else it goes into this rank's log."""
+        """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
         text = "".join(traceback.format_exception(error))
         deadline = time.time() + GRACE
-        secondary = any(word in str(error) for word in SECONDARY) or getattr(error, "rank", self.rank) != self.rank
+        secondary = any(text in str(error) for text in SECONDARY) or getattr(error, "rank", self.rank) != self.rank
         while secondary and time.time() < deadline:
             if (self.run_dir / "failure.json").exists():
                 break
             time.sleep(BEAT / 5)
         what = f"failed:\n{''.join(text.splitlines(True)[-6:])}"
-        if isinstance(error, TrainingError):  # says itself what happened where
-            first = self._tell(self._me(), error.kind, f"error: {error}")
+        own = self._heartbeat()
+        if isinstance(error, TrainingError):  # its message has the step and the rank
+            first = self._report(own, error.kind, f"error: {error}")
         else:
-            first = self._tell(self._me(), "exception", self._describe(self._me(), what))
+            first = self._report(own, "exception", self._describe(own, what))
         if not first:
-            text = f"What followed on rank {self.rank} from another rank's failure:\n{text}"
+            text = f"Error on rank {self.rank} after another rank's failure, which is in failure.json:\n{text}"
         with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open("a") as file:
             file.write(text)
         self._stop.set()
 
-    def _besides(self, who: dict[str, Any]) -> list[dict[str, Any]]:
-        return sorted((r for r in [self._me(), *self.others()] if r["rank"] != who["rank"]), key=lambda r: r["rank"])
+    def _all_but(self, failed: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the heartbeats of all ranks but the one with the heartbeat `failed`, by rank."""
+        heartbeats = [self._heartbeat(), *self.others()]
+        return sorted((beat for beat in heartbeats if beat["rank"] != failed["rank"]), key=lambda beat: beat["rank"])
 
     def _describe(self, who: dict[str, Any], what: str) -> str:
         place = f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step {who['step']}"
-        others = "; ".join(f"rank {record['rank']} {record['doing']}, step {record['step']}" for record in self._besides(who))
-        return f"error: {place}, {who['doing']}: {what.rstrip()}" + (f"\nThe others then: {others}" if others else "")
+        others = "; ".join(f"rank {record['rank']} {record['doing']}, step {record['step']}" for record in self._all_but(who))
+        return f"error: {place}, {who['doing']}: {what.rstrip()}" + (
+            f"\nThe other ranks at that time: {others}" if others else ""
+        )
 
-    def _tell(self, who: dict[str, Any], kind: FailureKind, message: str) -> bool:
-        """Whether this was the first failure told; the others' words are not shown."""
+    def _report(self, who: dict[str, Any], kind: FailureKind, message: str) -> bool:
+        """Write and print a failure if it is the launch's first. Return whether it is.
+
+        Args:
+            who: the heartbeat of the rank that failed.
+        """
         path = self.run_dir / "failure.json"
-        record = {**who, "kind": kind, "message": message, "others": self._besides(who)}
-        record |= {"told_by": self.rank, "time": time.time()}
+        record = {**who, "kind": kind, "message": message, "others": self._all_but(who)}
+        record |= {"reported_by": self.rank, "time": time.time()}
+        temporary = path.with_name(f".failure.{self.rank}.{os.getpid()}")
         try:
-            temporary = path.with_name(f".failure.{self.rank}.{os.getpid()}")
             temporary.write_text(json.dumps(record, indent=1))
-            os.link(temporary, path)  # unlike a rename, refuses where the file exists: the first is told
+            os.link(temporary, path)  # unlike a rename, this fails if the file exists: only the first failure is reported
             temporary.unlink()
             write_status(self.run_dir, "failed", who["epoch"], who["step"])
         except FileExistsError:
             temporary.unlink()
             return False
-        except OSError as error:  # the disk is full or the directory gone: then the screen alone has it
-            message += f"\n({self.run_dir} cannot be written: {error.strerror})"
-        show(f"{message}\nMore: {self.run_dir}/train*.log, {path}", int(who["since"]) - 1)
+        except OSError as error:  # a full disk or a removed directory: the failure is only printed
+            message += f"\n(failure.json could not be written in {self.run_dir}: {error.strerror})"
+        show(f"{message}\nDetails: {self.run_dir}/train*.log, {path}", int(who["since"]) - 1)
         return True
 
     def _end(self, who: dict[str, Any], kind: FailureKind, what: str) -> None:
-        self._tell(who, kind, self._describe(who, what))
+        self._report(who, kind, self._describe(who, what))
         self._leave()
 
     def _leave(self, grace: float = GRACE) -> None:
-        """Ends this rank, whose main thread may wait for ever; if it ends by itself within `grace` seconds, lets it."""
+        """Exit with code 1, as the main thread may wait for ever, unless it stops the watchdog within `grace` seconds."""
         if not self._stop.wait(grace):
             os._exit(1)
