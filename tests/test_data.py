@@ -16,7 +16,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 def numbered(samples: int) -> LabelledImages:
-    """Images of two pixels that spell their own number."""
+    """Return images of two pixels that encode the sample's number."""
     numbers = torch.arange(samples)
     images = torch.stack([numbers % 256, numbers // 256], dim=1).to(torch.uint8).view(samples, 1, 1, 2)
     return LabelledImages(images, numbers % 10)
@@ -39,7 +39,7 @@ def loader(
 
 
 def read(loader, epoch: int, start: int = 0) -> list[list[int]]:
-    """The numbers of the samples that count, batch by batch, from `start` samples into the epoch on."""
+    """Return the numbers of the samples without padding, batch by batch, from `start` samples into the epoch."""
     loader.set_epoch(epoch, start)
     batches = []
     for inputs, targets, _ in loader:
@@ -51,15 +51,15 @@ def read(loader, epoch: int, start: int = 0) -> list[list[int]]:
 
 
 def read_world(size: int, kind: str = "device", epoch: int = 0, start: int = 0, **settings) -> list[list[int]]:
-    """The global batches: what all ranks read in the same step, sorted."""
-    shares = [read(loader(kind, rank, size, **settings), epoch, start) for rank in range(size)]
-    return [sorted(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)]
+    """Return the global batches: the samples that all ranks read in the same step, sorted."""
+    shards = [read(loader(kind, rank, size, **settings), epoch, start) for rank in range(size)]
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*shards, strict=True)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", ["device", "workers"])
 @pytest.mark.parametrize("samples", [103, 97, 96, 21])
-def test_every_step_sees_the_same_samples_for_any_world_size(size, kind, samples):
+def test_loader_reads_the_same_global_batches_for_any_world_size(size, kind, samples):
     for epoch in (0, 3):
         assert read_world(size, kind, epoch, samples=samples) == read_world(1, "device", epoch, samples=samples)
 
@@ -67,22 +67,22 @@ def test_every_step_sees_the_same_samples_for_any_world_size(size, kind, samples
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["device", "workers"])
 @pytest.mark.parametrize("steps", [1, 4, 5])
-def test_an_epoch_goes_on_in_its_middle_for_any_world_size(size, kind, steps):
+def test_loader_resumes_within_an_epoch_for_any_world_size(size, kind, steps):
     whole = read_world(1, epoch=3)
     assert len(whole) == 5
     assert read_world(size, kind, epoch=3, start=min(103, steps * 24)) == whole[steps:]
     again = loader(kind, 0, size)
     read(again, epoch=3, start=48)
-    assert read(again, epoch=4) == read(loader("device", 0, size), epoch=4), "the next epoch is whole again"
+    assert read(again, epoch=4) == read(loader("device", 0, size), epoch=4), "the next epoch is complete again"
 
 
-def test_the_middle_of_an_epoch_must_divide():
-    with pytest.raises(ConfigError, match=r"25 samples into epoch 1, which does not divide by 2 replicas; use the batch_size"):
+def test_set_epoch_refuses_samples_not_divisible_by_the_replicas():
+    with pytest.raises(ConfigError, match=r"25 samples into epoch 1, which is not divisible by 2 replicas; use the batch_size"):
         loader("device", 0, 2).set_epoch(1, 25)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_both_loaders_give_equal_tensors(rank):
+def test_device_and_workers_loaders_yield_equal_tensors(rank):
     settings = {"samples": 103, "mean": [0.3], "std": [0.7]}
     one, other = (list(loader(kind, rank, 3, **settings)) for kind in ("device", "workers"))
     assert len(one) == len(other) == 5
@@ -92,11 +92,11 @@ def test_both_loaders_give_equal_tensors(rank):
         assert a.count == b.count
 
 
-def test_worker_processes_keep_the_order():
+def test_workers_loader_keeps_the_order_with_several_processes():
     assert read(loader("workers", 1, 3, num_workers=2), epoch=1) == read(loader("device", 1, 3), epoch=1)
 
 
-def test_epochs_and_seeds_differ_and_repeat():
+def test_permutation_depends_on_epoch_and_seed_only():
     first = read_world(2, epoch=0)
     assert read_world(2, epoch=1) != first
     assert read_world(2, epoch=0, seed=6) != first
@@ -105,13 +105,13 @@ def test_epochs_and_seeds_differ_and_repeat():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("samples", [1, 3, 100, 103])
-def test_evaluation_counts_every_sample_once(size, samples):
+def test_loader_without_shuffle_reads_every_sample_once(size, samples):
     batches = read_world(size, samples=samples, batch_size=7 * size, shuffle=False)
     assert sorted(chain.from_iterable(batches)) == list(range(samples))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_count_is_that_of_the_global_batch(size):
+def test_batch_count_is_the_size_of_the_global_batch(size):
     for rank in range(size):
         assert [batch.count for batch in loader("device", rank, size, samples=50)] == [24, 24, 2]
 
@@ -120,13 +120,13 @@ AUGMENTED = {"shift": 2, "flip": True}
 
 
 def pictures() -> LabelledImages:
-    """103 images of three channels, 5 pixels high and 7 wide, no two alike and none with a pixel of 0, as the border has."""
+    """Return 103 different images of three channels, 5 pixels high and 7 wide, without a pixel of 0, the border's value."""
     images = torch.randint(1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return LabelledImages(images, torch.arange(103) % 10)
 
 
 def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
-    """What augment does, pixel by pixel."""
+    """Return what `augment` should do to one image, computed pixel by pixel."""
     _, height, width = image.shape
     result = torch.zeros_like(image)
     for y in range(height):
@@ -136,7 +136,7 @@ def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
     return result
 
 
-def test_augment_moves_and_mirrors_every_image_by_its_own():
+def test_augment_shifts_and_flips_every_image_separately():
     moves = [(dy, dx, flip) for dy in range(-4, 5) for dx in range(-6, 7) for flip in (0, 1)]
     images = pictures().images[torch.arange(len(moves)) % 103]
     dy, dx, flip = torch.tensor(moves).T
@@ -148,7 +148,7 @@ def test_augment_moves_and_mirrors_every_image_by_its_own():
         assert torch.equal(result, expected)
 
 
-def test_draws_repeat_and_are_others_for_other_epochs_and_seeds():
+def test_draw_depends_on_epoch_and_seed_only():
     first = draw(1000, 2, True, seed=5, epoch=1)
     assert torch.equal(draw(1000, 2, True, seed=5, epoch=1), first)
     for seed, epoch in [(5, 2), (6, 1), (6, 0), (5 + 2**31, 1)]:
@@ -162,7 +162,7 @@ def test_draws_repeat_and_are_others_for_other_epochs_and_seeds():
 
 
 def images_of_world(size: int, kind: str, epoch: int, start: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The global batches in the order of the permutation: `dealt` is what a graph takes from the device loader."""
+    """Return the global batches in the order of the permutation; kind `dealt` reads them with `take`, as a CUDA graph does."""
     ranks = []
     for rank in range(size):
         own = loader("device" if kind == "dealt" else kind, rank, size, data=pictures(), **AUGMENTED)
@@ -173,8 +173,8 @@ def images_of_world(size: int, kind: str, epoch: int, start: int = 0) -> list[tu
         else:
             ranks.append([(inputs, targets) for inputs, targets, _ in own])
     batches = []
-    for shares in zip(*ranks, strict=True):
-        inputs, targets = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shares, strict=True))
+    for shards in zip(*ranks, strict=True):
+        inputs, targets = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shards, strict=True))
         batches.append((inputs[targets != IGNORE], targets[targets != IGNORE]))
     return batches
 
@@ -182,7 +182,7 @@ def images_of_world(size: int, kind: str, epoch: int, start: int = 0) -> list[tu
 @pytest.mark.parametrize("kind", ["device", "workers", "dealt"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("start", [0, 48, 96])
-def test_a_sample_is_augmented_alike_for_any_world_size_and_loader(kind, size, start):
+def test_augmentation_is_the_same_for_any_world_size_and_loader(kind, size, start):
     data, order = pictures(), torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
     moves = draw(103, **AUGMENTED, seed=5, epoch=3).T.tolist()
     expected = torch.stack([moved(data.images[i], *moves[i]) for i in order.tolist()])
@@ -193,7 +193,7 @@ def test_a_sample_is_augmented_alike_for_any_world_size_and_loader(kind, size, s
 
 
 @pytest.mark.parametrize("kind", ["device", "workers", "dealt"])
-def test_an_image_is_another_in_another_epoch(kind):
+def test_augmentation_differs_between_epochs(kind):
     def by_target(epoch: int) -> torch.Tensor:
         (inputs, targets), *_ = images_of_world(1, kind, epoch)
         return inputs[targets.argsort(stable=True)]
@@ -203,7 +203,7 @@ def test_an_image_is_another_in_another_epoch(kind):
 
 
 @pytest.mark.parametrize("kind", ["device", "workers"])
-def test_images_stay_as_they_are_unless_asked(kind):
+def test_loader_leaves_images_unchanged_without_augmentation(kind):
     data, own = pictures(), loader(kind, 1, 2, data=pictures())
     assert own.moves() is None
     seen = torch.cat([inputs for inputs, _, _ in own]).round().to(torch.uint8)
@@ -211,7 +211,7 @@ def test_images_stay_as_they_are_unless_asked(kind):
 
 
 @pytest.mark.parametrize("kind", ["device", "workers"])
-def test_the_test_split_is_never_augmented(kind):
+def test_job_augments_the_training_split_only(kind):
     cfg = config("data.shift=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
     job = Job(cfg, Runtime("cpu"))
     for loader, data, augmented in zip(job.loaders, (job.dataset.train, job.dataset.test), (True, False), strict=True):
@@ -220,25 +220,25 @@ def test_the_test_split_is_never_augmented(kind):
 
 
 @pytest.mark.parametrize(("shift", "allowed"), [(5, "0 to 4"), (7, "0 to 4")])
-def test_a_shift_must_leave_something_of_the_image(shift, allowed):
+def test_loader_refuses_a_shift_as_large_as_the_image(shift, allowed):
     loader("device", 0, 1, data=pictures(), shift=4)
     with pytest.raises(ConfigError, match=rf"data.shift={shift}: .* 5 x 7 pixels; allowed: {allowed}"):
         loader("device", 0, 1, data=pictures(), shift=shift)
 
 
-def test_normalisation():
+def test_loader_normalises_with_mean_and_std():
     data = LabelledImages(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.tensor([0, 1]))
-    share = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "num_workers": 0, "shuffle": False}
-    (batch,) = LOADERS["device"](data, 2, mean=[0.5], std=[0.25], **share)
+    options = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "num_workers": 0, "shuffle": False}
+    (batch,) = LOADERS["device"](data, 2, mean=[0.5], std=[0.25], **options)
     assert batch.inputs.flatten().tolist() == pytest.approx([-2.0, 2.0])
 
 
-def test_means_that_do_not_fit_the_channels():
-    with pytest.raises(ConfigError, match=r"data.mean=\[0.1, 0.2\]: has 2 values"):
+def test_loader_refuses_means_that_do_not_fit_the_channels():
+    with pytest.raises(ConfigError, match=r"data.mean=\[0.1, 0.2\]: has 2 values; expected 1, or 1 per channel"):
         loader("device", 0, 1, mean=[0.1, 0.2])
 
 
-def test_digits_are_the_real_ones():
+def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
     dataset = Digits().load()
@@ -253,7 +253,7 @@ def test_digits_are_the_real_ones():
     assert dataset.model_shape() == {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 
-def test_synthetic_has_the_asked_shape():
+def test_synthetic_has_the_requested_shape():
     dataset = Synthetic(20, 10, 3, 8, 4).load()
     assert dataset.train.images.shape == (20, 3, 8, 8)
     assert len(dataset.test.targets) == 10
@@ -266,7 +266,7 @@ def write_idx(path, magic: int, data: torch.Tensor) -> None:
     path.write_bytes(magic.to_bytes(4, "big") + sizes + data.numpy().tobytes())
 
 
-def test_raw_files_are_read_without_network(tmp_path):
+def test_torchvision_reads_raw_files_without_network(tmp_path):
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part, size in (("train", 6), ("t10k", 3)):
@@ -280,7 +280,7 @@ def test_raw_files_are_read_without_network(tmp_path):
     assert dataset.classes[0] == "T-shirt/top"
 
 
-def test_missing_data_names_folder_files_and_the_way_out(tmp_path, monkeypatch):
+def test_torchvision_reports_directory_files_and_remedy_for_missing_data(tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", no_network)
     with pytest.raises(NodeError) as error:
         Torchvision("FashionMNIST", str(tmp_path)).prepare()
@@ -296,9 +296,9 @@ def no_network(*args, **kwargs):
 
 
 @pytest.mark.skipif(
-    "not __import__('os').path.isdir('../shared/data/FashionMNIST')", reason="the real set is not beside the repository"
+    "not __import__('os').path.isdir('../shared/data/FashionMNIST')", reason="FashionMNIST is not in ../shared/data"
 )
-def test_real_fashion_mnist():
+def test_torchvision_reads_the_real_fashion_mnist():
     source = Torchvision("FashionMNIST", "../shared/data")
     source.prepare()
     dataset = source.load()

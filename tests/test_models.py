@@ -16,7 +16,7 @@ def count(model) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_lenet_is_the_books():
+def test_lenet_has_the_layers_of_section_13_5():
     torch.manual_seed(0)
     model = lenet(1, 28, 10, init_std=0.01)
     assert count(model) == 129_068
@@ -44,7 +44,7 @@ def test_lenet_is_the_books():
 
 
 @pytest.mark.parametrize(("channels", "size", "classes"), [(3, 32, 10), (1, 28, 7), (1, 14, 10)])
-def test_models_follow_the_data(channels, size, classes):
+def test_models_take_shapes_and_classes_from_the_data(channels, size, classes):
     images = torch.randn(2, channels, size, size)
     with_std = (lambda *shape, make=make: make(*shape, None) for make in (lenet, resnet18, book_resnet18))
     for make in (*with_std, simple_cnn):
@@ -53,7 +53,7 @@ def test_models_follow_the_data(channels, size, classes):
         assert model(images).shape == (2, classes)
 
 
-def test_images_too_small():
+def test_models_refuse_images_that_are_too_small():
     with pytest.raises(ConfigError, match="model=lenet: needs images of at least 14x14, these are 13x13"):
         lenet(1, 13, 10, None)
     with pytest.raises(ConfigError, match="model=resnet18: needs images of at least 9x9"):
@@ -62,7 +62,7 @@ def test_images_too_small():
         book_resnet18(1, 8, 10, None)
 
 
-def test_resnet18_is_torchvisions_with_a_small_stem():
+def test_resnet18_computes_torchvisions_with_a_small_stem():
     model = resnet18(1, 28, 10, None).eval()
     assert count(model) == 11_172_810
     reference = torchvision_resnet18(num_classes=10).eval()
@@ -80,7 +80,7 @@ def conv_parameters(in_channels: int, out_channels: int, kernel: int) -> int:
     return in_channels * out_channels * kernel**2 + out_channels
 
 
-def test_book_resnet18_has_the_books_layers():
+def test_book_resnet18_has_the_layers_of_section_13_6():
     model = book_resnet18(1, 28, 10, 0.01)
     expected = conv_parameters(1, 64, 3) + 2 * 64 + 512 * 10 + 10
     for before, width in zip((64, *WIDTHS), WIDTHS, strict=False):
@@ -98,7 +98,7 @@ def test_book_resnet18_has_the_books_layers():
     assert [name for name, _ in model.named_children()] == [name for name, _ in resnet18(1, 28, 10, None).named_children()]
 
 
-def test_book_resnet18_draws_weights_and_leaves_biases():
+def test_book_resnet18_init_std_draws_weights_and_keeps_biases():
     torch.manual_seed(0)
     default = book_resnet18(1, 28, 10, None).state_dict()
     torch.manual_seed(0)
@@ -113,13 +113,13 @@ def test_book_resnet18_draws_weights_and_leaves_biases():
     with torch.no_grad():
         model.stem[1].weight.fill_(3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    draw_weights(model, 0.01)  # as the book does between its runs of one network object
+    draw_weights(model, 0.01)  # as section 13.6 does between runs of the same network object
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == drawn
 
 
 def book_forward(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """Return the logits by the book's description, written with functions and the weights' names alone."""
+    """Return the logits as section 13.6 describes the network, from functions and the weights' names only."""
 
     def conv(name: str, inputs: torch.Tensor, stride: int = 1) -> torch.Tensor:
         weight = state[f"{name}.weight"]
@@ -140,19 +140,21 @@ def book_forward(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.
     return outputs.mean((2, 3)) @ state["head.2.weight"].T + state["head.2.bias"]
 
 
-def test_book_resnet18_computes_the_books_function():
+def test_book_resnet18_computes_the_network_of_section_13_6():
     torch.manual_seed(0)
     model = book_resnet18(1, 28, 10, None).double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.add_(torch.rand_like(parameter))  # scales of one and shifts of zero would hide a swapped pair
+                parameter.add_(
+                    torch.rand_like(parameter)
+                )  # with scales of one and shifts of zero a swapped pair would go unnoticed
     images = torch.rand(4, 1, 28, 28, dtype=torch.float64)
     expected = book_forward({name: tensor.clone() for name, tensor in model.state_dict().items()}, images)
     assert torch.allclose(model(images), expected, rtol=1e-9, atol=0)
 
 
-def test_flops_of_lenet_by_hand():
+def test_trace_counts_the_flops_of_lenet():
     conv1 = 2 * 26 * 26 * 20 * 9
     conv2 = 2 * 9 * 9 * 50 * 20 * 25
     flops, _ = trace(lenet(1, 28, 10, None))
@@ -169,7 +171,7 @@ def test_flops_of_lenet_by_hand():
         ([1, 2, 3], 1, [3]),
     ],
 )
-def test_cut(costs, stages, expected):
+def test_cut_minimises_the_most_expensive_stage(costs, stages, expected):
     parts = cut(costs, stages)
     assert [index for part in parts for index in part] == list(range(len(costs)))
     loads = [sum(costs[i] for i in part) for part in parts]
@@ -187,18 +189,18 @@ MODELS = {
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_partition_deals_every_block_once(model, stages):
+def test_partition_assigns_every_block_to_one_stage(model, stages):
     chain = MODELS[model]()
     partition = Partition(chain, stages)
     assert partition.names == [name for name, _ in chain.named_children()]
     assert len(partition.parts) == len(partition.shares) == stages
     assert [index for part in partition.parts for index in part] == list(range(len(chain)))
-    assert all(sum(count(chain[index]) for index in part) > 0 for part in partition.parts), "nothing to train in a stage"
+    assert all(sum(count(chain[index]) for index in part) > 0 for part in partition.parts), "a stage has no parameters"
     assert sum(partition.shares) == pytest.approx(1)
     assert all(share > 0 for share in partition.shares)
 
 
-def test_resnet18_is_cut_by_its_flops():
+def test_partition_cuts_resnet18_by_flops():
     partition = Partition(MODELS["resnet18"](), 2)
     assert partition.parts == [range(0, 5), range(5, 10)]
     assert partition.shares == pytest.approx([0.5167, 0.4833], abs=1e-4)
@@ -216,7 +218,7 @@ def test_resnet18_is_cut_by_its_flops():
         (["conv2", "fc1", "fc2"], [range(i, i + 1) for i in range(4)]),
     ],
 )
-def test_a_cut_by_names_comes_before_the_flops(starts, parts):
+def test_partition_cuts_at_given_names(starts, parts):
     chain = lenet(1, 28, 10, None)
     partition = Partition(chain, len(parts), starts)
     assert partition.parts == parts
@@ -225,12 +227,12 @@ def test_a_cut_by_names_comes_before_the_flops(starts, parts):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_shapes_of_a_partition_are_those_of_a_forward_pass(model):
+def test_partition_shapes_are_those_of_a_forward_pass(model):
     chain = MODELS[model]()
     before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
     partition = Partition(chain, 2)
     assert chain.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in chain.state_dict().items()), "the trace left traces"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in chain.state_dict().items()), "trace changed the model"
     activation = torch.randn(3, *chain.input_shape)
     seen = [activation.shape[1:]]
     for block in chain:
@@ -261,7 +263,7 @@ def test_shapes_of_a_partition_are_those_of_a_forward_pass(model):
         (3, ["fc1", "fc1"], "strategy.cut=['fc1', 'fc1']: must be blocks of the model in their order"),
     ],
 )
-def test_cuts_that_a_model_does_not_have(stages, starts, message):
+def test_partition_refuses_invalid_cuts(stages, starts, message):
     with pytest.raises(ConfigError) as error:
         Partition(lenet(1, 28, 10, None), stages, starts)
     assert str(error.value).startswith(message)

@@ -1,1 +1,1 @@
-"""Datasets, augmentation, and which rank reads which sample. Knows how many ranks share a batch, not what they do with it."""
+"""Datasets, augmentation, and which rank reads which sample. It knows how many ranks share a batch, not what they compute."""

@@ -1,7 +1,7 @@
-"""Random shifts and mirror images of training images, computed on the device, a whole batch at once.
+"""Random shifts and horizontal flips of training images, computed on the device for a whole batch at once.
 
-What becomes of a sample depends on the run's seed, the epoch and the sample's index, and on nothing else: neither on the
-rank that reads it, nor on its place in the epoch, nor on where the run was resumed.
+The shift and flip of a sample depend only on the run's seed, the epoch and the sample's index. They do not depend on the
+rank that reads the sample, on its position in the epoch, or on where the run was resumed.
 """
 
 import hashlib
@@ -10,14 +10,21 @@ import torch
 
 
 def draw(samples: int, shift: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:
-    """How every sample of the dataset is moved in this epoch.
+    """Draw the shift and flip of every sample of the dataset in one epoch, on the CPU.
 
-    All of them on every rank, on the CPU, so that the ranks agree without a word: less than 1 ms for 60,000. The generator's
-    seed is the first 32 bits of a SHA-256 of (seed, epoch): torch's CPU generator uses no more than the lowest 32 of its seed,
-    and seed + epoch is the permutation's.
+    Every rank draws them for all samples, so the ranks agree without communication; 60,000 samples take less than 1 ms. The
+    generator's seed is the first 32 bits of a SHA-256 of (seed, epoch): torch's CPU generator uses only the lowest 32 bits of
+    its seed, and seed + epoch already seeds the permutation.
+
+    Args:
+        samples: number of samples in the dataset.
+        shift: largest shift in each direction, in pixels.
+        flip: whether half of the samples are flipped.
+        seed: the run's seed.
+        epoch: number of the epoch.
 
     Returns:
-        int64 [3, samples]: pixels down and pixels to the right, uniform in -shift to shift, and 1 where mirrored, half of them.
+        int64 [3, samples]: pixels down and pixels to the right, both uniform in -shift to shift, and 1 for a flipped sample.
     """
     digest = hashlib.sha256(f"augment seed={seed} epoch={epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
@@ -27,9 +34,9 @@ def draw(samples: int, shift: int, flip: bool, seed: int, epoch: int) -> torch.T
 
 
 def augment(images: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
-    """Each image mirrored left to right where `flip` says so, then moved; what nothing was moved to is 0.
+    """Flip each image left to right where `flip` is set, then shift it and fill the uncovered border with 0.
 
-    A gather from computed rows and columns, with nothing decided on the host: a CUDA graph can hold it.
+    This is a gather from computed rows and columns. Nothing is decided on the host, so a CUDA graph can capture it.
 
     Args:
         images: uint8 [b, channels, height, width].

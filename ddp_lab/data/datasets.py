@@ -1,14 +1,14 @@
-"""Image datasets as two uint8 tensors each. Small enough to live on every device, so nothing here streams."""
+"""Image datasets, each held as one uint8 tensor per split. They fit on every device, so nothing is streamed."""
 
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,12 @@ from ddp_lab.config.types import Count
 
 
 class LabelledImages(NamedTuple):
-    """images: uint8 [N, channels, height, width]; targets: int64 [N]."""
+    """The images of one split and their classes.
+
+    Attributes:
+        images: uint8 [N, channels, height, width].
+        targets: int64 [N].
+    """
 
     images: torch.Tensor
     targets: torch.Tensor
@@ -27,25 +32,31 @@ class LabelledImages(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
+    """A training split, a test split and the names of the classes, in the order of their numbers."""
+
     train: LabelledImages
     test: LabelledImages
     classes: list[str]
 
     def model_shape(self) -> dict[str, int]:
-        """What a model has to know of the data, by the names of the model's parameters."""
+        """Return the arguments of a model function that follow from the data: channels, image size and number of classes."""
         _, channels, _, image_size = self.train.images.shape
         return {"in_channels": channels, "image_size": image_size, "num_classes": len(self.classes)}
 
 
 class Digits:
-    """The 1,797 handwritten digits inside scikit-learn (8x8, 16 greys), enlarged to 28x28; 1,437 train, 360 test."""
+    """The 1,797 handwritten digits that scikit-learn contains (8x8, 16 greys), enlarged to 28x28: 1,437 train, 360 test."""
 
     def prepare(self) -> None:
-        """Nothing to fetch."""
+        """Do nothing: there is nothing to download."""
 
     def load(self) -> Dataset:
+        """Read the digits from scikit-learn's file."""
         # load_digits() returns the same numbers, but importing it loads scipy and most of scikit-learn: 800 modules, 1 s.
-        path = Path(find_spec("sklearn").origin).parent / "datasets" / "data" / "digits.csv.gz"
+        package = find_spec("sklearn")
+        assert package is not None, "scikit-learn is a dependency of ddp_lab"
+        assert package.origin is not None, "scikit-learn is a regular package"
+        path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
         table = torch.from_numpy(np.loadtxt(path, delimiter=","))  # [1797, 65]: 64 pixels, then the digit
         images = table[:, :-1].reshape(-1, 1, 8, 8).float() / 16
         images = F.interpolate(images, size=28, mode="bilinear", align_corners=False)
@@ -61,7 +72,7 @@ class Digits:
 
 
 class Synthetic:
-    """A made-up dataset of any shape: each class has a random picture, each sample is half that picture, half noise.
+    """A made-up dataset of any shape: each class has a random picture, and each sample is half that picture, half noise.
 
     Args:
         train_size: number of training images.
@@ -77,9 +88,10 @@ class Synthetic:
         self.num_classes = num_classes
 
     def prepare(self) -> None:
-        """Nothing to fetch."""
+        """Do nothing: there is nothing to download."""
 
     def load(self) -> Dataset:
+        """Generate the images; they are the same in every process."""
         generator = torch.Generator().manual_seed(0)
 
         def noise(n: int) -> torch.Tensor:
@@ -96,8 +108,8 @@ class Synthetic:
 
 
 @contextmanager
-def default_timeout(seconds: float) -> Iterator[None]:
-    """Give every new socket a timeout, unless it has one."""
+def default_timeout(seconds: float) -> Generator[None]:
+    """Give every new socket this timeout, in seconds, unless its creator sets one."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -106,8 +118,16 @@ def default_timeout(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
+class _Split(Protocol):
+    """The attributes of one of torchvision's datasets that are used here."""
+
+    data: torch.Tensor | np.ndarray
+    targets: torch.Tensor | list[int]
+    classes: Sequence[str]
+
+
 class Torchvision:
-    """MNIST, FashionMNIST or CIFAR10, by torchvision, downloaded by `prepare` where it is missing.
+    """MNIST, FashionMNIST or CIFAR10 from torchvision; `prepare` downloads the dataset where it is missing.
 
     Args:
         name: name of the dataset in torchvision.
@@ -124,26 +144,29 @@ class Torchvision:
         self.name = name
         self.root = Path(root)
 
-    def _open(self, train: bool, root: Path | None = None, download: bool = False):
-        import torchvision  # 1.5 s, which other datasets need not wait for
+    def _open(self, train: bool, root: Path | None = None, download: bool = False) -> _Split:
+        import torchvision  # takes 1.5 s, which only these datasets need to spend
 
-        return getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download)
+        return cast(_Split, getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download))
 
     def prepare(self) -> None:
-        """Downloads what is missing: into a folder beside its place, then renamed, so that a half-done one is never used.
+        """Download the dataset if files are missing.
+
+        It is downloaded to a temporary directory in `root` and then renamed, so an incomplete download is never used.
 
         Raises:
             NodeError: the files are missing and cannot be downloaded.
         """
         try:
-            self._open(True), self._open(False)
+            self._open(True)
+            self._open(False)
             return
         except (RuntimeError, OSError, ValueError, AssertionError):
             pass  # missing or incomplete
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.root, prefix=".download-") as folder:
-                with default_timeout(60):  # torchvision sets none: a silent network would hang all ranks
+                with default_timeout(60):  # torchvision sets none: an unresponsive server would stall all ranks
                     self._open(True, root=Path(folder), download=True)
                 for path in Path(folder).rglob("*"):
                     if path.is_file():
@@ -154,14 +177,15 @@ class Torchvision:
             where = f"{self.root.resolve()}/{self.files[self.name]}"
             raise NodeError(
                 f"data.root={self.root}: {self.name} is not on {socket.gethostname()} and could not be downloaded "
-                f"({' '.join(str(error).split())}). Put its files at {where}, or point data.root at the folder that holds "
+                f"({' '.join(str(error).split())}). Put its files at {where}, or set data.root to the directory that contains "
                 f"{self.files[self.name].split('/')[0]}/, or use data=digits, which needs no download"
             ) from None
 
     def load(self) -> Dataset:
+        """Read both splits from the files that `prepare` ensured."""
         train, test = self._open(True), self._open(False)
 
-        def convert(dataset) -> LabelledImages:
+        def convert(dataset: _Split) -> LabelledImages:
             images = torch.as_tensor(dataset.data)
             images = images.permute(0, 3, 1, 2).contiguous() if images.dim() == 4 else images.unsqueeze(1)
             return LabelledImages(images, torch.as_tensor(dataset.targets, dtype=torch.int64))

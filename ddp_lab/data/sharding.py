@@ -1,19 +1,19 @@
-"""Who reads what: the same global batches for any number of ranks, from either of two loaders.
+"""Sharding of an epoch: the same global batches for any number of ranks, from either of two loaders.
 
-With W ranks and the global batch B, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation
-(`DistributedSampler`), in local batches of B / W. So the local batches number s of all ranks are together the slice
-[s * B, (s + 1) * B) of the permutation, whatever W is. Where the slices do not divide, `DistributedSampler` repeats a
-few samples at the end; their targets become IGNORE here, so that every sample counts exactly once.
+With W ranks and a global batch of B samples, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation
+(`DistributedSampler`), in local batches of B / W. The local batches of step s on all ranks together are therefore the slice
+[s * B, (s + 1) * B) of the permutation, for any W. If W does not divide the number of samples, `DistributedSampler` repeats
+a few samples as padding at the end. The targets of the padding become IGNORE here, so that every sample counts exactly once.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw
@@ -23,34 +23,36 @@ IGNORE = -100  # F.cross_entropy's ignore_index
 
 
 class Batch(NamedTuple):
-    """One rank's share of a global batch.
+    """One rank's local batch.
 
-    inputs: float32 [b, channels, height, width], normalised, on the rank's device.
-    targets: int64 [b], IGNORE where the sample is a repetition.
-    count: samples in the GLOBAL batch, the divisor of its mean loss; known without communication.
+    Attributes:
+        inputs: float32 [b, channels, height, width], normalised, on the rank's device.
+        targets: int64 [b], IGNORE for padding.
+        count: samples in the GLOBAL batch, the divisor of its mean loss; known without communication.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch
 
 
 class Turn(NamedTuple):
-    """A batch that the device will gather itself (`DeviceLoader.take`).
+    """The sizes of a batch that the device will gather itself (`DeviceLoader.take`).
 
-    size: samples of this rank's share.
-    count: samples in the GLOBAL batch.
+    Attributes:
+        size: samples in this rank's local batch, padding included.
+        count: samples in the GLOBAL batch, without padding.
     """
 
     size: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a turn
 
 
-class Shard(DistributedSampler):
-    """From the middle of an epoch, too.
+class Shard(DistributedSampler[int]):
+    """The samples of one rank: a DistributedSampler that can also start in the middle of an epoch.
 
     Attributes:
-        start: how many of this rank's own samples to leave out.
+        start: how many of this rank's samples to skip at the beginning of the epoch.
     """
 
     start = 0
@@ -59,13 +61,16 @@ class Shard(DistributedSampler):
         return islice(super().__iter__(), self.start, None)
 
     def indices(self) -> torch.Tensor:
-        """What iterating gives, int64."""
+        """Return what iterating yields, as int64 [n]."""
         return self.own(self.epoch)[self.start :]
 
     def own(self, epoch: int) -> torch.Tensor:
-        """All of this rank's samples in an epoch, int64. Without a Python integer for each: that takes 5 ms for 60,000, as long
-        as LeNet trains on 4,000 of them."""
-        n = len(self.dataset)
+        """Return all of this rank's samples in an epoch, padding included, as int64 [n].
+
+        `DistributedSampler.__iter__` makes a Python integer of each sample. That takes 5 ms for 60,000 samples, in which LeNet
+        trains on 4,000 of them.
+        """
+        n = len(cast(Sized, self.dataset))
         order = torch.arange(n)
         if self.shuffle:
             order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + epoch))
@@ -73,18 +78,37 @@ class Shard(DistributedSampler):
         return order[self.rank :: self.num_replicas].contiguous()
 
 
+class LoaderOptions(TypedDict):
+    """The keyword arguments of `Loader` that its subclasses pass on."""
+
+    dp_rank: int
+    dp_size: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    shuffle: bool
+    seed: NotRequired[int]
+    shift: NotRequired[int]
+    flip: NotRequired[bool]
+
+
 class Loader(ABC):
-    """Batches of one rank; a subclass says how indices become uint8 images on the device.
+    """The local batches of one rank. A subclass implements how indices become uint8 images on the device.
 
     Args:
-        batch_size: GLOBAL; divisible by `dp_size`.
-        dp_rank, dp_size: which share of every batch is this rank's.
-        mean, std: one value, or one for each channel, of images scaled to [0, 1].
-        shift: up to how many pixels each image is moved, in each direction.
-        flip: whether half of the images are mirrored.
+        data: the whole split, the same on all ranks.
+        batch_size: samples in the GLOBAL batch; must be divisible by `dp_size`.
+        dp_rank: number of this rank's data-parallel replica.
+        dp_size: number of data-parallel replicas, which divide every batch among them.
+        device: where the batches are needed.
+        mean, std: one value, or one per channel, for images scaled to [0, 1].
+        shuffle: whether every epoch has a random order.
+        seed: of the order and the augmentation.
+        shift: largest shift of an image in each direction, in pixels.
+        flip: whether half of the images are flipped left to right.
 
     Raises:
-        ConfigError: as many means or standard deviations as no image has channels; a shift that moves whole images out.
+        ConfigError: the number of means or standard deviations does not fit the channels, or the shift is as large as the
+            images.
     """
 
     def __init__(
@@ -106,7 +130,7 @@ class Loader(ABC):
         for key, values in {"data.mean": mean, "data.std": std}.items():
             if len(values) not in (1, channels):
                 raise ConfigError(
-                    f"{key}={list(values)}: has {len(values)} values; give 1, or 1 for each channel of the images ({channels})"
+                    f"{key}={list(values)}: has {len(values)} values; expected 1, or 1 per channel of the images ({channels})"
                 )
         if shift > 0 and shift >= min(height, width):
             raise ConfigError(
@@ -117,31 +141,35 @@ class Loader(ABC):
         self.shift, self.flip = shift, flip
         self.local_batch_size = batch_size // dp_size
         self.dp_size = dp_size
-        self.sampler = Shard(data.targets, dp_size, dp_rank, shuffle=shuffle, seed=seed)
-        self.real = len(range(dp_rank, len(data.targets), dp_size))  # what this rank reads, less the repetitions
-        mean, std = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
-        self.scale, self.offset = 1 / (255 * std), mean / std
+        self.sampler = Shard(TensorDataset(data.targets), dp_size, dp_rank, shuffle=shuffle, seed=seed)
+        self.real = len(range(dp_rank, len(data.targets), dp_size))  # this rank's samples without padding
+        means, deviations = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
+        self.scale, self.offset = 1 / (255 * deviations), means / deviations
 
     def __len__(self) -> int:
-        """Steps an epoch."""
+        """Return the number of steps per epoch."""
         return math.ceil(len(self.data.targets) / self.batch_size)
 
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
-        """Chooses the epoch's permutation (without it every epoch has the same order), less its first `samples`.
+        """Select the permutation of an epoch, which otherwise stays the same in every epoch.
+
+        Args:
+            epoch: number of the epoch.
+            samples: how many samples to skip at the beginning of the permutation, summed over all ranks.
 
         Raises:
-            ConfigError: so many samples are not a whole number for each share.
+            ConfigError: `samples` is not divisible by the number of replicas.
         """
         if samples % self.dp_size and samples < len(self.data.targets):
             raise ConfigError(
-                f"resume: the checkpoint is {samples} samples into epoch {epoch}, which does not divide by {self.dp_size} "
-                "replicas; use the batch_size it was made with"
+                f"resume: the checkpoint is {samples} samples into epoch {epoch}, which is not divisible by {self.dp_size} "
+                "replicas; use the batch_size of the run that wrote it"
             )
         self.sampler.set_epoch(epoch)
         self.sampler.start = math.ceil(samples / self.dp_size)
 
     def turns(self) -> Iterator[Turn]:
-        """The sizes of the batches that are left of the epoch."""
+        """Yield the sizes of the batches in the rest of the epoch."""
         start = self.sampler.start
         for first in range(start, self.sampler.num_samples, self.local_batch_size):
             size = min(self.local_batch_size, self.sampler.num_samples - first)
@@ -159,20 +187,24 @@ class Loader(ABC):
             yield Batch(self.normalise(images), targets, turn.count)
 
     def moves(self) -> torch.Tensor | None:
-        """What `augment` is to do with what is left of the epoch: int64 [3, n] as `draw` has it, for the samples of
-        `Shard.indices`, on the device. None where images stay as they are."""
+        """Return the shifts and flips of the samples `Shard.indices`, the rest of the epoch.
+
+        Returns:
+            int64 [3, n] on the device, in the layout of `augment.draw`; None without augmentation.
+        """
         moves = self._own_moves(self.sampler.epoch)
         return None if moves is None else moves[:, self.sampler.start :].to(self.device)
 
     def _own_moves(self, epoch: int) -> torch.Tensor | None:
-        """Of all this rank's samples in an epoch, on the CPU."""
+        """Return the shifts and flips of all of this rank's samples in an epoch, int64 [3, n] on the CPU."""
         if not (self.shift or self.flip):
             return None
         return draw(len(self.data.targets), self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
+        """Return float32 images with `mean` subtracted, divided by `std`, from uint8 images."""
         return images * self.scale - self.offset
 
     @abstractmethod
     def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """uint8 images and int64 targets on the device, in the sampler's order; the targets may be written to."""
+        """Yield uint8 images and int64 targets on the device, in the sampler's order; the caller may write to the targets."""

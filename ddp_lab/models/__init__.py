@@ -1,1 +1,1 @@
-"""Networks as chains of blocks, and how a chain is cut into stages. No torch.distributed here."""
+"""Networks as chains of blocks, and the cut of a chain into stages. torch.distributed is not used here."""

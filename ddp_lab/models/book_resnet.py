@@ -1,4 +1,4 @@
-"""The ResNet-18 of Dive into Deep Learning's multi-GPU chapter (section 13.6), as a chain of ten blocks."""
+"""The ResNet-18 of Dive into Deep Learning, section 13.6 (concise multi-GPU training), as a chain of ten blocks."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ class Residual(nn.Module):
     """Two 3x3 convolutions with BatchNorm; a block that down-samples has a 1x1 convolution without BatchNorm on its shortcut.
 
     Args:
-        in_channels: of the block's input; not equal to `out_channels`: the shortcut has a convolution.
-        stride: of the first convolution and of the shortcut's.
+        in_channels: channels of the block's input. If they differ from `out_channels`, the shortcut has a convolution.
+        out_channels: channels of the block's output.
+        stride: stride of the first convolution and of the shortcut's convolution.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
@@ -32,7 +33,7 @@ class Residual(nn.Module):
 
 
 def draw_weights(model: nn.Module, std: float) -> None:
-    """Draw the weights of convolutions and linear layers from N(0, std). Everything else stays: biases, BatchNorm's state."""
+    """Draw the weights of convolutions and linear layers from N(0, std^2); biases and BatchNorm's state stay as they are."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.normal_(module.weight, std=std)
@@ -42,17 +43,18 @@ def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std:
     """Return the network: 11,175,818 parameters for 1 channel and 10 classes.
 
     It differs from `resnet18` in three things: every convolution has a bias, the shortcuts have no BatchNorm, and `init_std`
-    draws the weights alone and leaves torch's default biases.
+    applies to the weights only, so the biases keep torch's default initialisation.
 
     Args:
         init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
-        ConfigError: images so small that the last blocks see one pixel, of which BatchNorm cannot take a variance.
+        ConfigError: the images are so small that the last blocks get one pixel, for which BatchNorm has no variance.
     """
     require_image_size("book_resnet18", image_size, 9)
     stem = nn.Sequential(nn.Conv2d(in_channels, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())
-    blocks, channels = {}, 64
+    blocks: dict[str, nn.Module] = {}
+    channels = 64
     for stage, (width, stride) in enumerate(STAGES, 1):
         blocks[f"layer{stage}_0"] = Residual(channels, width, stride)
         blocks[f"layer{stage}_1"] = Residual(width, width)

@@ -1,4 +1,4 @@
-"""A model is a chain of named blocks, so that any strategy can cut it between two of them."""
+"""A model as a chain of named blocks, which any strategy can cut between two blocks."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -10,33 +10,50 @@ from ddp_lab.config.errors import ConfigError
 
 
 class Chain(nn.Sequential):
-    """Blocks in the order in which they run, by name; `input_shape` is one sample's (channels, height, width)."""
+    """Named blocks in the order in which they run.
+
+    Args:
+        input_shape: one sample's (channels, height, width).
+        blocks: the modules by name; each gets the output of the one before it.
+    """
 
     def __init__(self, input_shape: tuple[int, int, int], **blocks: nn.Module):
         super().__init__(OrderedDict(blocks))
         self.input_shape = input_shape
         self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        for piece in self if self._executed is None else self._executed:
-            inputs = piece(inputs)
-        return inputs
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last block for [b, channels, height, width]."""
+        for segment in self if self._executed is None else self._executed:
+            input = segment(input)
+        return input
 
     def execute_in(self, pieces: Iterable[Callable[[torch.Tensor], torch.Tensor]]) -> None:
-        """Have `forward` call `pieces`, one after the other, and no longer the blocks themselves.
+        """Have `forward` call `pieces` sequentially instead of the blocks.
 
         Args:
-            pieces: `self.pieces(...)`, compiled: they compute what the blocks do, with the blocks' parameters. A tuple of them
-                is kept, so that they are no submodules and the names of the parameters stay.
+            pieces: `self.pieces(...)`, compiled: they compute what the blocks compute, with the blocks' parameters. They are
+                kept in a tuple, so they do not become submodules and the names of the parameters do not change.
         """
         self._executed = tuple(pieces)
 
     def pieces(self, size: float, last: float = 0) -> list[nn.Sequential]:
-        """Cut between blocks, from the last to the first, as soon as a piece holds parameters of at least `size` bytes. Where
-        no more than `last` bytes are left they become the first piece, unless the one behind it is as small. In forward order.
+        """Group the blocks so that every group's gradients are about as large as a bucket of an all-reduce.
+
+        Blocks are added to a group from the last to the first, the order of the backward pass. A new group begins as soon as
+        the present one has parameters of at least `size` bytes.
+
+        Args:
+            size: bytes of parameters per group.
+            last: if at most this many bytes are left, they become the last group of the backward pass, unless the group
+                before it is as small.
+
+        Returns:
+            The groups in forward order, which share the blocks' parameters.
         """
         weights = [sum(parameter.nbytes for parameter in block.parameters()) for block in self]
-        pieces, held, left = [[]], 0, sum(weights)
+        pieces: list[list[nn.Module]] = [[]]
+        held, left = 0, sum(weights)
         for block, weight in zip(reversed(self), reversed(weights), strict=True):
             if held >= size or held > last >= left > 0:
                 pieces, held = [[], *pieces], 0
@@ -46,7 +63,7 @@ class Chain(nn.Sequential):
 
 
 def init_normal(model: nn.Module, std: float) -> None:
-    """Weights of convolutions and linear layers from N(0, std), their biases zero, as the textbooks have it."""
+    """Draw the weights of convolutions and linear layers from N(0, std^2) and set their biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.normal_(module.weight, std=std)
@@ -55,5 +72,15 @@ def init_normal(model: nn.Module, std: float) -> None:
 
 
 def require_image_size(model: str, image_size: int, smallest: int) -> None:
+    """Check that the images are large enough for a model.
+
+    Args:
+        model: name of the model, for the message.
+        image_size: height and width of the images, in pixels.
+        smallest: smallest size that the model supports.
+
+    Raises:
+        ConfigError: the images are smaller than `smallest`.
+    """
     if image_size < smallest:
         raise ConfigError(f"model={model}: needs images of at least {smallest}x{smallest}, these are {image_size}x{image_size}")

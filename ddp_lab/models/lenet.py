@@ -1,4 +1,7 @@
-"""The multi-GPU chapter's LeNet: two convolutions, average pooling, two linear layers, ReLU in between."""
+"""The LeNet of Dive into Deep Learning, section 13.5 (multi-GPU training from scratch).
+
+It has two convolutions with average pooling and two linear layers, with ReLU in between.
+"""
 
 from torch import nn
 
@@ -13,7 +16,7 @@ def lenet(in_channels: int, image_size: int, num_classes: int, init_std: Positiv
         init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
-        ConfigError: images too small for the two convolutions and poolings.
+        ConfigError: the images are too small for the two convolutions and poolings.
     """
     require_image_size("lenet", image_size, 14)
     side = ((image_size - 2) // 2 - 4) // 2

@@ -1,4 +1,4 @@
-"""Cutting a chain into consecutive stages of about equal work."""
+"""The cut of a chain into consecutive stages of about equal FLOPs."""
 
 import copy
 from collections.abc import Sequence
@@ -12,20 +12,21 @@ from ddp_lab.models.chain import Chain
 
 
 class Partition:
-    """The blocks of a chain, dealt to stages.
+    """An assignment of the blocks of a chain to stages.
 
     Args:
-        stages: how many; each gets consecutive blocks, and at least one.
-        starts: the names of the blocks that the second, third, ... stage begin with; None: cut by FLOPs.
+        chain: the model.
+        stages: number of stages; each gets at least one block, and its blocks are consecutive.
+        starts: names of the blocks that begin the second, third, ... stage; None cuts by FLOPs.
 
     Attributes:
-        names: of the blocks.
-        flops: of each block's forward pass for one sample.
-        shapes: one sample's on the way in front of each block, and behind the last, without the batch dim.
-        parts: the numbers of each stage's blocks.
+        names: names of the blocks.
+        flops: FLOPs of each block's forward pass for one sample.
+        shapes: shape of one sample's activation before each block and after the last one, without the batch dimension.
+        parts: indices of each stage's blocks.
 
     Raises:
-        ConfigError: fewer blocks than stages, or `starts` does not make `stages` of them.
+        ConfigError: the chain has fewer blocks than stages, or `starts` does not describe a cut into `stages` stages.
     """
 
     def __init__(self, chain: Chain, stages: int, starts: Sequence[str] | None = None):
@@ -39,6 +40,7 @@ class Partition:
         self.parts = cut(self.flops, stages) if starts is None else self._cut_at(starts, stages)
 
     def _cut_at(self, starts: Sequence[str], stages: int) -> list[range]:
+        """Return the indices of each stage's blocks, for a cut in front of the named blocks."""
         if len(starts) != stages - 1:
             raise ConfigError(
                 f"strategy.cut={list(starts)}: has {len(starts)} names, but {stages} stages need {stages - 1}: "
@@ -55,11 +57,11 @@ class Partition:
 
     @property
     def shares(self) -> list[float]:
-        """Each stage's part of the FLOPs."""
+        """Return each stage's fraction of the FLOPs."""
         return [sum(self.flops[i] for i in part) / sum(self.flops) for part in self.parts]
 
     def describe(self, places: Sequence[object]) -> str:
-        """Which blocks are on which place, and with how much of the work."""
+        """Return a line with the blocks of each stage, its place (a device or rank) and its fraction of the FLOPs."""
         return ", ".join(
             f"{' '.join(self.names[i] for i in part)} on {place} ({share:.0%} of the FLOPs)"
             for part, place, share in zip(self.parts, places, self.shares, strict=True)
@@ -67,7 +69,12 @@ class Partition:
 
 
 def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
-    """FLOPs of each block's forward pass for one sample, and the shapes between the blocks; on the meta device, at no cost."""
+    """Run a forward pass of one sample on the meta device, which computes nothing.
+
+    Returns:
+        The FLOPs of each block; the shape of the activation before each block and after the last one, without the batch
+        dimension.
+    """
     chain = copy.deepcopy(chain).to("meta").eval()
     activation = torch.empty(1, *chain.input_shape, device="meta")
     flops, shapes = [], [activation.shape[1:]]
@@ -81,9 +88,16 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
 
 
 def cut(costs: list[int], stages: int) -> list[range]:
-    """The blocks of each stage: consecutive, none empty, the dearest stage as cheap as it can be.
+    """Cut consecutive blocks into non-empty stages so that the most expensive stage is as cheap as possible.
 
-    Tries every cut: at most 126 of ResNet-18's ten blocks.
+    Every cut is tried: at most 126 for ResNet-18's ten blocks.
+
+    Args:
+        costs: cost of each block.
+        stages: number of stages.
+
+    Returns:
+        The indices of each stage's blocks.
     """
     n = len(costs)
     bounds = [(0, *inner, n) for inner in combinations(range(1, n), stages - 1)]

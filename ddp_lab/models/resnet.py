@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18 as a chain of ten blocks, with the stem that small images want."""
+"""torchvision's ResNet-18 as a chain of ten blocks, with a stem for small images."""
 
 from torch import nn
 
@@ -10,16 +10,16 @@ def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Posi
     """Return the network: 11,172,810 parameters for 1 channel and 10 classes.
 
     The stem is a 3x3 convolution of stride 1 without max-pooling (He et al. 2015, arXiv:1512.03385, section 4.2): the
-    original 7x7 stride 2 and pooling would leave 7x7 pixels of a 28x28 image to the first block.
+    original stem, a 7x7 convolution of stride 2 and pooling, would reduce a 28x28 image to 7x7 pixels before the first block.
 
     Args:
         init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
-        ConfigError: images so small that the last blocks see one pixel, of which BatchNorm cannot take a variance.
+        ConfigError: the images are so small that the last blocks get one pixel, for which BatchNorm has no variance.
     """
     require_image_size("resnet18", image_size, 9)
-    from torchvision.models import resnet18 as torchvision_resnet18  # 1.5 s, which other models need not wait for
+    from torchvision.models import resnet18 as torchvision_resnet18  # takes 1.5 s, which only this model needs to spend
 
     net = torchvision_resnet18(num_classes=num_classes)
     stem = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)

@@ -1,4 +1,4 @@
-"""The smallest network that has a convolution: one, for the 3x28x28 example of the note on choosing devices."""
+"""The smallest convolutional network: one convolution and one linear layer, for quick runs and tests."""
 
 from torch import nn
 
@@ -6,10 +6,11 @@ from ddp_lab.models.chain import Chain, require_image_size
 
 
 def simple_cnn(in_channels: int, image_size: int, num_classes: int) -> Chain:
-    """One 3x3 convolution of 16 channels, ReLU, max-pool 2, one linear layer; torch's default initialisation.
+    """Return the network: a 3x3 convolution of 16 channels, ReLU, max-pooling by 2 and a linear layer, with torch's default
+    initialisation.
 
     Raises:
-        ConfigError: images of one pixel.
+        ConfigError: the images have one pixel.
     """
     require_image_size("simple_cnn", image_size, 2)
     return Chain(
