@@ -1,11 +1,11 @@
-"""Whether a change left every number as it was: the metrics of every strategy, by this tree and by a commit before it.
+"""Compare the metrics of every strategy between this working tree and an earlier commit, to the last digit.
 
 python scripts/same_numbers.py HEAD~1
 python scripts/same_numbers.py v1.0 --strategies ddp fsdp -- model=resnet18 data=synthetic data.dataset.image_size=16
 
-Trains each strategy on the CPU in a checkout of the commit and in this tree, with every key that changes numbers set to
-something else than its default, and compares metrics.jsonl to the last digit, times apart. Exit code 0: all are the same;
-1: not all.
+Use it to verify that a refactoring changes no number. Each strategy is trained on the CPU, in a checkout of the commit
+and in this tree, and the files metrics.jsonl are compared except for times. OVERRIDES sets keys that affect the numbers to
+values other than their defaults. Exit code 0: all metrics are equal; 1: some differ, or a run failed.
 """
 
 import argparse
@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RANKS = {"single": 1, "dp": 1, "split": 1, "ddp_pipeline": 4}  # the others: 2
+RANKS = {"single": 1, "dp": 1, "split": 1, "ddp_pipeline": 4}  # number of ranks; 2 for the other strategies
 STRATEGIES = ["single", "scratch", "dp", "ddp", "split", "pipeline", "ddp_pipeline", "tp", "fsdp"]
 OVERRIDES = [
     "device=cpu",
@@ -33,32 +34,37 @@ OVERRIDES = [
     "data.shift=2",
     "model.init_std=null",
 ]
-TIMES = ("seconds", "samples_per_second")
+TIMES = ("seconds", "samples_per_second")  # keys of metrics.jsonl that are not compared
 
 
-def train(tree: Path, strategy: str, runs: Path, overrides: list[str]) -> list[dict]:
-    """The metrics of each epoch.
+def train(tree: Path, strategy: str, runs: Path, overrides: list[str]) -> list[dict[str, Any]]:
+    """Train a strategy in a working tree; return the metrics of each epoch, without times.
+
+    Args:
+        tree: root of the working tree whose train.py is run.
+        runs: the runs_dir.
+        overrides: Hydra overrides in addition to OVERRIDES.
 
     Raises:
         SystemExit: the run failed.
     """
     ranks = RANKS.get(strategy, 2)
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = [f"strategy={strategy}", *OVERRIDES, *overrides, f"runs_dir={runs}", f"name={strategy}"]
+    arguments = [f"strategy={strategy}", *OVERRIDES, *overrides, f"runs_dir={runs}", f"name={strategy}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
-    command = [sys.executable, *launcher, "train.py", *words]
+    command = [sys.executable, *launcher, "train.py", *arguments]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: {tree}: {' '.join(command)}\n{done.stdout}{done.stderr}")
+        sys.exit(f"error: exit code {done.returncode} in {tree}: {' '.join(command)}\n{done.stdout}{done.stderr}")
     records = [json.loads(line) for line in (runs / strategy / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="what to compare this tree with")
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides for both")
+    parser.add_argument("commit", help="commit to compare this working tree with")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES, help="default: all")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for both trees, after --")
     arguments = parser.parse_args()
     changed = []
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +83,7 @@ def main() -> None:
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", before], cwd=ROOT, check=True)
     if changed:
-        sys.exit(f"error: the metrics changed under {', '.join(changed)}")
+        sys.exit(f"error: the metrics of {', '.join(changed)} differ from those at {arguments.commit}")
 
 
 if __name__ == "__main__":

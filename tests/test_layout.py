@@ -1,4 +1,4 @@
-"""The rooms of ddp_lab/: few, described, and importing in one direction only."""
+"""The subpackages of ddp_lab (rooms) are few, have a docstring, and import in one direction only."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from launches import ROOT
 
 PACKAGE = ROOT / "ddp_lab"
-# From the bottom up: a room imports itself and those before it. What may be added to a list elsewhere is decided here.
+# From the bottom up: a room may import itself and the rooms before it. A new room must be added here.
 ORDER = [
     "config",
     "world",
@@ -25,12 +25,12 @@ ORDER = [
 
 
 def room_of(module: str) -> str:
-    """The room of a module named below ddp_lab: `training.speed.options` is in `training.speed`."""
+    """Return the room of a module, named without `ddp_lab.`: `training.speed.options` is in `training.speed`."""
     return max((room for room in ORDER if f"{module}.".startswith(f"{room}.")), key=len)
 
 
 def imports_of(path: Path) -> list[str]:
-    """The modules of ddp_lab that a file imports, anywhere in it."""
+    """Return the modules of ddp_lab that a file imports, at its top or inside a function, without `ddp_lab.`."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ddp_lab":
@@ -53,13 +53,13 @@ def test_module_imports_only_rooms_below_its_own(path):
     assert not upward, f"{path} is in {own} and imports {upward}"
 
 
-def test_the_import_check_finds_imports():
+def test_imports_of_finds_modules_imported_from_packages_too():
     assert "resilience.guard" in imports_of(PACKAGE / "run" / "train.py")
     assert "launch.slurm" in imports_of(PACKAGE / "launch" / "hydra_plugins" / "ddp_lab_launchers.py")
 
 
-def test_no_test_imports_another():
-    """What they share is in modules of its own: cases.py, configs.py, launches.py, run_checks.py, training.py, worlds.py."""
+def test_no_test_file_imports_another():
+    """Shared code is in cases.py, configs.py, launches.py, run_checks.py, training.py and worlds.py."""
     trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in sorted((ROOT / "tests").glob("*.py"))}
     imports = {name: [node.module or "" for node in tree if isinstance(node, ast.ImportFrom)] for name, tree in trees.items()}
     assert not {name: modules for name, modules in imports.items() if any(module.startswith("test_") for module in modules)}
@@ -71,6 +71,6 @@ def test_top_level_has_at_most_twelve_entries():
 
 
 @pytest.mark.parametrize("room", [room for room in ORDER if (PACKAGE / room.replace(".", "/")).is_dir()])
-def test_room_says_what_lives_there(room):
+def test_room_has_a_docstring(room):
     text = (PACKAGE / room.replace(".", "/") / "__init__.py").read_text()
-    assert ast.get_docstring(ast.parse(text)), f"{room}/__init__.py needs a docstring: what lives there and what may not"
+    assert ast.get_docstring(ast.parse(text)), f"{room}/__init__.py needs a docstring that describes what belongs there"

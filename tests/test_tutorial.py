@@ -1,9 +1,10 @@
-"""docs/tutorial.md does what it says: every command in it is run, and prints what is shown.
+"""Runs every command of docs/tutorial.md and compares the output with the one in the text.
 
-```bash blocks are run in order, in one fresh copy of the tree, on the CPU. Each stands before an ```output block: all that was
-printed, where a line `...` stands for any lines and `...` in a line for any text. Numbers have as many decimals. Those before a
-unit of time or speed may be any, and those with a decimal point in ```output timings; all others have to be the same, decimals
-within TOLERANCE. ```text is not run. A ```python block is an excerpt of the file that its first line names.
+```bash blocks are run in order, in one fresh copy of the working tree, on the CPU. Each is followed by an ```output block with
+everything that the command prints. In it a line `...` stands for any lines, and `...` within a line for any text. Numbers must
+have the same number of decimals as shown. A number before a unit of time or speed may have any value, and so may numbers with a
+decimal point in an ```output timings block. All other numbers must be equal, those with a decimal point within TOLERANCE.
+```text blocks are not run. A ```python block is an excerpt of the file that its first line names.
 """
 
 import os
@@ -24,9 +25,9 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 FENCED = re.compile(r"^```(\S.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?"
 RATE = re.compile(r" (s|ms|samples/s|s/epoch)\b")
-TOLERANCE = 0.006  # of losses and accuracies: two of 360 test images; versions of torch round otherwise
-SMALL = 1e-5  # of numbers like 1.2e-07, which say that something is as good as the same
-LIMIT = 240  # seconds for a block, on a machine that does other things too
+TOLERANCE = 0.006  # of losses and accuracies: two of 360 test images, as versions of torch round differently
+SMALL = 1e-5  # of numbers in scientific notation like 1.2e-07, which are differences due to rounding
+LIMIT = 240  # seconds for a block, on a busy machine
 
 
 class Block(NamedTuple):
@@ -46,13 +47,13 @@ def close(shown: str, real: str, timings: bool) -> bool:
 
 
 def shape(number: str) -> str:
-    """A pattern of all numbers with as many decimals."""
+    """Return a regular expression for numbers with as many decimals as `number`."""
     decimals = number.partition("e")[0].partition(".")[2]
     return r"(\d+(?:,\d{3})*" + (rf"\.\d{{{len(decimals)}}}" if decimals else "") + (r"e[-+]\d+)" if "e" in number else ")")
 
 
 def same_line(shown: str, real: str, timings: bool = False) -> bool:
-    """Whether a line says what is shown. Runs of blanks count as one."""
+    """Return whether a printed line matches the shown one. Consecutive blanks count as one."""
     shown, real = " ".join(shown.split()), " ".join(real.split())
     parts = re.split(rf"(\.\.\.|{NUMBER})", shown)
     pattern = "".join(
@@ -61,13 +62,13 @@ def same_line(shown: str, real: str, timings: bool = False) -> bool:
     match = re.fullmatch(pattern, real)
     if not match:
         return False
-    behind = [(part, parts[i + 1]) for i, part in enumerate(parts) if i % 2 and part != "..."]
-    pairs = zip(behind, match.groups(), strict=True)
+    numbers = [(part, parts[i + 1]) for i, part in enumerate(parts) if i % 2 and part != "..."]
+    pairs = zip(numbers, match.groups(), strict=True)
     return all(RATE.match(after) or close(number, found, timings) for (number, after), found in pairs)
 
 
 def missing(shown: str, real: str, timings: bool = False) -> str | None:
-    """The first shown line that is not where it should be; None where all are."""
+    """Return the first shown line that is missing in the real output, or not at its place; None if the output matches."""
     lines, at, floating = real.splitlines(), 0, False
     for line in shown.splitlines():
         if line == "...":
@@ -83,7 +84,7 @@ def missing(shown: str, real: str, timings: bool = False) -> str | None:
 
 
 def copy_tree(to: Path) -> None:
-    """What a clone would have, with what is not committed yet."""
+    """Copy the files that git tracks, with their uncommitted changes, and untracked files that are not ignored."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -92,7 +93,7 @@ def copy_tree(to: Path) -> None:
         text=True,
     ).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():  # not what was deleted, and not a link to a folder
+        if (ROOT / name).is_file():  # neither a deleted file nor a link to a directory
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
 
@@ -113,7 +114,7 @@ def run(command: str, exported: str, tree: Path, programs: Path) -> tuple[int, s
     return code, output.replace(str(tree), "~/ddp_lab")
 
 
-def test_every_command_prints_what_is_shown(tmp_path):
+def test_every_command_prints_the_output_in_the_text(tmp_path):
     tree = tmp_path / "ddp_lab"
     copy_tree(tree)
     programs = warm.shims(tmp_path / "bin")
@@ -127,16 +128,16 @@ def test_every_command_prints_what_is_shown(tmp_path):
         stated = re.search(r"# exits with (\d+)", block.text)
         line = missing(shown.text, output, "timings" in shown.info)
         if code != int(stated[1] if stated else 0) or line is not None:
-            wrong.append(f"$ {block.text}exit code {code}; not as shown: {line}\n--- printed\n{output}")
+            wrong.append(f"$ {block.text}exit code {code}; shown but not printed: {line}\n--- printed\n{output}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_a_block_may_be():
+def test_blocks_have_known_kinds_and_python_excerpts_exist():
     found = blocks()
     assert {block.info for block in found} <= {"bash", "output", "output timings", "python", "text"}
     followed = list(pairwise(found))
     assert all((block.info == "bash") == after.info.startswith("output") for block, after in followed)
-    assert sum(block.info == "bash" for block in found) >= 15, "the fences are parsed"
+    assert sum(block.info == "bash" for block in found) >= 15, "too few blocks: the fences may not be parsed correctly"
     for block in found:
         if block.info == "python":
             named, _, excerpt = block.text.partition("\n")
@@ -159,5 +160,5 @@ def test_what_a_block_may_be():
         ("a\n...\n", "a\nb\n", None),
     ],
 )
-def test_what_counts_as_the_same(shown, real, line):
+def test_missing_returns_the_first_line_that_differs(shown, real, line):
     assert missing(shown, real) == line

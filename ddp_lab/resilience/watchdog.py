@@ -81,9 +81,8 @@ class Watchdog:
             self.failed(error)
             sys.stdout.flush()
         finally:
-            os._exit(
-                130 if isinstance(error, KeyboardInterrupt) else 1
-            )  # an open process group could keep the interpreter from exiting
+            # Not sys.exit: an open process group could keep the interpreter from exiting.
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def end(self, status: Outcome, progress: Progress) -> Outcome:
         """Write the outcome of the launch, on rank 0. Return `status`."""
@@ -127,19 +126,15 @@ class Watchdog:
         while not self._stop.wait(BEAT):
             with suppress(OSError):  # the main thread gets the same error and reports it
                 self._write_heartbeat()
-            still = (
-                still + BEAT if since == self.since else 0.0
-            )  # not by the clock: time in which this process was suspended does not count
+            # Counted and not read from the clock: time in which this process was suspended does not count.
+            still = still + BEAT if since == self.since else 0.0
             since = self.since
             if (self.run_dir / "failure.json").exists():
-                self._leave(
-                    GRACE + 4 * BEAT
-                )  # later than the rank that reported it, so that torchrun's summary has its message
+                # Later than the rank that reported the failure, so that torchrun's summary has that rank's message.
+                self._leave(GRACE + 4 * BEAT)
             for other in self.others():
                 if other["machine"] == self.place["machine"] and other["doing"] != "done" and not is_alive(other["pid"]):
-                    what = (
-                        "exited without reporting an error: killed, crashed or left early (torchrun prints its signal or code)"
-                    )
+                    what = "exited without reporting an error: killed, crashed or left early (torchrun prints its exit code)"
                     self._end(other, "lost_rank", what)
             self._check_for_hang(still)
 
@@ -157,7 +152,8 @@ class Watchdog:
         last = min([self._heartbeat(), *self.others()], key=suspicion)
         if last["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
-            self._end(last, "hang", f"hangs: no progress for {still:.0f} s (timeout={self.timeout:g}), in\n{stack}")
+            limit = f"timeout={self.timeout:g}; raise it if a step may take longer"
+            self._end(last, "hang", f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}")
         elif still > self.timeout + 6 * BEAT:  # it had the first chance, as it can report its stack
             what = f"stalls the other ranks, which have waited for {still:.0f} s (timeout={self.timeout:g})"
             self._end(last, "hang", f"{what}. Its own watchdog reports nothing: the process is suspended, or its node is down")
@@ -191,9 +187,8 @@ class Watchdog:
     def _describe(self, who: dict[str, Any], what: str) -> str:
         place = f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step {who['step']}"
         others = "; ".join(f"rank {record['rank']} {record['doing']}, step {record['step']}" for record in self._all_but(who))
-        return f"error: {place}, {who['doing']}: {what.rstrip()}" + (
-            f"\nThe other ranks at that time: {others}" if others else ""
-        )
+        message = f"error: {place}, {who['doing']}: {what.rstrip()}"
+        return f"{message}\nThe other ranks at that time: {others}" if others else message
 
     def _report(self, who: dict[str, Any], kind: FailureKind, message: str) -> bool:
         """Write and print a failure if it is the launch's first. Return whether it is.
