@@ -14,7 +14,7 @@ from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.prediction_grid import prediction_grid
 
 
-def test_the_silent_logger_has_the_same_methods():
+def test_logger_and_file_logger_have_the_same_methods():
     def methods(kind: type) -> dict[str, list[str]]:
         functions = inspect.getmembers(kind, inspect.isfunction)
         return {name: list(inspect.signature(function).parameters) for name, function in functions if name[0] != "_"}
@@ -22,7 +22,7 @@ def test_the_silent_logger_has_the_same_methods():
     assert methods(Logger) == methods(FileLogger)
 
 
-def speak(run_dir) -> None:
+def log_on_every_rank(run_dir) -> None:
     setup_logging(run_dir, int(os.environ["RANK"]))
     log.info("all is well")
     logging.getLogger("somebody.else").info("chatter")
@@ -30,15 +30,15 @@ def speak(run_dir) -> None:
         log.warning("not quite")
 
 
-def test_rank_0_speaks_and_the_others_warn_with_their_rank(tmp_path):
-    run_world(3, speak, tmp_path)
+def test_rank_0_logs_info_and_other_ranks_warn_with_their_rank(tmp_path):
+    run_world(3, log_on_every_rank, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.log", "train.rank1.log"]
     assert (tmp_path / "train.log").read_text().endswith("INFO all is well\n")
     assert (tmp_path / "train.log").read_text().count("\n") == 1
     assert (tmp_path / "train.rank1.log").read_text().endswith("WARNING [rank 1] not quite\n")
 
 
-def test_prediction_grid_shows_mistakes_in_red():
+def test_prediction_grid_shows_wrong_predictions_in_red():
     def red(grid: torch.Tensor) -> int:
         return ((grid[0] == 255) & (grid[1] == 0) & (grid[2] == 0)).sum().item()
 
@@ -61,9 +61,10 @@ def write_to_a_full_disk(run_dir) -> None:
         logger.epoch(1, **metrics, samples_per_second=1.0)
 
 
-def test_a_record_that_cannot_be_written_is_said_and_training_goes_on(tmp_path):
+def test_full_disk_is_logged_and_training_continues(tmp_path):
     run_world(1, write_to_a_full_disk, tmp_path)
-    assert "ERROR /dev/full could not be written (No space left on device)" in (tmp_path / "train.log").read_text()
+    message = "ERROR /dev/full could not be written (No space left on device): its records are incomplete; training continues"
+    assert message in (tmp_path / "train.log").read_text()
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
@@ -76,14 +77,14 @@ def draw_and_fail(run_dir) -> None:
         logger.epoch(epoch, **metrics, test_loss=loss, samples_per_second=1.0)
     logger.draw_at_close(lambda picture: picture.read_text(), run_dir / "missing.png")
     logger.draw_at_close(lambda picture: picture.write_text("drawn"), run_dir / "later.png")
-    assert not list(run_dir.glob("*.png")), "drawing would stop the training for a while"
+    assert not list(run_dir.glob("*.png")), "pictures were drawn during the training"
     logger.close()
 
 
-def test_pictures_are_drawn_at_the_end_and_one_that_fails_is_logged(tmp_path):
+def test_close_draws_pictures_and_logs_those_that_fail(tmp_path):
     run_world(1, draw_and_fail, tmp_path)
     assert (tmp_path / "later.png").read_text() == "drawn"
-    assert Image.open(tmp_path / "curves.png").width > 1000, "loss and accuracy"
+    assert Image.open(tmp_path / "curves.png").width > 1000, "the loss or the accuracy is missing"
     assert f"ERROR {tmp_path}/missing.png could not be drawn (FileNotFoundError: " in (tmp_path / "train.log").read_text()
     assert (tmp_path / "train.log").read_text().count("ERROR") == 1
 

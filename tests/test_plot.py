@@ -1,4 +1,4 @@
-"""Pictures: what they show is where the values say, and all of it can be read."""
+"""Plots: marks are where the values are, and every text is readable."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def panel_of(plot: Plot) -> SubFigure:
 
 
 def texts(whole: Figure | SubFigure) -> list[Text]:
-    """All that can be read. Tick labels outside of the view exist but are not drawn."""
+    """Return all visible texts. Tick labels outside the axes' limits exist but are not drawn."""
     found = whole.findobj(lambda artist: isinstance(artist, Text) and artist.get_visible() and artist.get_text())
     for axes in whole.axes:
         for axis in (axes.xaxis, axes.yaxis):
@@ -99,24 +99,24 @@ def test_no_text_overlaps_another(picture):
         assert not boxes[one].overlaps(boxes[other]), (one, other)
 
 
-def test_a_legend_covers_neither_the_axes_nor_their_labels(picture):
+def test_legend_covers_neither_the_axes_nor_their_labels(picture):
     (panel,) = picture.subfigs
     (axes,) = panel.axes
     assert axes.get_legend() is None
     for legend in panel.legends:
         assert not legend.get_window_extent().overlaps(axes.get_tightbbox())
     room = axes.get_window_extent()
-    assert room.width > 0.25 * panel.bbox.width, "there is room left for the values"
+    assert room.width > 0.25 * panel.bbox.width, "too little room is left for the values"
     assert room.height > 0.25 * panel.bbox.height
 
 
 @pytest.mark.parametrize(("plot", "explained"), [("curves", 2), ("many curves", 31), ("stacked", 5), ("timeline", 3)])
-def test_a_legend_names_every_curve_part_and_label(plot, explained):
+def test_legend_names_every_curve_part_and_label(plot, explained):
     (legend,) = panel_of(PLOTS[plot]).legends
     assert len(legend.get_texts()) == explained
 
 
-def test_a_timeline_counts_the_labels_that_its_legend_has_no_room_for():
+def test_timeline_legend_counts_the_labels_it_has_no_room_for():
     (legend,) = panel_of(PLOTS["timeline of long names"]).legends
     assert legend.get_texts()[-1].get_text() == "and 19 more"
 
@@ -129,11 +129,11 @@ def test_bars_start_at_zero_and_end_at_their_value():
     assert [bar.get_width() for bar in axes.patches] == list(values.values())
     assert [label.get_text() for label in axes.get_yticklabels()] == list(values)
     tops = [bar.get_window_extent().y1 for bar in axes.patches]
-    assert tops == sorted(tops, reverse=True), "the first one is on top"
+    assert tops == sorted(tops, reverse=True), "the first bar is not on top"
     assert [text.get_text() for text in axes.texts] == ["130", "980", "975"]
 
 
-def test_stacked_bars_start_at_zero_and_parts_follow_each_other():
+def test_stacked_bars_start_at_zero_and_parts_are_adjacent():
     values = {"first": {"compute": 1.0, "idle": 3.0}, "second": {"compute": 2.0, "idle": 0.5}}
     (axes,) = panel_of(stacked("a title", "ms", values)).axes
     assert axes.get_xlim()[0] == 0
@@ -143,7 +143,7 @@ def test_stacked_bars_start_at_zero_and_parts_follow_each_other():
     assert [text.get_text() for text in axes.texts] == ["4", "2.5"]
 
 
-def test_curves_have_their_points_in_the_order_and_look_that_the_legend_shows():
+def test_curves_match_the_order_and_colours_of_the_legend():
     lines = [Curve("low", [(1, 1), (2, 1)]), Curve("ideal", [(1, 2)], dashed=True), Curve("high", [(1, 0), (2, 3)])]
     panel = panel_of(curves("a title", "x", "y", lines, zero=True))
     (axes,), (legend,) = panel.axes, panel.legends
@@ -155,12 +155,12 @@ def test_curves_have_their_points_in_the_order_and_look_that_the_legend_shows():
     assert [handle.get_color() for handle in legend.legend_handles] == [axes.lines[i].get_color() for i in (2, 1, 0)]
 
 
-def test_a_flat_curve_stays_below_the_top_of_axes_that_start_at_zero():
+def test_flat_curve_stays_below_the_top_of_axes_that_start_at_zero():
     (axes,) = panel_of(curves("a title", "epoch", "loss", [Curve("train", [(1, 2.3), (2, 2.3001)])], zero=True)).axes
     assert axes.get_ylim() == (0, pytest.approx(1.05 * 2.3001))
 
 
-def test_every_curve_looks_different_from_17_others():
+def test_18_curves_all_look_different():
     (axes,) = panel_of(curves("a title", "x", "y", [Curve(name, [(1, 1)]) for name in names(18)])).axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 18
     assert len({line.get_color() for line in axes.lines}) == len(COLOURS)
@@ -172,7 +172,7 @@ def test_colours_are_those_of_the_house_style():
 
         cycle = rcParams["axes.prop_cycle"].by_key()["color"]
         assert rcParams["font.size"] >= 11
-        assert rcParams["figure.dpi"] >= 150, "half of it is still 75"
+        assert rcParams["figure.dpi"] >= 150, "at half its size a picture has less than 75 dpi"
     assert tuple(f"#{colour.lstrip('#')}" for colour in cycle[: len(COLOURS)]) == COLOURS
     assert STYLE.is_file()
 
@@ -187,14 +187,14 @@ def test_linear_ticks_are_round_numbers(values):
         assert 3 <= len(shown) <= 8
         for one, other in pairwise(shown):
             assert f"{other - one:e}".partition("e")[0] in ("1.000000", "2.000000", "5.000000")
-            assert f"{one / (other - one):.6f}".endswith(".000000"), "multiples of the step"
+            assert f"{one / (other - one):.6f}".endswith(".000000"), "a tick is not a multiple of the step"
 
 
 @pytest.mark.parametrize(
     ("places", "ticks"),
     [((1, 2, 4, 8), [1, 2, 4, 8]), ((1,), [1]), ((1, 2, 4, 64), [0, 20, 40, 60]), ((1, 2, 3), [1, 2, 3])],
 )
-def test_ticks_are_at_the_integers_that_there_is_room_for(places, ticks):
+def test_ticks_are_at_the_integers_if_there_is_room(places, ticks):
     (axes,) = panel_of(curves("a title", "devices", "y", [Curve("a", [(x, 1) for x in places])])).axes
     low, high = axes.get_xlim()
     assert [label.get_text() for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high] == [
@@ -216,7 +216,7 @@ def test_curves_without_points_bars_without_values_and_timelines_without_boxes_a
 
 
 def colour_at(whole: Figure, milliseconds: float, row: float) -> tuple[float, ...]:
-    """What a reader sees at this place of the first panel's axes."""
+    """Return the colour of the pixel at this place of the first panel's axes."""
     x, y = whole.axes[0].transData.transform((milliseconds, row))
     pixels = np.asarray(whole.canvas.buffer_rgba())
     return tuple(pixels[len(pixels) - 1 - int(y), int(x), :3] / 255)
@@ -254,14 +254,14 @@ def test_beside_writes_all_panels_in_rows(tmp_path):
     assert filled == [True, True, True, False]
 
 
-def test_matplotlib_is_imported_for_the_first_picture_and_pyplot_never(tmp_path):
+def test_plot_imports_matplotlib_at_the_first_picture_and_never_pyplot(tmp_path):
     script = (
         "import sys, train, ddp_lab.observe.plot as plot\n"
         "assert not any(name.startswith('matplotlib') for name in sys.modules)\n"
         "from pathlib import Path\n"
         f"plot.beside([plot.bars('a', 'ms', {{'b': 1.0}})], Path({str(tmp_path / 'a.png')!r}))\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
-        "assert sys.modules['matplotlib'].rcParams['figure.dpi'] == 100, 'global settings are left alone'\n"
+        "assert sys.modules['matplotlib'].rcParams['figure.dpi'] == 100, 'global settings were changed'\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

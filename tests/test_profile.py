@@ -1,4 +1,4 @@
-"""Where a step's time goes: the arithmetic on made-up traces, and real ones of real worlds."""
+"""The time split of a step: the arithmetic on made-up traces, and the profiles of real runs."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from PIL import Image
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import RECORD, Profiled
-from ddp_lab.observe.time_split import length, split, straggler, summarise, verdict
+from ddp_lab.observe.time_split import diagnose, length, split_steps, straggler, summarise
 from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, host_ranges, read, spans_of_steps, union
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.strategies.single import Single
@@ -23,7 +23,7 @@ from ddp_lab.world.runtime import Runtime
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 
 
-def test_wrapped_steps_have_what_the_loop_uses(tmp_path):
+def test_wrapped_steps_implement_train_step(tmp_path):
     runtime = Runtime("cpu")
     strategy = Single(runtime)
     strategy.setup(simple_cnn(1, 8, 10))
@@ -38,24 +38,24 @@ def test_wrapped_steps_have_what_the_loop_uses(tmp_path):
         assert wrapped.lr == 0.25
 
 
-def test_union_counts_a_moment_once():
+def test_union_merges_overlapping_spans():
     assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
     assert length([(0, 4), (2, 6), (8, 20)], 1, 10) == 7
 
 
-def test_who_comes_late_is_waited_for():
-    """An all-reduce that both leave at 40: rank 0 is ready at 10, rank 1, which computes longer, at 30."""
+def test_split_steps_counts_waiting_for_the_last_rank():
+    """An all-reduce ends on both ranks at 40. Rank 0 is ready at 10; rank 1 computes longer and is ready at 30."""
     early = StepTrace(0, 50, [(0, 10), (35, 38)], [Call("all_reduce", 0, 10, 40)], [(45, 48)])
     late = StepTrace(1000, 1050, [(1000, 1030)], [Call("all_reduce", 0, 1030, 1040)], [])
-    rows = [row["steps"][0] for row in split([{"cpu": [early]}, {"cpu": [late]}])]
+    rows = [row["steps"][0] for row in split_steps([{"cpu": [early]}, {"cpu": [late]}])]
     microseconds = [{part: round(1000 * value) for part, value in row.items()} for row in rows]
     assert microseconds[0] == {"compute": 13, "communication": 7, "waiting": 20, "data": 3, "idle": 7}
     assert microseconds[1] == {"compute": 30, "communication": 10, "waiting": 0, "data": 0, "idle": 10}
 
 
-def test_a_message_is_compared_to_the_shortest_of_its_kind():
+def test_split_steps_compares_a_message_with_the_shortest_of_its_kind():
     steps = [StepTrace(0, 100, [], [Call("gloo:recv", 0, 0, 60), Call("gloo:recv", 1, 70, 75)], [])]
-    (row,) = split([{"cpu": steps}])
+    (row,) = split_steps([{"cpu": steps}])
     assert row["steps"][0] == pytest.approx({"compute": 0, "communication": 0.01, "waiting": 0.055, "data": 0, "idle": 0.035})
 
 
@@ -63,8 +63,8 @@ def event(name: str, cat: str, ts: float, dur: float, **args) -> dict:
     return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": args.get("device", 7), "args": args}
 
 
-def test_kernels_belong_to_the_step_that_launched_them():
-    """The host is ahead: both steps are launched before the first one's kernels have run."""
+def test_read_assigns_kernels_to_the_step_that_launched_them():
+    """The host is ahead of the GPU: both steps are launched before the kernels of the first one have run."""
     events = [
         *(event(DATA, "user_annotation", ts, 2) for ts in (0, 10)),
         *(event(STEP, "user_annotation", ts, 8) for ts in (2, 12)),
@@ -82,18 +82,18 @@ def test_kernels_belong_to_the_step_that_launched_them():
     assert (first.start, first.end, first.compute) == (0, 40, [(10, 30)])
     assert first.calls == [Call("ncclDevKernel_AllReduce_Sum_f32", 0, 25, 40)]
     assert (second.start, second.end, second.compute) == (40, 70, [(50, 70)])
-    (row,) = split([{"cuda:0": [first]}])
+    (row,) = split_steps([{"cuda:0": [first]}])
     assert row["steps"][0] == pytest.approx(
         {"compute": 0.02, "communication": 0.01, "waiting": 0.0, "data": 0.007, "idle": 0.003}
     )
-    (on_the_other,) = found["cuda:1"]  # a step without kernels on a device is none of its
+    (on_the_other,) = found["cuda:1"]  # a step without kernels on this device is left out
     assert [call.name for call in on_the_other.calls] == ["Memcpy PtoP (Device -> Device)"]
     without = [event for event in events if "nccl" not in event["name"]]
     assert bytes_per_step({"traceEvents": without}) == 6, "12 bytes, launched in one step of two"
 
 
-def test_what_lies_between_two_epochs_is_no_steps():
-    """Behind the first step a batch was asked for in vain; then came an evaluation."""
+def test_read_assigns_time_between_epochs_to_no_step():
+    """After the first step the loader was exhausted, and an evaluation followed."""
     ranges = [(DATA, 0, 2), (STEP, 2, 8), (DATA, 11, 1), (DATA, 90, 2), (STEP, 92, 8)]
     events = [event(name, "user_annotation", ts, dur) for name, ts, dur in ranges]
     first, second = read({"traceEvents": [*events, event("aten::mm", "cpu_op", 50, 10)]})["cpu"]
@@ -101,18 +101,18 @@ def test_what_lies_between_two_epochs_is_no_steps():
     assert (second.start, second.end, second.compute) == (90, 100, [])
 
 
-def test_collectives_of_other_ranks_are_not_compared():
+def test_split_steps_does_not_compare_collectives_of_different_groups():
     def of_group(ranks: str, dur: float) -> dict:
         step = event(STEP, "user_annotation", 0, 10)
         launch = event("cudaLaunchKernel", "cuda_runtime", 1, 1, correlation=1)
         kernel = event("ncclDevKernel_AllReduce", "kernel", 2, dur, correlation=1, device=0, **{"Process Group Ranks": ranks})
         return read({"traceEvents": [step, launch, kernel]})
 
-    rows = split([of_group("[0, 1]", 10), of_group("[0, 1]", 10), of_group("[2, 3]", 1), of_group("[2, 3]", 4)])
+    rows = split_steps([of_group("[0, 1]", 10), of_group("[0, 1]", 10), of_group("[2, 3]", 1), of_group("[2, 3]", 4)])
     assert [round(1000 * row["steps"][0]["waiting"]) for row in rows] == [0, 0, 0, 3]
 
 
-def test_bytes_of_nccl_and_of_what_does_not_say():
+def test_bytes_per_step_reads_nccl_and_is_none_without_sizes():
     step = event(STEP, "user_annotation", 0, 10)
     said = {"Collective name": "allreduce", "In msg nelems": 100, "Out msg nelems": 100, "dtype": "Float"}
     gathered = {"Collective name": "_allgather_base", "In msg nelems": 5, "Out msg nelems": 20, "dtype": "BFloat16"}
@@ -131,15 +131,19 @@ def row(rank: int, **parts: float) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("rows", "bubble", "words"),
+    ("rows", "bubble", "expected"),
     [
         ([row(0, compute=9, idle=1)], None, "compute is 90% of a step"),
-        ([row(0, compute=0.04, communication=0.09)] * 2, None, "too small to scale here: 0.04 ms of compute against 0.09 ms"),
+        (
+            [row(0, compute=0.04, communication=0.09)] * 2,
+            None,
+            "too small to scale here: 0.04 ms of compute against 0.09 ms of exposed",
+        ),
         ([row(0, compute=5, waiting=5), row(1, compute=9, waiting=1)], None, "straggler: rank 1 (cpu)"),
         ([row(0, compute=7, waiting=3)] * 2, None, "waiting: 30% of a step, and not always for the same rank"),
         ([row(0, compute=6, communication=4)] * 2, None, "communication: 6.00 ms of compute against 4.00"),
         ([row(0, compute=2, idle=8)], None, "idle: for 80% of a step"),
-        ([row(0, compute=5, data=5)], None, "data: devices wait for it for 50%"),
+        ([row(0, compute=5, data=5)], None, "data: devices wait for data for 50%"),
         (
             [row(0, compute=8, waiting=2), row(1, compute=5, waiting=5)],
             0.11,
@@ -147,12 +151,12 @@ def row(rank: int, **parts: float) -> dict:
         ),
     ],
 )
-def test_the_verdict_in_words(rows, bubble, words):
-    (said,) = verdict(rows, graph=False, bubble=bubble)
-    assert words in said
+def test_diagnose_names_what_stands_out(rows, bubble, expected):
+    (line,) = diagnose(rows, graph=False, bubble=bubble)
+    assert expected in line
 
 
-def test_who_is_late_only_now_and_then_is_no_straggler():
+def test_straggler_must_be_late_in_most_steps():
     def rows(*waits: tuple[float, float]) -> list[dict]:
         rows = []
         for rank in (0, 1):
@@ -171,7 +175,7 @@ def profiled(tmp_path, line: str, *more: str) -> tuple[dict, str]:
     return json.loads((tmp_path / "run" / "profile" / "summary.json").read_text()), output
 
 
-def test_a_profiled_run(tmp_path):
+def test_profile_writes_summary_traces_and_picture(tmp_path):
     summary, output = profiled(tmp_path, DDP)
     folder = tmp_path / "run" / "profile"
     assert [(row["rank"], row["device"], len(row["steps"])) for row in summary["rows"]] == [
@@ -181,30 +185,30 @@ def test_a_profiled_run(tmp_path):
     for row in summary["rows"]:
         assert row["compute"] > 0
         assert all(min(step.values()) >= 0 for step in row["steps"])
-        assert all(step["communication"] + step["waiting"] > 0 for step in row["steps"]), "the all-reduce is seen"
+        assert all(step["communication"] + step["waiting"] > 0 for step in row["steps"]), "the all-reduce is missing"
     parameters = sum(parameter.numel() for parameter in simple_cnn(3, 28, 10).parameters())
-    assert summary["bytes_per_step"] == [4 * parameters] * 2, "the gradients, once"
+    assert summary["bytes_per_step"] == [4 * parameters] * 2, "not the bytes of the gradients"
     assert all(line in output for line in summary["verdict"])
     with gzip.open(folder / "rank1.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count(STEP) == RECORD
     assert Image.open(folder / "time_split.png").width > 600
-    assert "profiler_st" not in output, "the profiler's own noise"
+    assert "profiler_st" not in output, "the profiler's own messages are shown"
 
 
-def test_a_straggler_is_named(tmp_path):
+def test_profile_names_a_straggler(tmp_path):
     summary, _ = profiled(tmp_path, DDP.replace("=2", "=3"), "strategy._target_=crash.Straggling")
     assert min(summary["rows"], key=lambda row: row["waiting"])["rank"] == 1
     assert any(line.startswith("straggler: rank 1 (cpu)") for line in summary["verdict"])
 
 
-def test_a_pipelines_bubble_is_set_against_the_formula(tmp_path):
+def test_profile_compares_a_pipelines_bubble_with_the_formula(tmp_path):
     summary, _ = profiled(tmp_path, DDP.replace("ddp", "pipeline"), "strategy.num_microbatches=4")
     assert summary["verdict"][0].startswith("bubble: the busiest rank, ")
     assert summary["verdict"][0].endswith("formula 20%")
 
 
-def test_a_run_that_ends_before_is_told(tmp_path):
+def test_profile_reports_a_run_that_ends_too_early(tmp_path):
     words = [*SMALL, "epochs=4", f"runs_dir={tmp_path}", "name=run", "profile=true"]
     code, output = launch("python train.py", *words, "inject=sigterm@rank=0,step=10")
     assert "profile=true: this launch ended before its 16th step; there is no profile" in output
@@ -214,20 +218,20 @@ def test_a_run_that_ends_before_is_told(tmp_path):
     assert "profile=true: disabled: 10 steps are left, but the profiler needs 16" in output
 
 
-def test_epochs_shorter_than_the_profile(tmp_path):
-    """Three steps an epoch, and evaluations between: each step of the trace has its own batch, and none the next one's."""
+def test_profile_spans_several_short_epochs(tmp_path):
+    """With three steps per epoch and evaluations between, each step of the trace contains the request of its own batch only."""
     more = ["epochs=6", "data.dataset.train_size=6", "batch_size=2"]
     summary, _ = profiled(tmp_path, "python train.py", *more)
     assert len(summary["rows"][0]["steps"]) == RECORD - 1
     with gzip.open(tmp_path / "run" / "profile" / "rank0.json.gz") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     steps, asked = spans_of_steps(events), host_ranges(events, DATA)
-    assert len(asked) > len(steps) == RECORD, "at an epoch's end a batch is asked for in vain"
+    assert len(asked) > len(steps) == RECORD, "the request at the end of an epoch, which finds no batch, is missing"
     assert all(until <= begin for (_, until), (begin, _) in pairwise(steps))
     assert all(sum(start <= begin < end for begin, _ in asked) == 1 for start, end in steps)
 
 
-def test_a_run_too_short_to_profile_is_refused(tmp_path):
+def test_profile_refuses_a_run_with_too_few_steps(tmp_path):
     code, output = launch("python train.py profile=true epochs=3", *SMALL, f"runs_dir={tmp_path}")
     assert code == 2
     assert output.strip() == "error: profile=true: needs 16 steps of training, and this run has 15; raise epochs"

@@ -1,1 +1,1 @@
-"""What a run shows: log files, TensorBoard, plots, profiles and traces. Nothing here changes what is computed."""
+"""The output of a run: log files, TensorBoard, plots, profiles and traces. Nothing here changes what is computed."""

@@ -1,4 +1,4 @@
-"""What a run says and writes: the console and train.log, metrics.jsonl, TensorBoard. Rank 0 does; the others keep silent."""
+"""Logging of a run on rank 0: the console, train.log, metrics.jsonl and TensorBoard. Other ranks log only warnings."""
 
 import json
 import logging
@@ -6,38 +6,48 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from ddp_lab.observe.plot import Curve, beside, curves
+from ddp_lab.observe.plot import Curve, Plot, beside, curves
 from ddp_lab.observe.prediction_grid import prediction_grid
 
 log = logging.getLogger("ddp_lab")
+T = TypeVar("T")
 
 
 class LogFile(logging.FileHandler):
+    """A log file that ignores a full disk."""
+
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: the disk is full, and the console has the line."""
+        """Do nothing: the console has the line, too."""
 
 
 @contextmanager
-def surviving_a_full_disk(path: Path) -> Iterator[None]:
-    """Records are worth less than the training: what is lost of them is said."""
+def surviving_a_full_disk(path: Path) -> Generator[None]:
+    """Log an OSError as an error instead of raising it: missing records must not end the training."""
     try:
         yield
     except OSError as error:
-        log.error(f"{path} could not be written ({error.strerror or error}): records are missing there; training goes on")
+        log.error(f"{path} could not be written ({error.strerror or error}): its records are incomplete; training continues")
 
 
 def setup_logging(run_dir: Path, rank: int) -> None:
-    """Rank 0: INFO and above to stdout and train.log. The others: warnings and errors, with their rank, to stderr and
-    train.rank<N>.log, which exists only if there was one."""
+    """Set up the console and the log file of one rank.
+
+    Rank 0 logs INFO and above to stdout and train.log. Other ranks log warnings and errors, prefixed with the rank, to stderr
+    and to train.rank<N>.log, which is created by the first of them.
+
+    Args:
+        run_dir: directory of the log file.
+        rank: this process's global rank.
+    """
     name = f"[rank {rank}] " if rank else ""
     console = logging.StreamHandler(sys.stderr if rank else sys.stdout)
     console.setFormatter(logging.Formatter(f"{name}%(message)s"))
@@ -45,12 +55,12 @@ def setup_logging(run_dir: Path, rank: int) -> None:
     file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
     logging.basicConfig(handlers=[console, file], level=logging.WARNING, force=True)
     log.setLevel(logging.WARNING if rank else logging.INFO)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a first picture's warnings are about its font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first picture would warn about matplotlib's font cache
     logging.captureWarnings(True)
 
 
 def peak_memory_bytes() -> int:
-    """The most that any one GPU of this process had allocated; without GPUs, the most memory this process had resident."""
+    """Return the peak memory allocated on this process's fullest GPU; without GPUs, the peak resident size of the process."""
     if torch.cuda.is_initialized():
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
@@ -58,41 +68,57 @@ def peak_memory_bytes() -> int:
 
 
 class Logger:
-    """Has all methods and writes nothing: what ranks other than 0 hold."""
+    """A logger that writes nothing, for all ranks but 0."""
 
-    def progress(self, batches: Iterable, label: str, done: int, total: int) -> Iterable:
-        """The batches, and on a terminal a bar of how many of `total` are done."""
+    def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
+        """Return the batches; on a terminal their iteration shows a progress bar.
+
+        Args:
+            batches: the batches to iterate over.
+            label: text in front of the bar.
+            done: number of steps already taken.
+            total: number of steps in all.
+        """
         return batches
 
     def epoch(self, epoch: int, **metrics: float) -> None:
-        """One epoch's record, `metrics` as metrics.jsonl has them."""
+        """Write the record of one epoch; `metrics` are fields of metrics.jsonl."""
 
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
-        """A picture of a few test images with what the model takes them for."""
+        """Write a picture of a few test images with the model's predictions.
+
+        Args:
+            epoch: number of the epoch.
+            inputs: float [n, channels, height, width].
+            targets: int64 [n].
+            logits: float [n, classes].
+        """
 
     def text(self, title: str, markdown: str) -> None:
-        """Words for TensorBoard's page of texts."""
+        """Write a text to TensorBoard's text page."""
 
     def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
-        """Call `draw(picture)` when the logger is closed: importing matplotlib and drawing take over a second of training."""
+        """Call `draw(picture)` when the logger is closed, because importing matplotlib and drawing take over a second."""
 
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
-        """The line that closes a run."""
+        """Log the last line of a run."""
 
     def close(self) -> None:
-        pass
+        """Write what is buffered and draw the pictures."""
 
 
 class FileLogger(Logger):
-    """Rank 0's.
+    """The logger of rank 0.
 
     Args:
-        start_epoch: the first epoch of this launch; what an interrupted launch wrote from it on is dropped.
-        constants: fields that every record of metrics.jsonl ends with.
-        hparams: for TensorBoard's HParams page.
+        run_dir: directory for metrics.jsonl and TensorBoard's event file.
+        start_epoch: first epoch of this launch; the records of an interrupted launch from this epoch on are dropped.
+        constants: fields at the end of every record of metrics.jsonl.
+        hparams: fields of TensorBoard's HParams page.
         config: the resolved config as YAML.
-        where: the devices, in words.
-        steps_per_epoch: to derive the time of a step.
+        classes: names of the classes.
+        where: description of the devices.
+        steps_per_epoch: number of steps per epoch, for the time of a step.
     """
 
     def __init__(
@@ -115,14 +141,16 @@ class FileLogger(Logger):
         self.pictures: list[tuple[Callable[[Path], None], Path]] = []
         drop_epochs(self.metrics, start_epoch)
         is_new = not list(run_dir.glob("events.*"))
-        self.board = SummaryWriter(run_dir, purge_step=None if is_new else start_epoch)
+        self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start_epoch)
         if is_new:
             self.board.add_text("config", f"```yaml\n{config}\n```")
-            # add_hparams would open a second run beside this one.
+            writer = self.board.file_writer
+            assert writer is not None, "an open SummaryWriter has a FileWriter"
+            # SummaryWriter.add_hparams would add a second run to TensorBoard.
             for summary in hparams_summary(hparams, {"accuracy/test": 0.0, "loss/test": 0.0}):
-                self.board.file_writer.add_summary(summary)
+                writer.add_summary(summary)
 
-    def progress(self, batches: Iterable, label: str, done: int, total: int) -> Iterable:
+    def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
         # disable=None: only on a terminal
         return tqdm(batches, label, total=total, initial=done, unit="step", leave=False, disable=None)
 
@@ -145,7 +173,7 @@ class FileLogger(Logger):
             f"lr {metrics['lr']:.4g}, {metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
         )
 
-    def predictions(self, epoch, inputs, targets, logits) -> None:
+    def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
         grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
         with surviving_a_full_disk(self.metrics.parent):
             self.board.add_image("predictions", grid, epoch)
@@ -170,16 +198,16 @@ class FileLogger(Logger):
         for draw, picture in self.pictures:
             try:
                 draw(picture)
-            except Exception as error:  # no picture is worth a failed run
+            except Exception as error:  # a picture that fails must not fail the run
                 log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:
-    """Draw the run's losses and accuracies by epoch; nothing where there are none yet."""
+    """Draw the losses and accuracies of metrics.jsonl by epoch; without a record, draw nothing."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    plots = []
+    plots: list[Plot] = []
     for kind in ("loss", "accuracy") if records else ():
-        lines = []
+        lines: list[Curve] = []
         for part in ("train", "test"):
             points = [(r["epoch"], r[f"{part}_{kind}"]) for r in records if r[f"{part}_{kind}"] is not None]
             lines += [Curve(part, points)] if points else []
@@ -189,26 +217,28 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """The whole of it or, where the disk is full, nothing.
+    """Append a line to a file completely or, on a full disk, not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the line could not be written completely.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
         size, text = os.fstat(descriptor).st_size, f"{line}\n".encode()
         if (written := os.write(descriptor, text)) < len(text):
             os.truncate(descriptor, size)
-            raise OSError(f"{written} of {len(text)} bytes had room")
+            raise OSError(f"only {written} of {len(text)} bytes were written")
     finally:
         os.close(descriptor)
 
 
 def drop_epochs(metrics: Path, start_epoch: int) -> None:
-    """Removes the records from `start_epoch` on, written after the checkpoint that the run goes on from, the last one
-    perhaps in half."""
+    """Remove the records from `start_epoch` on.
+
+    An interrupted launch wrote them after the checkpoint from which the run resumes. The last record may be incomplete.
+    """
     if metrics.exists():
-        whole = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        complete = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
         rest = metrics.with_suffix(".tmp")
-        rest.write_text("".join(line for line in whole if json.loads(line)["epoch"] < start_epoch))
+        rest.write_text("".join(line for line in complete if json.loads(line)["epoch"] < start_epoch))
         rest.replace(metrics)

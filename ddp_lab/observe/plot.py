@@ -1,35 +1,36 @@
 """Curves, bars and timelines as PNG files, drawn by matplotlib in the house style (house.mplstyle).
 
-`curves`, `bars`, `stacked` and `timeline` describe a panel; `beside` draws panels and writes them as one picture. matplotlib
-takes about a second to import. It is imported when the first picture is drawn, and not with this module.
+`curves`, `bars`, `stacked` and `timeline` describe a panel; `beside` draws panels and writes them as one picture. Importing
+matplotlib takes about a second, so it is imported when the first picture is drawn and not with this module.
 """
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
 STYLE = Path(__file__).with_name("house.mplstyle")
-WIDTH, HEIGHT = 6.4, 4.0  # inches of a panel; it becomes higher where its rows or its legend need that
-ROW = 0.27  # inches of a row, a bar or an entry of a legend
+WIDTH, HEIGHT = 6.4, 4.0  # inches of a panel; rows or a legend can make it higher
+ROW = 0.27  # height in inches of a row, a bar or a legend entry
 # The colours of the house style.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C", "#882255")
 GREY = "#595959"
-LONGEST, TITLE = 32, 50  # characters of a label, and of a line of a title
-MOST_LABELS = 12  # entries of a timeline's legend
-Boxes = list[tuple[float, float, str]]  # start and end in seconds, and what ran: the row of a timeline
+LONGEST, TITLE = 32, 50  # most characters of a label, and of a line of a title
+MOST_LABELS = 12  # most entries of a timeline's legend
+Boxes = list[tuple[float, float, str]]  # a row of a timeline: start and end in seconds, and a label
 
 
 class Curve(NamedTuple):
-    """The points of one line. `dashed` marks what was not measured, such as an ideal or a formula."""
+    """The points of one line. A dashed line was not measured; it shows an ideal or a formula."""
 
     label: str
     points: list[tuple[float, float]]
@@ -40,9 +41,9 @@ class Plot(NamedTuple):
     """One panel of a picture.
 
     Attributes:
-        title: above the panel.
-        height: inches that it needs.
-        draw: fills empty axes. Legends belong to the figure of the axes, outside of them.
+        title: text above the panel.
+        height: height in inches.
+        draw: draws into empty axes. A legend is added to the figure of the axes, outside of them.
     """
 
     title: str
@@ -51,7 +52,7 @@ class Plot(NamedTuple):
 
 
 def short(value: float) -> str:
-    """Return 1500 as 1.5k."""
+    """Return a number with the unit k, M or G: 1500 as 1.5k."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{unit}"
@@ -59,16 +60,19 @@ def short(value: float) -> str:
 
 
 def clipped(label: str) -> str:
-    """Return the label, of which an ellipsis replaces the end where it is too long."""
+    """Return the label, shortened with an ellipsis if it has more than LONGEST characters."""
     return label if len(label) <= LONGEST else label[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: bool = False, zero: bool = False) -> Plot:
-    """Return a plot of lines over x, with the legend at its right in the order in which the lines end.
+    """Return a plot of lines over x. The legend is on the right, in the order of the lines' last values.
 
     Args:
-        log: makes both axes logarithmic.
-        zero: makes the y axis start at zero.
+        title: title of the plot.
+        x_label, y_label: labels of the axes.
+        lines: the curves; those without points are left out.
+        log: whether both axes are logarithmic.
+        zero: whether the y axis starts at zero.
 
     Raises:
         ValueError: there is no point to draw.
@@ -100,7 +104,7 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
 
 
 def set_x_ticks(axes: "Axes", places: list[float]) -> None:
-    """Put ticks at the places themselves where these are few integers with room between them, else at round numbers."""
+    """Put ticks at the x values themselves if they are few integers with room between them, else at round numbers."""
     integers, span = all(float(x).is_integer() for x in places), places[-1] - places[0]
     if integers and len(places) <= 6 and all(b - a >= span / 16 for a, b in pairwise(places)):
         axes.set_xticks(places)
@@ -109,17 +113,19 @@ def set_x_ticks(axes: "Axes", places: list[float]) -> None:
 
 
 def round_numbers(**options: Any) -> "MaxNLocator":
-    """Return the ticks of a linear axis: steps of 1, 2 or 5 times a power of ten."""
+    """Return a locator for ticks in steps of 1, 2 or 5 times a power of ten."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(6, steps=[1, 2, 5, 10], min_n_ticks=3, **options)
 
 
 def bars(title: str, label: str, values: dict[str, float]) -> Plot:
-    """Return a plot of horizontal bars that start at zero, one for each name, with the value at its end.
+    """Return a plot of horizontal bars that start at zero, one per name, each with its value at the end.
 
     Args:
-        label: what the values are, or their unit.
+        title: title of the plot.
+        label: name or unit of the values.
+        values: length of each bar, by name.
 
     Raises:
         ValueError: there is no value to draw.
@@ -128,11 +134,12 @@ def bars(title: str, label: str, values: dict[str, float]) -> Plot:
 
 
 def stacked(title: str, label: str, values: dict[str, dict[str, float]]) -> Plot:
-    """Return a plot of horizontal bars that start at zero, one for each name, with the sum of its parts at its end.
+    """Return a plot of horizontal stacked bars that start at zero, one per name, each with the sum of its parts at the end.
 
     Args:
-        label: what the values are, or their unit.
-        values: all have the same parts; the legend is below the axes.
+        title: title of the plot.
+        label: name or unit of the values.
+        values: the parts of each bar, by name; all bars have the same parts. The legend is below the axes.
 
     Raises:
         ValueError: there is no value to draw.
@@ -146,9 +153,10 @@ def stacked(title: str, label: str, values: dict[str, dict[str, float]]) -> Plot
         left = [0.0] * len(values)
         for colour, name in zip(COLOURS, names, strict=False):
             widths = [parts[name] for parts in values.values()]
-            drawn = axes.barh(range(len(values)), widths, left=left, height=0.75, color=colour, label=name)
+            axes.barh(range(len(values)), widths, left=left, height=0.75, color=colour, label=name)
             left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.bar_label(drawn, [short(float(f"{total:.3g}")) for total in totals], padding=4)
+        last = cast("BarContainer", axes.containers[-1])
+        axes.bar_label(last, [short(float(f"{total:.3g}")) for total in totals], padding=4)
         name_rows(axes, values)
         axes.set_xlim(0, 1.15 * max(totals) or 1)  # the last label needs room
         axes.set_xlabel(label)
@@ -162,9 +170,13 @@ def stacked(title: str, label: str, values: dict[str, dict[str, float]]) -> Plot
 
 
 def timeline(title: str, rows: dict[str, Boxes]) -> Plot:
-    """Return a plot of what ran when: a row for each name, a box for each (start, end, label), a colour for each label.
+    """Return a timeline with a row per name, a box per (start, end, label) and a colour per label.
 
-    x is in milliseconds since the first start; the legend is below the axes.
+    The x axis is in milliseconds since the first start. The legend is below the axes.
+
+    Args:
+        title: title of the plot.
+        rows: the boxes of each row, by name; start and end are in seconds.
 
     Raises:
         ValueError: there is no box to draw.
@@ -179,7 +191,7 @@ def timeline(title: str, rows: dict[str, Boxes]) -> Plot:
 
     def draw(axes: "Axes") -> None:
         for number, row in enumerate(rows.values()):
-            # No box is too short to be seen, and a white edge lets boxes side by side be counted where there is room for it.
+            # Every box is wide enough to be seen. Wide ones get a white edge, so that adjacent boxes can be counted.
             spans = [(1000 * (start - first), max(1000 * (end - start), span / 250)) for start, end, _ in row]
             fills = [colours[label] for _, _, label in row]
             edges = ["white" if width > span / 100 else "none" for _, width in spans]
@@ -210,13 +222,13 @@ def legend_below(axes: "Axes", colours: dict[str, str]) -> None:
     labels = legend_labels(colours)
     handles = [Patch(color=colour, label=label) for label, colour in zip(labels, colours.values(), strict=False)]
     if len(labels) < len(colours):
-        handles[-1].set_alpha(0)  # it counts the others
+        handles[-1].set_alpha(0)  # the last entry has no colour: it is the number of the others
     columns = legend_columns(labels)
     axes.figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1)
 
 
 def legend_labels(names: Iterable[str]) -> list[str]:
-    """Return what a legend says: all names, or the first ones and how many there are beside them."""
+    """Return the entries of a legend: all names, or the first ones and the number of the others."""
     names = [clipped(name) for name in names]
     if len(names) <= MOST_LABELS:
         return names
@@ -224,19 +236,19 @@ def legend_labels(names: Iterable[str]) -> list[str]:
 
 
 def legend_columns(labels: list[str]) -> int:
-    """Return how many columns of such labels a panel has room for."""
+    """Return how many columns of these labels fit into a panel."""
     return max(1, min(len(labels), int(WIDTH / (0.7 + 0.11 * max(map(len, labels))))))
 
 
 def legend_height(names: Iterable[str]) -> float:
-    """Return the inches that the names take below the axes."""
+    """Return the height in inches of a legend with these names."""
     labels = legend_labels(names)
     return ROW * math.ceil(len(labels) / legend_columns(labels))
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
-    """Draw in the house style, whatever the user's matplotlibrc has."""
+def house_style() -> Generator[None]:
+    """Draw in the house style, independent of the user's matplotlibrc."""
     from matplotlib import style
 
     with style.context(["default", STYLE]):

@@ -1,4 +1,4 @@
-"""Test images with what the model took them for, as one picture. Drawn with Pillow: torchvision would take 1.5 s to import."""
+"""Test images with the model's predictions, as one picture. Pillow draws it, because importing torchvision would take 1.5 s."""
 
 import numpy as np
 import torch
@@ -11,13 +11,20 @@ COLUMNS = 4
 def prediction_grid(
     inputs: torch.Tensor, targets: list[int], predicted: list[int], classes: list[str], most: int = 8
 ) -> torch.Tensor:
-    """uint8 [3, height, width]: up to `most` images, four a row, the prediction beneath; a wrong one in red over the truth.
+    """Draw images in rows of four with the prediction below each: green if correct, else red with the true class below.
 
     Args:
         inputs: float [n, channels, height, width], in any range.
+        targets: the true class of each image.
+        predicted: the predicted class of each image.
+        classes: the names of the classes.
+        most: largest number of images to draw.
+
+    Returns:
+        uint8 [3, height, width].
     """
     font = ImageFont.load_default(size=15)
-    inputs = inputs[:most] if inputs.shape[1] == 3 else inputs[:most, :1]  # of other numbers of channels the first, in grey
+    inputs = inputs[:most] if inputs.shape[1] == 3 else inputs[:most, :1]  # not RGB: the first channel in grey
     columns, rows = min(COLUMNS, len(inputs)), -(-len(inputs) // COLUMNS)
     width, height = TILE + GAP, TILE + 2 * LINE + GAP
     grid = Image.new("RGB", (columns * width + GAP, rows * height + GAP), "white")

@@ -1,7 +1,8 @@
-"""profile=true: records some steps on every rank with torch.profiler, and says where their time went.
+"""profile=true: record some steps on every rank with torch.profiler and report where their time went.
 
-Nothing is synchronised within these steps: the kernels' own times are read (trace.py). The recorded steps are slower than
-others, by what noting each operation costs the host; take shares of a step from here, and rates from other epochs.
+Nothing is synchronised within these steps, because the times of the kernels are read from the trace (trace.py). The recorded
+steps are slower than others, because recording each operation costs the host time. Use the fractions of a step from here and
+the throughput from other epochs.
 """
 
 import gzip
@@ -9,10 +10,10 @@ import json
 import os
 import shutil
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -20,18 +21,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.logger import Logger, log, peak_memory_bytes
 from ddp_lab.observe.plot import beside, stacked
-from ddp_lab.observe.time_split import PARTS, split, summarise, verdict
+from ddp_lab.observe.time_split import PARTS, diagnose, split_steps, summarise
 from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
 from ddp_lab.world.runtime import Runtime
 
-SKIP, RECORD = 5, 11  # steps; the first recorded one does not count, because the profiler is still settling in it
+SKIP, RECORD = 5, 11  # steps; the first recorded one is dropped, because the profiler still initialises in it
 NEEDED = SKIP + RECORD
 
 
 def check_profile(steps: int, device: torch.device) -> None:
-    """
+    """Check that a run can be profiled.
+
+    Args:
+        steps: training steps of the run.
+        device: the device of this rank.
+
     Raises:
-        ConfigError: a run of so many steps ends before there is something to report, or the device's times cannot be read.
+        ConfigError: the run has too few steps, or torch.profiler does not support the device.
     """
     if device.type == "mps":
         raise ConfigError(
@@ -41,37 +47,55 @@ def check_profile(steps: int, device: torch.device) -> None:
         raise ConfigError(f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise epochs")
 
 
-class Profiled:
-    """A `training.step.TrainStep` that takes the steps of another one and records some of them.
+class WrappedStep(Protocol):
+    """The part of `training.step.TrainStep` that is used here. Its types are `Any`: this room must not import those above."""
 
-    It imports nothing of that room, which lies above this one.
+    @property
+    def tally(self) -> Any: ...
+
+    @property
+    def lr(self) -> float: ...
+
+    def batches(self, loader: Any) -> Iterable[Any]: ...
+
+    def __call__(self, batch: Any) -> None: ...
+
+
+class Profiled:
+    """A `training.step.TrainStep` that wraps another one and records some of its steps.
 
     Args:
-        graph: the step replays a CUDA graph.
-        bubble: of a pipeline, by the formula.
-        folder: gets a trace of each rank, for Perfetto or chrome://tracing, and summary.json; when the logger is closed,
-            time_split.png.
+        step: the step to wrap.
+        runtime: the process group.
+        logger: gets the table and the diagnosis.
+        folder: directory for summary.json, a trace of each rank for Perfetto or chrome://tracing, and, when the logger is
+            closed, time_split.png.
+        graph: whether the step replays a CUDA graph.
+        bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
     """
 
-    def __init__(self, step: Callable, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
+    def __init__(self, step: WrappedStep, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
         self.step, self.runtime, self.logger, self.folder = step, runtime, logger, folder
         self.graph, self.bubble = graph, bubble
         self.taken = 0
         if runtime.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # an earlier launch's, of more ranks maybe
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr, on every rank, that there is no GPU
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch, which may have had more ranks
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports on every rank's stderr that there is no GPU
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
+        self.profiler: profile | None = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
 
     @property
     def tally(self) -> Any:
+        """The tally of the wrapped step."""
         return self.step.tally
 
     @property
     def lr(self) -> float:
+        """The learning rate of the last step."""
         return self.step.lr
 
-    def batches(self, loader: Iterable) -> Iterable:
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of the wrapped step; each request is a range DATA in the trace."""
         batches = iter(self.step.batches(loader))
         while True:
             with record_function(DATA):
@@ -81,28 +105,31 @@ class Profiled:
             yield batch
 
     def __call__(self, batch: Any) -> None:
+        """Take one step; start and stop the profiler when it is time."""
         with record_function(STEP):
             self.step(batch)
         self.taken += 1
-        if self.taken == SKIP:
-            self.profiler.start()
-        elif self.taken == NEEDED:
-            self._finish()
+        if self.profiler is not None:
+            if self.taken == SKIP:
+                self.profiler.start()
+            elif self.taken == NEEDED:
+                self._finish(self.profiler)
 
     def end(self) -> None:
-        """Behind the last step, however it was reached."""
+        """Stop the profiler after the last step, also after an interrupted run."""
         if self.profiler is not None:
             if self.taken >= SKIP:
                 self.profiler.stop()
             log.info(f"profile=true: this launch ended before its {NEEDED}th step; there is no profile")
 
-    def _finish(self) -> None:
+    def _finish(self, profiler: profile) -> None:
+        """Write this rank's trace; rank 0 also collects and reports the steps of all ranks."""
         if self.runtime.device.type == "cuda":
             torch.cuda.synchronize()
-        self.profiler.stop()
+        profiler.stop()
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"rank{self.runtime.rank}.json.gz"
-        self.profiler.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path))
         self.profiler = None
         with gzip.open(path) as file:
             trace = json.load(file)
@@ -112,27 +139,28 @@ class Profiled:
             self._report([json.loads(rank) for rank in ranks])
 
     def _report(self, ranks: list[dict[str, Any]]) -> None:
-        rows = split([{device: list(map(restore, steps)) for device, steps in rank["devices"].items()} for rank in ranks])
+        rows = split_steps([{device: list(map(restore, steps)) for device, steps in rank["devices"].items()} for rank in ranks])
         for row in rows:
             row |= summarise(row)
-        words = verdict(rows, self.graph, self.bubble)
+        diagnosis = diagnose(rows, self.graph, self.bubble)
         kept = {key: [rank[key] for rank in ranks] for key in ("peak_memory_bytes", "bytes_per_step")}
-        (self.folder / "summary.json").write_text(json.dumps({"rows": rows, "verdict": words, **kept}, indent=1))
+        (self.folder / "summary.json").write_text(json.dumps({"rows": rows, "verdict": diagnosis, **kept}, indent=1))
         self.logger.draw_at_close(partial(draw, rows), self.folder / "time_split.png")
         text = table(rows)
         log.info(f"milliseconds of a step, the medians of {RECORD - 1} (traces for ui.perfetto.dev: {self.folder})\n{text}")
-        for line in words:
+        for line in diagnosis:
             log.info(line)
-        self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(words))
+        self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
 
 
-def restore(step: list) -> StepTrace:
-    """What JSON made of it."""
+def restore(step: list[Any]) -> StepTrace:
+    """Return the StepTrace that JSON has turned into a list."""
     start, end, compute, calls, data = step
     return StepTrace(start, end, union(map(tuple, compute)), [Call(*call) for call in calls], union(map(tuple, data)))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """Return the summarised rows as an aligned text table, times in milliseconds."""
     names = ("rank", "device", "step", *PARTS)
     lines = ["".join(f"{name:>{max(8, len(name) + 2)}}" for name in names)]
     for row in rows:
@@ -142,10 +170,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the summarised rows as stacked bars."""
     bars = {f"{row['rank']} {row['device']}": {part: row[part] for part in PARTS} for row in rows}
     beside([stacked("Where a step's time goes, by rank", "ms", bars)], path)
 
 
 def mean_split(summary: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of PARTS, over all devices of a summary.json."""
+    """Return the milliseconds of PARTS, averaged over all devices of a summary.json."""
     return {part: statistics.mean(row[part] for row in summary["rows"]) for part in PARTS}

@@ -1,19 +1,20 @@
-"""What the time of a step went to, from the ranks' traces: compute, communication, waiting for peers, data, idle.
+"""Time split of a step, from the ranks' traces: compute, exposed communication, waiting for other ranks, data, idle.
 
-Each moment of a step counts once, for the first of these that was going on:
+Each moment of a step counts once, for the first of these activities that was in progress:
 
 | | GPU | CPU |
 |---|---|---|
 | compute | a kernel runs | an operation of ATen runs |
-| communication | an NCCL kernel or a copy between GPUs, and all that take part are there | gloo likewise |
-| waiting | the same, before the last of them is there | likewise |
+| communication | an NCCL kernel or a copy between GPUs, after all participants have started | gloo likewise |
+| waiting | the same, before the last participant has started | likewise |
 | data | a copy from the host, or the loader is at work | the loader is at work |
-| idle | nothing: Python launches, or waits | Python between operations |
+| idle | nothing runs: Python launches operations, or waits | Python runs between operations |
 
-So communication that hides behind compute costs nothing here. A collective ends on all ranks at about the same time and
-begins when a rank is ready for it: what it takes longer than on the rank where it was shortest, a rank waited. Traces of
-gloo and of recorded graphs do not say which ranks belong together; there the same call of all groups is compared. A
-message between two ranks is compared to the shortest of its kind, of any rank and step.
+Communication that overlaps with compute therefore costs nothing here. A collective ends on all ranks at about the same time
+and begins on a rank when that rank is ready for it. Its shortest duration over the ranks is communication; what it takes
+longer on another rank is waiting. Traces of gloo and of captured CUDA graphs do not name the ranks of a group, so there the
+same call is compared over all groups. A message between two ranks is compared with the shortest of its kind, over all ranks
+and steps.
 """
 
 import statistics
@@ -24,22 +25,30 @@ from typing import Any
 from ddp_lab.observe.trace import Call, Span, StepTrace, union
 
 PARTS = ("compute", "communication", "waiting", "data", "idle")
+Key = tuple[str] | tuple[str, int, int]  # name; for collectives also the number of the call in its step, and the step
 
 
 def length(spans: Iterable[Span], start: float, end: float) -> float:
-    """How much of [start, end] the spans cover."""
+    """Return how much of [start, end] the spans cover."""
     return sum(max(0.0, min(b, end) - max(a, start)) for a, b in union(spans))
 
 
-def split(ranks: list[dict[str, list[StepTrace]]]) -> list[dict[str, Any]]:
-    """One row for each device of each rank: rank, device, and for each step the milliseconds of PARTS."""
-    needed: dict[tuple, float] = {}
+def split_steps(ranks: list[dict[str, list[StepTrace]]]) -> list[dict[str, Any]]:
+    """Split the time of every step.
+
+    Args:
+        ranks: of each rank, the steps of its devices by name.
+
+    Returns:
+        A row per device of each rank: `rank`, `device`, and `steps` with the milliseconds of PARTS for each step.
+    """
+    needed: dict[Key, float] = {}
     for devices in ranks:
         for steps in devices.values():
             for index, step in enumerate(steps):
                 for call in step.calls:
-                    place = which(call, index)
-                    needed[place] = min(needed.get(place, float("inf")), call.end - call.start)
+                    key = comparison_key(call, index)
+                    needed[key] = min(needed.get(key, float("inf")), call.end - call.start)
     return [
         {"rank": rank, "device": device, "steps": [parts(step, index, needed) for index, step in enumerate(steps)]}
         for rank, devices in enumerate(ranks)
@@ -47,19 +56,26 @@ def split(ranks: list[dict[str, list[StepTrace]]]) -> list[dict[str, Any]]:
     ]
 
 
-def which(call: Call, step: int) -> tuple:
-    """What a call is compared to."""
+def comparison_key(call: Call, step: int) -> Key:
+    """Return a key that is the same for all calls whose durations are compared."""
     message = any(word in call.name.lower() for word in ("send", "recv", "ptop"))
     return (call.name,) if message else (call.name, call.number, step)
 
 
-def parts(step: StepTrace, index: int, needed: dict[tuple, float]) -> dict[str, float]:
-    """Milliseconds; they add up to the step."""
-    together = [(call.end - needed[which(call, index)], call.end) for call in step.calls]
+def parts(step: StepTrace, index: int, needed: dict[Key, float]) -> dict[str, float]:
+    """Return the milliseconds of PARTS in one step; their sum is the time of the step.
+
+    Args:
+        step: what one device did.
+        index: number of the step.
+        needed: shortest duration of each call, in microseconds.
+    """
+    communication = [(call.end - needed[comparison_key(call, index)], call.end) for call in step.calls]
     waiting = [(call.start, call.end) for call in step.calls]
     covered: list[Span] = []
-    result, before = {}, 0.0
-    for part, spans in zip(PARTS, (step.compute, together, waiting, step.data), strict=False):
+    result: dict[str, float] = {}
+    before = 0.0
+    for part, spans in zip(PARTS, (step.compute, communication, waiting, step.data), strict=False):
         covered = union([*covered, *spans])
         now = length(covered, step.start, step.end)
         result[part], before = (now - before) / 1000, now
@@ -68,61 +84,63 @@ def parts(step: StepTrace, index: int, needed: dict[tuple, float]) -> dict[str, 
 
 
 def summarise(row: dict[str, Any]) -> dict[str, float]:
-    """The medians over the steps, of the whole step, too."""
+    """Return the medians over the steps, in milliseconds, of PARTS and of the whole step."""
     steps = row["steps"]
     medians = {part: statistics.median(step[part] for step in steps) for part in PARTS}
     return {"step": statistics.median(sum(step.values()) for step in steps)} | medians
 
 
-def verdict(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> list[str]:
-    """What it means, in words, for rows that have been summarised.
+def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> list[str]:
+    """Return a diagnosis: a line for everything that stands out, with a remedy.
 
     Args:
-        graph: the steps were replays of a CUDA graph.
-        bubble: of a pipeline, by the formula.
+        rows: rows of `split_steps` to which the medians of `summarise` have been added.
+        graph: whether the steps were replays of a CUDA graph.
+        bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
     """
     mean = {part: statistics.mean(row[part] for row in rows) for part in ("step", *PARTS)}
     share = {part: mean[part] / mean["step"] for part in PARTS}
-    said = []
+    lines: list[str] = []
     if bubble is not None:
         busiest = max(rows, key=lambda row: row["compute"])
         idle = 1 - busiest["compute"] / busiest["step"]
-        said.append(
+        lines.append(
             f"bubble: the busiest rank, {busiest['rank']}, does not compute for {idle:.0%} of a step; formula {bubble:.0%}"
         )
     if bubble is None and (rank := straggler(rows)) is not None:
         waits = [row["waiting"] for row in rows]
-        said.append(
+        lines.append(
             f"straggler: rank {rows[rank]['rank']} ({rows[rank]['device']}). Others wait for it up to {max(waits):.2f} ms of a "
             f"step's {mean['step']:.2f}; it waits {waits[rank]:.2f}"
         )
     elif bubble is None and share["waiting"] > 0.15:
-        said.append(f"waiting: {share['waiting']:.0%} of a step, and not always for the same rank: their speed varies")
-    against = f"{mean['compute']:.2f} ms of compute against {mean['communication']:.2f} ms of communication in every step"
+        lines.append(f"waiting: {share['waiting']:.0%} of a step, and not always for the same rank: the ranks' speed varies")
+    against = f"{mean['compute']:.2f} ms of compute against {mean['communication']:.2f} ms of exposed communication per step"
     if mean["communication"] > mean["compute"]:
-        said.append(
-            f"this model is too small to scale here: {against} that nothing hides. A larger batch gives devices more to do"
-        )
+        lines.append(f"this model is too small to scale here: {against}. A larger batch gives the devices more to compute")
     elif share["communication"] > 0.15:
-        said.append(
-            f"communication: {against} that nothing hides. A larger batch makes it rarer; ddp hides some behind backward"
+        lines.append(
+            f"communication: {against}. A larger batch makes it rarer; ddp overlaps a part of it with the backward pass"
         )
     if share["idle"] > 0.4:
         remedy = "a larger batch helps" if graph else "cuda_graph=true, compile=true or a larger batch help"
-        said.append(
+        lines.append(
             f"idle: for {share['idle']:.0%} of a step devices have nothing to do while Python launches operations; {remedy}"
         )
     if share["data"] > 0.1:
-        said.append(
-            f"data: devices wait for it for {share['data']:.0%} of a step; data.loader=device, or more data.num_workers"
+        lines.append(
+            f"data: devices wait for data for {share['data']:.0%} of a step; use data.loader=device or more data.num_workers"
         )
-    if not said:
-        said.append(f"compute is {share['compute']:.0%} of a step; nothing else stands out")
-    return said
+    if not lines:
+        lines.append(f"compute is {share['compute']:.0%} of a step; nothing else stands out")
+    return lines
 
 
 def straggler(rows: list[dict[str, Any]]) -> int | None:
-    """The row that waits least in at least four steps of five, where others wait for a tenth of a step longer."""
+    """Return the index of the straggler's row, None if there is no straggler.
+
+    A straggler waits least in at least four of five steps, while another rank waits longer by more than a tenth of a step.
+    """
     least = Counter(
         min(range(len(rows)), key=lambda row: steps[row]["waiting"])
         for steps in zip(*(row["steps"] for row in rows), strict=False)

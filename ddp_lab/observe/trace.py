@@ -1,18 +1,19 @@
-"""What torch.profiler's trace (Chrome's format) of one rank says of its steps: what its devices did when, the bytes it sent."""
+"""Reader of one rank's torch.profiler trace (Chrome's format): what its devices did in each step, and the bytes it sent."""
 
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-STEP, DATA = "ddp_lab step", "ddp_lab data"  # the ranges that a trace must have
+STEP, DATA = "ddp_lab step", "ddp_lab data"  # the names of the record_function ranges that `Profiled` adds to a trace
 ELEMENT_BYTES = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "bfloat16": 2, "c10::bfloat16": 2, "half": 2}
 
-Span = tuple[float, float]  # from, to
+Span = tuple[float, float]  # start and end, in microseconds
+Event = dict[str, Any]  # an event of the trace, as JSON
 
 
 class Call(NamedTuple):
-    """One rank's share of a collective, or a message; `number` says which of this name in its step."""
+    """One rank's part in a collective, or a message; `number` counts the calls of this name in a step, from 0."""
 
     name: str
     number: int
@@ -21,7 +22,7 @@ class Call(NamedTuple):
 
 
 class StepTrace(NamedTuple):
-    """What one device did in one step; times in microseconds of the rank's own clock."""
+    """What one device did in one step. Times are in microseconds of the rank's own clock."""
 
     start: float
     end: float
@@ -31,7 +32,7 @@ class StepTrace(NamedTuple):
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same moments as disjoint spans, in order."""
+    """Return disjoint spans, in order, that cover the same times."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -42,37 +43,43 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
-    """The steps of every device."""
+    """Return the steps of every device of a rank, by the device's name."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     steps, loading = spans_of_steps(events), host_ranges(events, DATA)
     if not kernels:
         return {"cpu": read_cpu(events, steps, loading)}
-    by_device, launched = defaultdict(list), launches(events)
+    by_device: defaultdict[int, list[tuple[float, Event]]] = defaultdict(list)
+    launched = launches(events)
     for kernel in kernels:
-        device = kernel["args"].get("device", kernel["pid"])  # a copy between devices names none
+        device = kernel["args"].get("device", kernel["pid"])  # a copy between devices has no device in its args
         by_device[device].append((launched.get(kernel["args"].get("correlation"), -1.0), kernel))
     return {f"cuda:{device}": read_gpu(mine, steps, loading) for device, mine in sorted(by_device.items())}
 
 
-def span(event: dict) -> Span:
+def span(event: Event) -> Span:
+    """Return the start and end of an event."""
     return event["ts"], event["ts"] + event["dur"]
 
 
-def launches(events: list[dict]) -> dict[int, float]:
-    """When the host launched what, by the number that a kernel and its launch have in common."""
+def launches(events: list[Event]) -> dict[int, float]:
+    """Return the times at which the host launched kernels, by correlation id, which a kernel and its launch have in common."""
     return {event["args"]["correlation"]: event["ts"] for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")}
 
 
-def host_ranges(events: list[dict], name: str) -> list[Span]:
-    """The trace has ranges of this name on the GPU, too."""
+def host_ranges(events: list[Event], name: str) -> list[Span]:
+    """Return the ranges of this name on the host. The trace also has ranges of the same name on the GPU."""
     return sorted(span(event) for event in events if event["name"] == name and event["cat"] == "user_annotation")
 
 
-def spans_of_steps(events: list[dict]) -> list[Span]:
-    """By the host's clock. A step begins when its batch is asked for; what lies between an epoch's last step, after which
-    a batch is asked for in vain, and the next epoch's first is no step's."""
-    found, before, loading = [], 0.0, host_ranges(events, DATA)
+def spans_of_steps(events: list[Event]) -> list[Span]:
+    """Return the start and end of every step by the host's clock.
+
+    A step begins when its batch is requested. The time between the last step of an epoch and the first of the next belongs to
+    no step, including the request that finds the loader exhausted.
+    """
+    found: list[Span] = []
+    before, loading = 0.0, host_ranges(events, DATA)
     for start, end in host_ranges(events, STEP):
         asked = [begin for begin, until in loading if before <= begin and until <= start]
         found.append((asked[-1] if asked else start, end))
@@ -80,30 +87,40 @@ def spans_of_steps(events: list[dict]) -> list[Span]:
     return found
 
 
-def read_cpu(events: list[dict], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
+def read_cpu(events: list[Event], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
+    """Return the steps of the CPU: compute is operations of ATen, communication is gloo."""
     compute = [span(event) for event in events if event["cat"] == "cpu_op" and event["name"].startswith("aten::")]
     calls = [
         (f"{event['name']} {event['args'].get('Input Dims')}", *span(event))
         for event in events
         if event["name"].startswith("gloo:")
     ]
-    found = []
+    found: list[StepTrace] = []
     for asked, end in steps:
         inside = [call for call in calls if asked <= call[1] < end]
         found.append(StepTrace(asked, end, within(compute, asked, end), numbered(inside), within(loading, asked, end)))
     return found
 
 
-def read_gpu(kernels: list[tuple[float, dict]], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
-    """A step's kernels are those launched in it, whenever they run; it ends with the last of them. A step without any on
-    this device is left out."""
-    found, before = [], 0.0
+def read_gpu(kernels: list[tuple[float, Event]], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
+    """Return the steps of one GPU.
+
+    The kernels of a step are those that the host launched in it, even if they run later. The step ends with the last of them.
+    A step without a kernel on this GPU is left out.
+
+    Args:
+        kernels: the GPU's kernels, each with the time of its launch.
+        steps: the host's steps.
+        loading: the times at which the loader was at work.
+    """
+    found: list[StepTrace] = []
+    before = 0.0
     for asked, launched_until in steps:
         mine = [kernel for launched, kernel in kernels if asked <= launched < launched_until]
         if not mine:
             continue
         start, end = max(before, asked), max(span(kernel)[1] for kernel in mine)
-        kinds = {"compute": [], "copy": [], "call": []}
+        kinds: dict[str, list[tuple[str, float, float]]] = {"compute": [], "copy": [], "call": []}
         for kernel in mine:
             ranks = kernel["args"].get("Process Group Ranks", "")
             kinds[kind_of(kernel["name"])].append((kernel["name"] + ranks, *span(kernel)))
@@ -114,18 +131,21 @@ def read_gpu(kernels: list[tuple[float, dict]], steps: list[Span], loading: list
 
 
 def kind_of(name: str) -> str:
+    """Return whether a kernel is communication (`call`), a copy from the host (`copy`) or `compute`."""
     if "nccl" in name.lower() or "PtoP" in name:
         return "call"
     return "copy" if "HtoD" in name else "compute"
 
 
 def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """Return the spans that overlap with [start, end], merged."""
     return union(span for span in spans if start < span[1] and span[0] < end)
 
 
 def numbered(calls: Iterable[tuple[str, float, float]]) -> list[Call]:
+    """Return the calls in the order of their starts, each with its number among the calls of its name."""
     seen: Counter[str] = Counter()
-    result = []
+    result: list[Call] = []
     for name, start, end in sorted(calls, key=lambda call: call[1]):
         result.append(Call(name, seen[name], start, end))
         seen[name] += 1
@@ -133,22 +153,30 @@ def numbered(calls: Iterable[tuple[str, float, float]]) -> list[Call]:
 
 
 def bytes_per_step(trace: dict[str, Any]) -> float | None:
-    """What a rank hands to collectives and sends, in bytes a step: all of it to an all-reduce, its share to a gather. None
-    where the trace does not say: neither a CUDA graph's replay nor nn.DataParallel's calls of NCCL name sizes."""
+    """Return the bytes per step that a rank passes to collectives and sends.
+
+    For an all-reduce these are the bytes of the whole tensor, for a gather those of the rank's own shard.
+
+    Returns:
+        The median over the steps; None if the trace has no sizes. A CUDA graph's replay and the NCCL calls of nn.DataParallel
+        record none.
+    """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     launched = launches(events)
     sent = [
-        (launched.get(event["args"].get("correlation"), event["ts"]), size) for event in events if (size := bytes_of(event))
+        (launched.get(event["args"].get("correlation"), float(event["ts"])), size)
+        for event in events
+        if (size := bytes_of(event))
     ]
     each = [sum(size for ts, size in sent if start <= ts < end) for start, end in host_ranges(events, STEP)]
     named = any(event["name"] == "record_param_comms" for event in events)
     if not named and any("nccl" in event["name"].lower() for event in events):
         return None
-    return statistics.median(each)  # of no step in which the ranks also agreed on something
+    return statistics.median(each)  # the median excludes steps in which the ranks also agreed on a decision
 
 
-def bytes_of(event: dict) -> float:
-    """That this event says a rank hands in."""
+def bytes_of(event: Event) -> float:
+    """Return the bytes that a rank passes to the communication call of this event; 0 for other events."""
     details = event.get("args", {})
     if event["name"].startswith("gloo:") and "recv" not in event["name"]:
         given = zip(details.get("Input Dims", []), details.get("Input type", []), strict=True)
@@ -158,8 +186,8 @@ def bytes_of(event: dict) -> float:
     return details.get("bytes", 0) if event["cat"] == "gpu_memcpy" and "PtoP" in event["name"] else 0
 
 
-def count(dims: list) -> int:
-    """Elements of a tensor or of a list of tensors."""
+def count(dims: list[Any]) -> int:
+    """Return the number of elements of a tensor with these dimensions, or of a list of tensors."""
     if dims and isinstance(dims[0], list):
         return sum(count(inner) for inner in dims)
     product = 1
@@ -169,4 +197,5 @@ def count(dims: list) -> int:
 
 
 def element(kind: str) -> int:
+    """Return the bytes of an element of this type, by its name in a trace."""
     return ELEMENT_BYTES.get(kind.lower(), 1)
