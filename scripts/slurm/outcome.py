@@ -1,7 +1,7 @@
 """Print the outcome of a launch, for train.sbatch.
 
-outcome.py LAUNCH [OVERRIDE...] prints the status that the launch with torchrun's run id LAUNCH recorded in the run directory that
-the overrides of train.py determine. It does not load torch, which takes seconds on a busy disk.
+outcome.py LAUNCH [OVERRIDE...] prints the status that the launch with torchrun's run id LAUNCH recorded in the run directory
+that the overrides of train.py determine. It does not load torch, which takes seconds on a busy disk.
 """
 
 import json
