@@ -39,7 +39,7 @@ bench: .venv/installed ## benchmark the training loop against others
 	mkdir -p runs
 	$(BIN)/python scripts/bench.py --json runs/bench.json
 
-soak: .venv/installed ## inject random faults until stopped
+soak: .venv/installed ## start 20 launches with random faults
 	$(BIN)/python scripts/soak.py
 
 tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import warm
 
-# Imported by tests, they hold asserts: pytest shows the values of those, too.
+# Helper modules with asserts: pytest rewrites them to show the values in a failed assert.
 pytest.register_assert_rewrite("cases", "run_checks")
 
-# Their tests take the longest; each file runs in one process of pytest, so these begin first.
+# These files take the longest. Each file runs in a single pytest process, so they start first.
 FIRST = ["test_equivalence.py", "test_faults.py", "test_tutorial.py", "test_slurm.py", "test_speed.py", "test_checkpoint.py"]
 
 
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
-    """Starts the server that launches are forked from, once for all of pytest's own processes."""
+    """Start the server that launches are forked from, once for all pytest processes."""
     if sys.platform == "linux" and warm.ADDRESS not in os.environ and not config.option.collectonly:
         folder = tempfile.TemporaryDirectory(prefix="warm-")
         os.environ[warm.ADDRESS] = f"{folder.name}/socket"
@@ -31,6 +31,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def no_process_group_leaks():
+    """Fail a test that leaves a process group open."""
     yield
     leaked = dist.is_initialized()
     if leaked:
@@ -40,7 +41,7 @@ def no_process_group_leaks():
 
 @pytest.fixture(autouse=True)
 def need_gpus(request):
-    """`@pytest.mark.gpu(n)` skips where fewer than n GPUs are visible."""
+    """Skip a test with `@pytest.mark.gpu(n)` if fewer than n GPUs are visible."""
     marker = request.node.get_closest_marker("gpu")
     if marker and torch.cuda.device_count() < marker.args[0]:
         pytest.skip(f"needs {marker.args[0]} GPUs, {torch.cuda.device_count()} are visible")

@@ -1,4 +1,4 @@
-"""Starting train.py: as a user does, in a subprocess, and inside a world of the tests' ranks."""
+"""Helpers that start train.py: in a subprocess, as a user does, or inside a world of the tests' ranks."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,7 @@ SMALL = [
     "batch_size=24",
     "optimizer.lr=0.01",
 ]
-# A model with BatchNorm in place of ResNet-18, whose ten million parameters would take most of a short launch's time.
+# A model with BatchNorm; ResNet-18's ten million parameters would dominate the time of a short launch.
 NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "model.init_std=null", "data.dataset.image_size=16"]
 METRICS = {
     "epoch",
@@ -46,12 +46,19 @@ METRICS = {
 
 
 def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT) -> subprocess.Popen:
-    """Starts a launch line in the repository with this Python; without GPUs unless asked.
+    """Start a command in the repository with this Python interpreter.
 
-    Forked from the server of warm.py where there is one. `cold`, and with GPUs: new interpreters, as from the shell.
+    It is forked from the server of warm.py if that is running.
+
+    Args:
+        line: The command, split at spaces.
+        more: Further arguments.
+        gpus: Whether GPUs are visible. Implies `cold`.
+        cold: Start new interpreters, as from a shell.
+        stderr: As in subprocess.Popen.
     """
-    program, *words = line.split()
-    command = [str(Path(sys.executable).with_name(program)), *words, *more]
+    program, *arguments = line.split()
+    command = [str(Path(sys.executable).with_name(program)), *arguments, *more]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     search = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
@@ -61,7 +68,7 @@ def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr:
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
-    """Exit code, and what was printed. A launch past its time is ended with all its ranks."""
+    """Wait for a launch and return its exit code and output; after `timeout` seconds kill it with all its ranks and fail."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -72,17 +79,18 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
 
 
 def launch(line: str, *more: str, gpus: bool = False, cold: bool = False) -> tuple[int, str]:
+    """Run a command as `start` does and return its exit code and output."""
     return finish(start(line, *more, gpus=gpus, cold=cold))
 
 
 def launch_on_terminal(line: str, *more: str) -> str:
-    """What the launch writes to stderr when that is a terminal of 100 columns."""
+    """Run a command whose stderr is a terminal of 100 columns, and return what it writes there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     written = []
 
-    def read() -> None:  # beside the launch, which would wait for room in the terminal's small buffer
-        with contextlib.suppress(OSError):  # how Linux says that the other side of a terminal is closed
+    def read() -> None:  # in a thread: the launch blocks when the terminal's small buffer is full
+        with contextlib.suppress(OSError):  # on Linux, raised when the other side of the terminal is closed
             while part := os.read(ours, 4096):
                 written.append(part)
 
@@ -107,20 +115,23 @@ def only_run(runs_dir: Path) -> Path:
 
 
 def main_in_world(*overrides: str) -> None:
-    """A rank's train.py, with the config words given."""
+    """Run train.py on this rank with the given Hydra overrides."""
     sys.argv = ["train.py", *overrides]
-    with contextlib.redirect_stdout(io.StringIO()):  # the tests read the run directory
+    with contextlib.redirect_stdout(io.StringIO()):  # the tests read the run directory instead
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def refusal_in_world(line: str) -> tuple[object, str]:
-    """The exit code of config words that are refused, and what this rank wrote to stderr. A process group must never open."""
+    """Run train.py with overrides that it rejects; return the exit code and what this rank wrote to stderr.
+
+    A process group must not be opened.
+    """
 
     def opened(*args, **kwargs):
         raise AssertionError("a process group was opened")
 
     dist.init_process_group = opened
-    time.sleep = lambda seconds: None  # ranks that report nothing wait for torchrun
+    time.sleep = lambda seconds: None  # the ranks that do not report the error sleep first
     with tempfile.TemporaryFile("w+") as printed, contextlib.redirect_stderr(printed):
         try:
             main_in_world(*line.split())

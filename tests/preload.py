@@ -1,4 +1,4 @@
-"""What the processes of the tests need, imported once in the servers that they are forked from."""
+"""The modules that test processes need, imported once by the servers that they are forked from."""
 
 import importlib
 import os
@@ -30,10 +30,10 @@ from ddp_lab.observe.plot import Curve, beside, curves
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if "hydra_plugins" not in module.name:  # those Hydra finds itself
+        if "hydra_plugins" not in module.name:  # Hydra imports its plug-ins itself
             importlib.import_module(module.name)
 
-# What is slow the first time alone: torch imports some of itself in an optimizer's step, matplotlib looks for its fonts.
+# Operations that are slow only the first time: an optimizer's step imports parts of torch, matplotlib searches for fonts.
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
 beside([curves("title", "x", "y", [Curve("a", [(1, 0.25), (2, 1e3)])])] * 2, Path(os.devnull))

@@ -1,8 +1,8 @@
-"""A Slurm of two nodes on this machine, for the tests: real daemons in a directory of their own, on the loopback device.
+"""A Slurm cluster of two nodes on this machine, for the tests: real daemons with their own directory, on the loopback device.
 
-Taken from the PATH, where Debian's packages slurm-wlm and munge put them, or from the folder DDP_LAB_SLURM_ROOT, into which
-the packages slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, munge, libmunge2, libhwloc15 and liblua5.1-0 were
-unpacked (`dpkg -x PACKAGE FOLDER`). Needs no rights, no systemd and no control groups.
+The programs are found on the PATH (Debian's packages slurm-wlm and munge), or in the folder DDP_LAB_SLURM_ROOT, into which the
+packages slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, munge, libmunge2, libhwloc15 and liblua5.1-0 were unpacked
+(`dpkg -x PACKAGE FOLDER`). They need no root privileges, no systemd and no control groups.
 """
 
 import getpass
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 NODES = ("n1", "n2")
-LOST = 6  # seconds without a word from a slurmd after which its node counts as down
+LOST = 6  # seconds without a response from a slurmd after which its node counts as down
 CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -61,10 +61,16 @@ PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout: float = 60, more: Callable[[], str] = str) -> Any:
-    """The condition's value as soon as it is true.
+    """Wait until `condition` returns a true value, and return that value.
+
+    Args:
+        what: What is waited for, in the message.
+        condition: Called every 0.1 s.
+        timeout: Seconds to wait.
+        more: Returns details for the message.
 
     Raises:
-        AssertionError: it is not within `timeout` seconds; `more` tells more.
+        AssertionError: The value was not true within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -74,12 +80,12 @@ def wait_for(what: str, condition: Callable[[], Any], timeout: float = 60, more:
 
 
 def find(program: str, search: str) -> str | None:
-    """Debian's own programs are called slurmctld-wlm, and so on; slurmctld is an alternative that leads there."""
+    """Return the path of a program. Debian calls slurmctld slurmctld-wlm, for example; slurmctld may be an alternative."""
     return shutil.which(program, path=search) or shutil.which(f"{program}-wlm", path=search)
 
 
 def free_ports(count: int) -> list[int]:
-    """A row of them, below those that Linux hands out by itself."""
+    """Return `count` consecutive free ports, below Linux's ephemeral ports."""
     start = 20000 + secrets.randbelow(8000)
     for first in range(start, start + 4000, count):
         sockets = [socket.socket() for _ in range(count)]
@@ -92,15 +98,15 @@ def free_ports(count: int) -> list[int]:
         finally:
             for sock in sockets:
                 sock.close()
-    raise AssertionError("no row of free ports on the loopback device")
+    raise AssertionError("no consecutive free ports on the loopback device")
 
 
 class Cluster:
-    """Use it as a context manager.
+    """A running cluster; use it as a context manager.
 
     Args:
-        folder: an empty one, for configuration, state and logs.
-        path: folders in which jobs find their programs first.
+        folder: Empty folder for configuration, state and logs.
+        path: Folder that comes first on the PATH of the jobs.
     """
 
     def __init__(self, folder: Path, path: Path):
@@ -149,7 +155,7 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(conf)
         munge = self.folder / "munge"
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
-        # By force: pytest's folders are closed to other users, and munged would have all of them reach it.
+        # --force: munged wants a socket that all users can reach, but pytest's folders are closed to other users.
         self._start("munged", "--foreground", "--force", *files, f"--socket={munge / 'socket'}")
         wait_for("socket of munged", (munge / "socket").exists, 10, self.logs)
         self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])
@@ -159,10 +165,10 @@ class Cluster:
             "two idle nodes", lambda: self._ask("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D") == "2", 40, self.logs
         )
 
-    def _start(self, program: str, *words: str, name: str | None = None) -> None:
+    def _start(self, program: str, *arguments: str, name: str | None = None) -> None:
         with (self.folder / f"{name or program}.out").open("a") as out:
             self.daemons[name or program] = subprocess.Popen(
-                [self.programs[program], *words],
+                [self.programs[program], *arguments],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -174,14 +180,14 @@ class Cluster:
         self._start("slurmd", "-D", "-N", node, "-d", self.programs["slurmstepd"], "-f", self.env["SLURM_CONF"], name=node)
 
     def kill_node(self, node: str) -> None:
-        """kill -9 of its slurmd. What it has started runs on."""
+        """Kill the node's slurmd with SIGKILL. The processes that it started keep running."""
         self.daemons[node].kill()
         self.daemons.pop(node).wait()
 
     def __exit__(self, *error: object) -> None:
         if "slurmctld" in self.daemons:
             for node in set(NODES) - set(self.daemons):
-                self.start_node(node)  # to end what its predecessor has left
+                self.start_node(node)  # to end the processes that the killed one left
             self._ask("scancel", "--user", getpass.getuser())
             self._ask("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
             deadline = time.monotonic() + 30
@@ -196,21 +202,21 @@ class Cluster:
                 daemon.wait()
 
     def logs(self) -> str:
-        """The ends of the daemons' logs, for a failed test."""
+        """Return the ends of the daemons' logs, for a failed test."""
         files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
 
-    def _ask(self, program: str, *words: str) -> str:
-        done = subprocess.run([self.programs[program], *words], env=self.env, capture_output=True, text=True, timeout=60)
+    def _ask(self, program: str, *arguments: str) -> str:
+        done = subprocess.run([self.programs[program], *arguments], env=self.env, capture_output=True, text=True, timeout=60)
         return done.stdout.strip()
 
-    def run(self, program: str, *words: str, cwd: Path | None = None, **env: str) -> str:
-        """What a command of Slurm's prints. It must work."""
-        command = [self.programs[program], *words]
+    def run(self, program: str, *arguments: str, cwd: Path | None = None, **env: str) -> str:
+        """Run a command of Slurm, assert that it succeeds, and return its output."""
+        command = [self.programs[program], *arguments]
         done = subprocess.run(command, env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout.strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """As `scontrol show job` has it. Slurm forgets a job 300 s after its end."""
+        """Return the fields of `scontrol show job`. Slurm forgets a job 300 s after its end."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", job)))

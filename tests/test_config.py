@@ -17,8 +17,8 @@ OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / gro
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_config_composes_checks_and_instantiates(group, option):
-    alone = ["strategy.pp=1"] * (option == "ddp_pipeline")  # its pipelines of two ranks do not fit into one
+def test_every_option_composes_passes_the_check_and_instantiates(group, option):
+    alone = ["strategy.pp=1"] * (option == "ddp_pipeline")  # its default pipelines of two ranks do not fit on one rank
     cfg = config(f"{group}={option}", *alone)
     check(cfg)
     strategy = build(cfg.strategy, Runtime("cpu"))
@@ -121,7 +121,7 @@ def test_help_names_every_strategy():
         ("strategy._target_=ddp_lab.nothing optimizer.lr=0", "optimizer.lr=0: must be"),
     ],
 )
-def test_bad_values_are_named(override, message):
+def test_invalid_override_is_reported_with_key_and_allowed_values(override, message):
     with pytest.raises(ConfigError) as error:
         check(config(*override.split(" ")))
     assert str(error.value).startswith(message)
@@ -186,7 +186,7 @@ def plan(world: int, replicas: int, *overrides: str) -> Plan:
     return plan_of(config(*overrides), world, replicas, 60000)
 
 
-def test_plan_in_words():
+def test_plan_describes_itself_in_one_line():
     cfg = ("batch_size=256", "optimizer.lr=0.2")
     assert str(plan(4, 4, *cfg)) == "4 ranks, global batch 256 = 4 x 64, 235 steps an epoch, lr 0.2"
     assert str(plan(1, 1, *cfg)) == "1 rank, global batch 256 = 1 x 256, 235 steps an epoch, lr 0.2"
@@ -202,7 +202,7 @@ def test_plan_in_words():
         ("weak", "sqrt", 1024, 0.2),
     ],
 )
-def test_batch_to_replica_scaling(scaling, lr_scaling, batch, lr):
+def test_scaling_determines_global_batch_and_learning_rate(scaling, lr_scaling, batch, lr):
     made = plan(4, 4, "batch_size=256", f"scaling={scaling}", f"lr_scaling={lr_scaling}", "lr_base_batch_size=256")
     assert made.global_batch_size == batch
     assert made.lr == pytest.approx(lr)
@@ -221,7 +221,7 @@ def test_batch_to_replica_scaling(scaling, lr_scaling, batch, lr):
         (2, ("scaling=strong", "batch_size=1024"), 1024, 0.4),
     ],
 )
-def test_book_resnet18_has_the_books_batches_and_rates(gpus, overrides, batch, lr):
+def test_book_resnet18_has_the_book_batch_sizes_and_learning_rates(gpus, overrides, batch, lr):
     made = plan(1, gpus, "experiment=book_resnet18", *overrides)
     assert (made.global_batch_size, made.lr) == (batch, pytest.approx(lr))
     cfg = config("experiment=book_resnet18", *overrides)
@@ -235,7 +235,7 @@ def test_speed_experiments_compile_without_tuning(experiment):
 
 
 @pytest.mark.parametrize(("batch", "advice"), [(2, "use 4, or"), (63, "use 60 or 64, or")])
-def test_batch_that_does_not_divide(batch, advice):
+def test_batch_size_that_is_not_divisible_by_the_replicas_is_rejected(batch, advice):
     with pytest.raises(
         ConfigError, match=f"batch_size={batch}: is the global batch and must divide by the 4 replicas"
     ) as error:
@@ -243,7 +243,7 @@ def test_batch_that_does_not_divide(batch, advice):
     assert advice in str(error.value)
 
 
-def test_schedules():
+def test_schedules_have_the_expected_learning_rates():
     from ddp_lab.training.schedule import constant, cosine, make_scheduler
 
     def rates(shape, warmup_steps):

@@ -1,4 +1,4 @@
-"""What the doctor finds, each finding provoked, and what train.py asks by itself before it opens the process group."""
+"""The findings of ddp_lab.doctor, and the preflight checks of train.py before it opens the process group."""
 
 import contextlib
 import io
@@ -33,22 +33,22 @@ NOWHERE = "no-such-host.invalid"
 
 
 def doctor_in_world(line: str) -> tuple[object, list[str], str]:
-    """A rank's doctor: exit code, the lines of its findings, what it wrote to stderr."""
+    """Run the doctor on this rank; return its exit code, the lines of its findings and what it wrote to stderr."""
     sys.argv = ["ddp_lab.doctor", *line.split()]
-    time.sleep = lambda seconds: None  # how the silent ranks wait for torchrun
+    time.sleep = lambda seconds: None  # the ranks that do not report the error sleep first
     with tempfile.TemporaryFile("w+") as failed, contextlib.redirect_stderr(failed):
-        with contextlib.redirect_stdout(io.StringIO()) as told:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
                 runpy.run_path(str(ROOT / "ddp_lab/doctor.py"), run_name="__main__")
                 code = 0
             except SystemExit as error:
                 code = error.code
         failed.seek(0)
-        return code, told.getvalue().splitlines(), failed.read()
+        return code, printed.getvalue().splitlines(), failed.read()
 
 
 def with_environment(changes: dict[str, str | None], function, *args):
-    """`function(*args)` on a rank whose environment differs; None: without that variable."""
+    """Run `function(*args)` with other environment variables; None unsets a variable."""
     for key, value in changes.items():
         os.environ.pop(key, None)
         if value is not None:
@@ -57,11 +57,14 @@ def with_environment(changes: dict[str, str | None], function, *args):
 
 
 def on_two_nodes(function, line: str):
-    """The first half of the world on one machine, the second on another; NODE in `line` is 0 or 1."""
+    """Run `function(line)` as if the first half of the ranks were on one machine, the second half on another.
+
+    NODE in `line` is replaced by 0 or 1.
+    """
     rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
     node = str(rank // half)
     os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": node}
-    preflight.TOKEN_WAIT = 0.5  # seconds: no network file system here
+    preflight.TOKEN_WAIT = 0.5  # in seconds; the tests use no network file system
     return function(line.replace("NODE", node))
 
 
@@ -80,7 +83,7 @@ def finding(lines: list[str], about: str) -> str:
     return line
 
 
-def test_all_is_well(tmp_path):
+def test_doctor_reports_ok_for_every_check(tmp_path):
     code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}/runs", cold=True)
     assert code == 0, output
     assert [line.split(": ")[0].split(maxsplit=1)[1] for line in output.splitlines()] == CHECKS
@@ -88,10 +91,10 @@ def test_all_is_well(tmp_path):
     assert all(line.startswith("ok  ") for line in lines if ": 29500" not in line), output
     assert finding(lines, "devices").endswith(f"{socket.gethostname()}: cpu (no GPU is visible)")
     assert "1,437 images to train on, 360 to test on, 1x28x28, 10 classes" in finding(lines, "dataset")
-    assert not list((tmp_path / "runs").iterdir()), "something was left"
+    assert not list((tmp_path / "runs").iterdir()), "the doctor left a file"
 
 
-def test_under_torchrun_each_finding_is_told_once(tmp_path):
+def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp batch_size=7"
     code, output = launch(line, f"runs_dir={tmp_path}")
     assert code == 1, output  # torchrun's own
@@ -105,7 +108,7 @@ def test_under_torchrun_each_finding_is_told_once(tmp_path):
     assert output.count("error: 1 of 10 findings would stop this launch") == 1, output
 
 
-WRONG = {  # on two ranks
+WRONG = {  # overrides on two ranks: the check that fails, an excerpt of its message
     "runs_dir=train.py": ("runs_dir", "runs_dir=train.py: cannot create the run directory there (File exists). Use"),
     "runs_dir=/proc/nowhere": ("runs_dir", "runs_dir=/proc/nowhere: cannot create the run directory there ("),
     "data=mnist data.root=train.py/none": ("dataset", "MNIST is not on HOST and could not be downloaded"),
@@ -118,35 +121,36 @@ WRONG = {  # on two ranks
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_what_is_wrong_is_one_line_with_its_remedy(words, tmp_path):
-    line = " ".join([*["strategy=ddp"] * ("strategy=" not in words), *[f"runs_dir={tmp_path}"] * ("runs_dir=" not in words)])
-    first, second = run_world(2, doctor_in_world, f"{line} {words}")
+@pytest.mark.parametrize("overrides", WRONG)
+def test_doctor_reports_each_problem_in_one_line_with_its_remedy(overrides, tmp_path):
+    strategy = "" if "strategy=" in overrides else "strategy=ddp "
+    runs_dir = "" if "runs_dir=" in overrides else f"runs_dir={tmp_path} "
+    first, second = run_world(2, doctor_in_world, f"{strategy}{runs_dir}{overrides}")
     code, told, failed = first
-    about, message = WRONG[words]
+    about, message = WRONG[overrides]
     wrong = finding(told, about)
     assert wrong.startswith("error ")
     assert message.replace("HOST", socket.gethostname()) in wrong
-    assert [line for line in told if line.startswith("error ")] == [wrong], "and the other checks went on"
+    assert [line for line in told if line.startswith("error ")] == [wrong], "the other checks must run"
     assert code == 2
     assert failed.startswith(f"error: 1 of {len(told)} findings ")
-    assert second == (0, [], ""), "told by every rank"
+    assert second == (0, [], ""), "every rank printed findings"
 
 
-def test_a_mistake_in_the_words_is_one_message():
+def test_doctor_reports_an_unknown_key_in_one_line():
     ((code, told, failed),) = run_world(1, doctor_in_world, "batchsize=7")
     assert (code, told) == (2, [])
     assert failed.startswith("error: batchsize=7: there is no such key; did you mean batch_size? ")
     assert failed.count("\n") == 1
 
 
-def test_one_rank_of_many_is_a_warning(tmp_path):
+def test_doctor_warns_if_a_strategy_for_several_ranks_has_one(tmp_path):
     ((code, told, _),) = run_world(1, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}")
     assert code == 0
     assert finding(told, "strategy").startswith("warning  strategy: ddp has only one rank, so nothing is distributed. Use")
 
 
-NETWORK = {  # the environment of two ranks whose store is the tests' own
+NETWORK = {  # environment variables of two ranks whose store is run_world's: an excerpt of the message
     "unresolvable": ({"MASTER_ADDR": NOWHERE}, f"MASTER_ADDR={NOWHERE}: does not resolve on "),
     "silent": ({"MASTER_PORT": "9"}, "MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not accept connections from "),
     "busy": ({"TORCHELASTIC_USE_AGENT_STORE": None}, "cannot be opened (Address already in use). Start torchrun with"),
@@ -154,9 +158,9 @@ NETWORK = {  # the environment of two ranks whose store is the tests' own
 
 
 @pytest.mark.parametrize("case", NETWORK)
-def test_ranks_that_cannot_meet(case, tmp_path):
+def test_unreachable_store_is_reported(case, tmp_path):
     environment, message = NETWORK[case]
-    ranks = 1 if case == "busy" else 2  # rank 0 alone opens the port; the others would wait for it
+    ranks = 1 if case == "busy" else 2  # only rank 0 opens the port; the others would wait for it
     environment |= {"WORLD_SIZE": "2"}
     (code, told, failed), *others = run_world(
         ranks, with_environment, environment, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}"
@@ -179,9 +183,9 @@ def test_ranks_that_cannot_meet(case, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_torchruns_default_port_in_use_is_a_warning(tmp_path):
+def test_doctor_warns_if_the_default_port_is_in_use(tmp_path):
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # another's: busy, too
+        with contextlib.suppress(OSError):  # another process uses it already
             stack.enter_context(socket.create_server(("", 29500)))
         without = {"MASTER_ADDR": None, "TORCHELASTIC_USE_AGENT_STORE": None}
         ((code, told, _),) = run_world(1, with_environment, without, doctor_in_world, f"runs_dir={tmp_path}")
@@ -191,7 +195,7 @@ def test_torchruns_default_port_in_use_is_a_warning(tmp_path):
     assert "--standalone" in finding(told, "ports")
 
 
-def test_a_host_name_that_leads_nowhere(tmp_path):
+def test_unresolvable_host_name_is_a_warning_or_for_gloo_on_two_nodes_an_error(tmp_path):
     line = f"strategy=ddp runs_dir={tmp_path}"
     message = f"the host name {NOWHERE} does not resolve to an address of this machine ("
     ((code, told, _),) = run_world(1, with_host_name, NOWHERE, doctor_in_world, line)
@@ -203,23 +207,23 @@ def test_a_host_name_that_leads_nowhere(tmp_path):
     assert finding(first[1], "host name").startswith(f"error    host name: {message}")
 
     refused = run_world(2, with_host_name, NOWHERE, on_two_nodes, refusal_in_world, line)
-    for code, printed in refused:  # each node's own finding
+    for code, printed in refused:  # each node reports its own finding
         assert code == 2
         assert printed.startswith(f"error: {message}")
         assert printed.count("\n") == 1
 
     chosen = {"GLOO_SOCKET_IFNAME": "lo"}
-    words = [*SMALL, "epochs=1", "name=warned", line]
-    run_world(2, with_environment, chosen, with_host_name, NOWHERE, on_two_nodes, main_with_words, " ".join(words))
+    overrides = [*SMALL, "epochs=1", "name=warned", line]
+    run_world(2, with_environment, chosen, with_host_name, NOWHERE, on_two_nodes, main_with_overrides, " ".join(overrides))
     for file in ("train.log", "train.rank1.log"):
         assert (tmp_path / "warned" / file).read_text().count(f"WARNING {'[rank 1] ' * ('1' in file)}{message}") == 1
 
 
-def main_with_words(line: str) -> None:
+def main_with_overrides(line: str) -> None:
     main_in_world(*line.split())
 
 
-def test_a_directory_that_the_nodes_do_not_share(tmp_path):
+def test_runs_dir_that_the_nodes_do_not_share_is_an_error(tmp_path):
     line = f"strategy=ddp runs_dir={tmp_path}/NODE"
     message = f"runs_dir={tmp_path}/0: is not shared by all nodes: {socket.gethostname()} does not see the file that rank 0"
     first, *others = run_world(2, on_two_nodes, doctor_in_world, line)
@@ -231,8 +235,8 @@ def test_a_directory_that_the_nodes_do_not_share(tmp_path):
     first, *others = run_world(4, on_two_nodes, refusal_in_world, line)
     assert first[0] == 2
     assert first[1].startswith(f"error: {message}")
-    assert others == [(2, "")] * 3, "refused everywhere, said once"
-    assert not list(tmp_path.glob("*/*")), "a refused run left something"
+    assert others == [(2, "")] * 3, "it must be raised on every rank and reported once"
+    assert not list(tmp_path.glob("*/*")), "a rejected run left a file"
 
     first, *_ = run_world(2, on_two_nodes, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}/all")
     assert first[0] == 0, first
@@ -240,7 +244,7 @@ def test_a_directory_that_the_nodes_do_not_share(tmp_path):
     assert not list(tmp_path.glob("*/*")), "a token was left"
 
 
-def test_a_full_disk(tmp_path):
+def test_free_disk_space_decides_between_ok_warning_and_error(tmp_path):
     line = f"strategy=ddp runs_dir={tmp_path}/runs"
     for free, level in ((2**19, "error"), (2 * 2**20, "warning"), (4 * 2**20, "ok")):
         first, _ = run_world(2, with_free_bytes, free, doctor_in_world, line)
@@ -253,37 +257,37 @@ def test_a_full_disk(tmp_path):
     assert refused[0] == 2
     assert f"error: runs_dir={tmp_path}/runs: 0.5 MiB are free" in refused[1]
     assert silent == (2, "")
-    assert not list((tmp_path / "runs").glob("[!.]*")), "a refused run left a directory"
+    assert not list((tmp_path / "runs").glob("[!.]*")), "a rejected run left a directory"
 
 
-def test_a_disk_that_is_nearly_full_is_a_warning_in_the_log(tmp_path):
-    """Not while the run has its checkpoints there already, of which the oldest makes room."""
+def test_nearly_full_disk_is_a_warning_in_the_log(tmp_path):
+    """No warning if the run's checkpoints are already there, because the oldest one will be deleted."""
     line = f"{' '.join(SMALL)} strategy=ddp name=mine runs_dir={tmp_path}"
     file = tmp_path / "mine/checkpoints/step_00000005.pt"
     size = checkpoint_bytes(build(OmegaConf.load(ROOT / "conf/optimizer/sgd.yaml")), simple_cnn(3, 28, 10))
-    run_world(2, with_free_bytes, 2 * size, main_with_words, f"{line} epochs=1")
+    run_world(2, with_free_bytes, 2 * size, main_with_overrides, f"{line} epochs=1")
     log = (tmp_path / "mine/train.log").read_text()
     assert log.count("WARNING") == 1
     assert f"checkpoint.keep=2 of them and the one being written need {3 * size / 2**20:,.1f} MiB" in log
-    assert size < file.stat().st_size < size + 2**14, "the tensors, and little beside them"
+    assert size < file.stat().st_size < size + 2**14, "the file must contain the tensors and little else"
 
-    run_world(2, with_free_bytes, 2 * size, main_with_words, f"{line} epochs=2")
-    assert (tmp_path / "mine/train.log").read_text().count("WARNING") == 1, "warned with a checkpoint there"
+    run_world(2, with_free_bytes, 2 * size, main_with_overrides, f"{line} epochs=2")
+    assert (tmp_path / "mine/train.log").read_text().count("WARNING") == 1, "it warned although a checkpoint was there"
 
 
-def test_a_full_disk_does_not_stop_who_wants_to_go_on(tmp_path):
-    words = f"{' '.join(SMALL)} epochs=1 checkpoint.on_error=continue runs_dir={tmp_path}"
-    run_world(1, with_free_bytes, 0, main_with_words, words)
+def test_full_disk_is_a_warning_with_checkpoint_on_error_continue(tmp_path):
+    overrides = f"{' '.join(SMALL)} epochs=1 checkpoint.on_error=continue runs_dir={tmp_path}"
+    run_world(1, with_free_bytes, 0, main_with_overrides, overrides)
     assert (only_run(tmp_path) / "train.log").read_text().count("WARNING") == 1
 
 
 @pytest.mark.parametrize(("optimizer", "options", "copies"), [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)])
-def test_a_checkpoints_size(optimizer, options, copies):
+def test_checkpoint_bytes_counts_model_and_optimizer_state(optimizer, options, copies):
     cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
     assert checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10)) == copies * 110 * 4
 
 
-def hear_a_mistake() -> str:
+def receive_error() -> str:
     def decide() -> None:
         raise ConfigError("no such thing")
 
@@ -298,16 +302,16 @@ def hear_a_mistake() -> str:
     return "agreed"
 
 
-def test_a_mistake_is_heard_from_a_store_that_rank_0_keeps():
-    """Not torchrun's agent: as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+def test_error_reaches_the_other_ranks_through_a_store_on_rank_0():
+    """The store is on rank 0 and not in torchrun's agent with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     environment = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(port)}
-    assert run_world(2, with_environment, environment, hear_a_mistake) == ["no such thing"] * 2
+    assert run_world(2, with_environment, environment, receive_error) == ["no such thing"] * 2
 
 
 def timed_main(line: str) -> float:
-    """Seconds that train.py spends in its preflight."""
+    """Run train.py and return the seconds that it spends in its preflight checks."""
     spent = 0.0
 
     def timed(function):
@@ -321,12 +325,12 @@ def timed_main(line: str) -> float:
         return clocked
 
     train.check_network, train.check_storage = timed(train.check_network), timed(train.check_storage)
-    main_with_words(line)
-    assert spent > 0, "train.py does not ask"
+    main_with_overrides(line)
+    assert spent > 0, "train.py did not run the checks"
     return spent
 
 
-def test_train_asks_within_a_second_and_says_nothing(tmp_path):
+def test_preflight_takes_less_than_a_second_and_logs_nothing(tmp_path):
     line = f"{' '.join(SMALL)} epochs=1 strategy=ddp runs_dir={tmp_path}"
     seconds = run_world(2, on_two_nodes, timed_main, line)
     assert max(seconds) < 1.0, seconds
@@ -343,14 +347,14 @@ def test_gpus_are_listed_by_index_name_and_memory(monkeypatch):
 
 
 @pytest.mark.gpu(1)
-def test_a_real_gpu_is_listed(tmp_path):
+def test_doctor_lists_a_real_gpu(tmp_path):
     code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert f"cuda:0 ({torch.cuda.get_device_name(0)}, " in finding(output.splitlines(), "devices")
     assert " backend: nccl" in output
 
 
-def test_a_torch_without_the_backend(monkeypatch):
+def test_doctor_reports_a_torch_without_the_backend(monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     findings = Findings()
     findings.look("backend", lambda: find_backend(Runtime("cpu")), str)

@@ -1,4 +1,4 @@
-"""Systems without /proc (macOS), and the Mac's GPU. No Mac was available: /proc is hidden on Linux, and mps is pretended."""
+"""Systems without /proc (macOS), and a Mac's GPU. No Mac was available: /proc is hidden on Linux, and mps is simulated."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ def child():
 
 def end_without_reaping(process: subprocess.Popen) -> None:
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie from here on
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie until it is reaped
 
 
 def refuse(error: Exception):
@@ -54,34 +54,34 @@ def refuse(error: Exception):
     return refused
 
 
-def test_a_running_process_is_alive_and_an_ended_one_is_not():
+def test_is_alive_of_a_running_and_an_exited_process():
     with child() as running:
         assert is_alive(running.pid)
     assert not is_alive(running.pid)
 
 
-def test_a_zombie_is_not_alive():
+def test_zombie_is_not_alive():
     with child() as zombie:
         end_without_reaping(zombie)
         assert not is_alive(zombie.pid)
 
 
 @pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), OSError(), ImportError()])
-def test_a_process_whose_state_cannot_be_read_is_alive(error, monkeypatch):
+def test_process_whose_state_cannot_be_read_counts_as_alive(error, monkeypatch):
     monkeypatch.setattr(psutil, "Process", refuse(error))
     with child() as running:
         assert is_alive(running.pid)
-    assert not is_alive(running.pid), "signal 0 finds out without psutil"
+    assert not is_alive(running.pid), "signal 0 must detect it without psutil"
 
 
-def test_a_process_of_another_user_is_alive(monkeypatch):
+def test_process_of_another_user_is_alive(monkeypatch):
     monkeypatch.setattr(os, "kill", refuse(PermissionError()))
     monkeypatch.setattr(psutil, "Process", refuse(psutil.AccessDenied(1)))
     assert is_alive(1)
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_start_time_tells_processes_apart(platform, monkeypatch):
+def test_start_time_distinguishes_processes(platform, monkeypatch):
     monkeypatch.setattr(sys, "platform", platform)
     with child() as other:
         assert start_time(os.getpid()) == start_time(os.getpid())
@@ -111,7 +111,7 @@ time.sleep(60)
 """
 
 
-def test_a_rank_ends_with_its_agent_where_the_kernel_does_not_see_to_it():
+def test_rank_ends_with_its_agent_without_prctl():
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "test"}
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, RANK], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -135,21 +135,21 @@ def test_two_ranks_train_where_proc_is_hidden(tmp_path):
     if not shutil.which("unshare") or subprocess.run([*HIDE_PROC, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount in a namespace of its own")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    words = ["strategy=ddp", "device=cpu", "epochs=2", f"runs_dir={tmp_path}", "name=run", "inject='slow@rank=1,step=3'"]
-    ended = subprocess.run([*HIDE_PROC, *launch, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr  # the slow step alone takes 3 s, in which rank 0 looks six times
+    overrides = ["strategy=ddp", "device=cpu", "epochs=2", f"runs_dir={tmp_path}", "name=run", "inject='slow@rank=1,step=3'"]
+    ended = subprocess.run([*HIDE_PROC, *launch, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr  # the slow step takes 3 s, during which rank 0 checks the other rank six times
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2]
     assert not (tmp_path / "run" / "failure.json").exists()
 
 
 @pytest.fixture
 def mac(monkeypatch):
-    """A Mac, as far as asking torch goes; nothing can be computed on its GPU."""
+    """Make torch report a Mac with a GPU; nothing can be computed on it."""
     monkeypatch.setattr(torch.backends.mps, "is_available", cache(lambda: True))  # torch._dynamo unwraps it
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major <= 13)
 
 
-def test_device_mps_is_found_on_a_mac_only(mac, monkeypatch):
+def test_device_mps_is_found_only_on_a_mac(mac, monkeypatch):
     assert find_device("mps") == torch.device("mps", 0)
     assert "mps" in list_devices()
     monkeypatch.setattr(torch.backends.mps, "is_available", cache(lambda: False))
@@ -162,14 +162,14 @@ def test_device_auto_does_not_choose_mps(mac, monkeypatch):
     assert Runtime("auto").device == torch.device("cpu")
 
 
-def test_device_mps_is_refused_for_several_ranks(mac, monkeypatch):
+def test_device_mps_is_rejected_for_several_ranks(mac, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"device=mps: is not supported by 2 ranks: .* or set device=cpu"):
         Runtime("mps")
 
 
-def test_bf16_on_mps_is_refused_before_macos_14(mac, monkeypatch):
+def test_bf16_on_mps_is_rejected_before_macos_14(mac, monkeypatch):
     with pytest.raises(NodeError, match="precision=bf16: is not supported by device=mps before macOS 14"):
         Runtime("mps", "bf16")
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major <= 14)
@@ -177,13 +177,13 @@ def test_bf16_on_mps_is_refused_before_macos_14(mac, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ddp", "scratch", "dp", "split", "fsdp", "tp", "pipeline"])
-def test_device_mps_is_refused_by_strategies_other_than_single(name, mac):
+def test_device_mps_is_rejected_by_strategies_other_than_single(name, mac):
     cfg = config(f"strategy={name}", "device=mps")
     with pytest.raises(ConfigError, match=f"device=mps: is not supported by strategy={name}: .* Use strategy=single"):
         build(cfg.strategy, Runtime("mps"))
 
 
-def test_single_on_mps_leaves_off_what_torch_cannot_do_there(mac, caplog):
+def test_single_on_mps_disables_unsupported_options(mac, caplog):
     strategy = Single(Runtime("mps"))
     assert strategy.where == "1 x mps"
     with caplog.at_level("INFO", "ddp_lab"):
@@ -198,13 +198,13 @@ def test_single_on_mps_leaves_off_what_torch_cannot_do_there(mac, caplog):
         check_profile(1000, strategy.device)
 
 
-def test_sums_on_mps_have_a_dtype_that_it_has():
+def test_sums_on_mps_are_float32():
     assert sum_dtype(torch.device("mps")) == torch.float32
     assert sum_dtype(torch.device("cpu")) == sum_dtype(torch.device("cuda")) == torch.float64
 
 
-def test_decisions_are_the_same_from_sums_in_float32(monkeypatch):
-    verdicts = []
+def test_decisions_do_not_depend_on_the_dtype_of_the_sums(monkeypatch):
+    decided = []
     for dtype in (torch.float32, torch.float64):
         monkeypatch.setattr("ddp_lab.training.tally.sum_dtype", lambda device, dtype=dtype: dtype)
         runtime = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
@@ -212,8 +212,8 @@ def test_decisions_are_the_same_from_sums_in_float32(monkeypatch):
         decisions.begin(0, tally)
         for loss in (1.0, float("nan"), 1.0):
             tally.add(torch.tensor([loss, 1.0, 1.0], dtype=dtype))
-        verdicts.append(decisions.now(3, False, [torch.ones(2), torch.full((2,), torch.inf)]))
+        decided.append(decisions.now(3, False, [torch.ones(2), torch.full((2,), torch.inf)]))
         assert tally.totals.dtype == dtype
-    assert verdicts[0] == verdicts[1]
-    assert verdicts[0].not_finite == (2, 0)
-    assert verdicts[0].ruined
+    assert decided[0] == decided[1]
+    assert decided[0].not_finite == (2, 0)
+    assert decided[0].ruined

@@ -1,4 +1,4 @@
-"""train.py from the outside: the launch lines, the run directory, the user's mistakes."""
+"""train.py as users start it: launch lines, run directory, error messages."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from launches import (
 from run_checks import check_run
 from worlds import run_world
 
-LINES = [  # the ranks, and the replicas that share a batch
+LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
     ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, 4, "ddp on 4 x cpu"),
     ("torchrun --standalone --nproc_per_node=2 train.py strategy=scratch", "scratch", 2, 2, "scratch on 2 x cpu"),
     ("python train.py", "single", 1, 1, "single on 1 x cpu"),
@@ -41,13 +41,13 @@ LINES = [  # the ranks, and the replicas that share a batch
 ]
 
 
-@pytest.mark.parametrize(("line", "strategy", "world_size", "replicas", "said"), LINES, ids=[line for line, *_ in LINES])
-def test_launch_line(line, strategy, world_size, replicas, said, tmp_path):
+@pytest.mark.parametrize(("line", "strategy", "world_size", "replicas", "logged"), LINES, ids=[line for line, *_ in LINES])
+def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, replicas, logged, tmp_path):
     code, output = launch(
         line, "epochs=2", f"runs_dir={tmp_path}/runs", cold=strategy in ("ddp", "scratch", "single", "pipeline")
     )
     assert code == 0, output
-    assert output.count(said) == 1, "said once, not once per rank"
+    assert output.count(logged) == 1, "it must be logged once, not once per rank"
     plural = "s" * (world_size > 1)
     assert f"{world_size} rank{plural}, global batch 64 = {replicas} x {64 // replicas}, 23 steps an epoch, lr 0.1" in output
     assert output.splitlines()[-1].startswith("test accuracy ")
@@ -55,30 +55,30 @@ def test_launch_line(line, strategy, world_size, replicas, said, tmp_path):
     check_run(only_run(tmp_path / "runs"), epochs=2, strategy=strategy, world_size=world_size)
 
 
-def test_a_pipeline_says_what_it_will_cost(tmp_path):
-    """ResNet-18: the blocks of each rank, the balance, the bubble, and that BatchNorm sees micro-batches; each once."""
-    words = ["data=synthetic", "data.dataset.train_size=32", "data.dataset.test_size=16", "data.dataset.image_size=16"]
+def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
+    """For ResNet-18: the blocks of each rank, the balance, the bubble and the note on BatchNorm, each logged once."""
+    data = ["data=synthetic", "data.dataset.train_size=32", "data.dataset.test_size=16", "data.dataset.image_size=16"]
     run = ["model=resnet18", "strategy=pipeline", "batch_size=16", "epochs=1", f"runs_dir={tmp_path}"]
-    run_world(2, main_in_world, *words, *run)
+    run_world(2, main_in_world, *data, *run)
     written = (only_run(tmp_path) / "train.log").read_text()
-    for said in (
+    for logged in (
         "pipeline: stem layer1_0 layer1_1 layer2_0 layer2_1 on pp rank 0 (52% of the FLOPs), "
         "layer3_0 layer3_1 layer4_0 layer4_1 head on pp rank 1 (48% of the FLOPs), balance 97% (mean rank / busiest)",
         "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+p-1) = 11% of the time, p=2",
         "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is",
     ):
-        assert written.count(said) == 1, written
+        assert written.count(logged) == 1, written
     assert written.count("expected bubble") == written.count("balance") == written.count("BatchNorm") == 1
 
 
-def test_the_default_run_learns(tmp_path):
-    """What `make train` starts."""
+def test_default_run_reaches_95_percent_accuracy(tmp_path):
+    """The command of `make train`."""
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=ddp", f"runs_dir={tmp_path}", cold=True)
     assert code == 0, output
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
 
 
-def test_launches_side_by_side_get_a_directory_each(tmp_path):
+def test_concurrent_launches_get_separate_directories(tmp_path):
     line = "torchrun --standalone --nproc_per_node=4 train.py strategy=ddp"
     launches = [start(line, *SMALL, "epochs=3", f"runs_dir={tmp_path}/runs") for _ in range(3)]
     for process in launches:
@@ -90,7 +90,7 @@ def test_launches_side_by_side_get_a_directory_each(tmp_path):
         check_run(run_dir, epochs=3, strategy="ddp", world_size=4)
 
 
-def test_a_restart_goes_on_in_its_directory(tmp_path):
+def test_elastic_restart_resumes_in_the_same_directory(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 --max-restarts=1 train.py strategy=ddp"
     same = [*SMALL, "epochs=4"]
     code, output = launch(line, "inject=crash@rank=1,step=12", *same, f"runs_dir={tmp_path}/crashed", cold=True)
@@ -104,14 +104,14 @@ def test_a_restart_goes_on_in_its_directory(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_progress_bar_on_a_terminal(tmp_path):
+def test_progress_bar_is_shown_on_a_terminal_and_not_in_the_log(tmp_path):
     written = launch_on_terminal("python train.py", *SMALL, "data.dataset.train_size=2400", "epochs=1", f"runs_dir={tmp_path}")
     assert "epoch 1/1:" in written
     assert "/100 [" in written
     assert "\r" not in (only_run(tmp_path) / "train.log").read_text()
 
 
-def test_help_explains():
+def test_help_lists_launch_lines_groups_and_keys():
     code, output = launch("python train.py --help", cold=True)
     assert code == 0
     for word in (
@@ -123,7 +123,7 @@ def test_help_explains():
         assert word in output
 
 
-REFUSED = {  # on two ranks
+REJECTED = {  # overrides on two ranks: an excerpt of the message
     "batchsize=32": "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,",
     "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; did you mean optimizer.fused? "
     "allowed: optimizer.lr, optimizer.momentum",
@@ -176,17 +176,17 @@ REFUSED = {  # on two ranks
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
-def test_a_mistake_is_one_message_and_code_2(line, tmp_path):
-    words = line.replace("RUNS", str(tmp_path)) + ("" if "runs_dir" in line else f" runs_dir={tmp_path}/runs")
-    first, second = run_world(2, refusal_in_world, words)
+@pytest.mark.parametrize("line", REJECTED)
+def test_user_error_is_reported_once_with_exit_code_2(line, tmp_path):
+    overrides = line.replace("RUNS", str(tmp_path)) + ("" if "runs_dir" in line else f" runs_dir={tmp_path}/runs")
+    first, second = run_world(2, refusal_in_world, overrides)
     code, printed = first
     assert code == 2, printed
-    assert second == (2, ""), "said by every rank"
+    assert second == (2, ""), "every rank reported it"
     assert printed.startswith("error: ")
-    assert REFUSED[line] in printed
+    assert REJECTED[line] in printed
     assert printed.count("\n") == 1, printed
-    assert not list(tmp_path.glob("runs/*")), "a refused run left a directory"
+    assert not list(tmp_path.glob("runs/*")), "a rejected run left a directory"
 
 
 @pytest.mark.parametrize(
@@ -197,16 +197,16 @@ def test_a_mistake_is_one_message_and_code_2(line, tmp_path):
         ("python train.py epoch=3", "error: epoch=3: there is no such key; did you mean epochs? allowed: seed,"),
     ],
 )
-def test_python_prints_the_message_alone(line, message):
+def test_python_prints_only_the_message(line, message):
     code, output = launch(line)
     assert code == 2
     assert output.startswith(message)
     assert output.count("\n") == 1
 
 
-def test_torchrun_shows_the_message_once(tmp_path):
+def test_torchrun_summary_shows_the_message_once(tmp_path):
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=split", f"runs_dir={tmp_path}")
-    assert code == 1  # torchrun's, whatever its workers' are
+    assert code == 1  # torchrun's own, whatever its workers' exit codes are
     assert output.count("error: strategy=split: runs in one process, but 2 ranks were started") == 1
     assert "exitcode  : 2" in output
     assert "ConfigError" not in output

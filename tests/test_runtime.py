@@ -1,4 +1,4 @@
-"""What ranks agree on before a process group exists, and the group's life."""
+"""Runtime: agreement of the ranks before the process group exists, devices, process group, meshes, precision."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from ddp_lab.world.runtime import Runtime, find_device
 
 
 def on_two_nodes() -> Runtime:
-    """This rank's runtime if the world's first half were one machine and the second half another."""
+    """Return this rank's runtime as if the first half of the ranks were on one machine and the second half on another."""
     rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
     os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": str(rank // half)}
     return Runtime("cpu", timeout=30)
@@ -32,11 +32,11 @@ def prepare_once_per_node(folder) -> str:
             return str(path)
 
         path = runtime.agree("data", prepare, per_node=True)
-        assert os.path.exists(path), "did not wait"
+        assert os.path.exists(path), "the rank did not wait for its node's first rank"
         return path
 
 
-def test_once_per_node_and_the_others_wait(tmp_path):
+def test_agree_per_node_runs_once_per_node_and_the_other_ranks_wait(tmp_path):
     answers = run_world(4, prepare_once_per_node, tmp_path)
     assert [os.path.basename(path) for path in answers] == ["by_rank_0", "by_rank_0", "by_rank_2", "by_rank_2"]
     assert sorted(os.listdir(tmp_path)) == ["by_rank_0", "by_rank_2"]
@@ -47,9 +47,9 @@ def choose_run_dir(runs_dir) -> str:
         return str(RunDir(runtime, runs_dir, name=None, resume="auto", label="label").path)
 
 
-def test_one_run_directory_for_all_nodes(tmp_path):
+def test_all_nodes_use_the_same_run_directory(tmp_path):
     chosen = {name for _ in range(3) for name in set(run_world(4, choose_run_dir, tmp_path))}
-    assert len(chosen) == 3, "a directory for each launch, and one alone"
+    assert len(chosen) == 3, "each launch must have exactly one directory"
     assert chosen == {str(path) for path in tmp_path.iterdir()}
 
 
@@ -73,7 +73,7 @@ def fail_to_agree() -> str:
     return "agreed"
 
 
-def test_an_error_of_the_decider_is_raised_on_every_rank():
+def test_agree_raises_the_error_of_the_deciding_rank_on_every_rank():
     assert run_world(3, fail_to_agree) == ["no such thing"] * 3
 
 
@@ -81,34 +81,34 @@ def leak() -> None:
     Runtime("cpu", timeout=30).open_group()
 
 
-def test_a_leaked_process_group_fails_a_test():
+def test_run_world_fails_if_a_process_group_is_left_open():
     with pytest.raises(AssertionError, match="the process group leaked"):
         run_world(2, leak)
 
 
-def use_group(ranks_that_come: int) -> float:
+def use_group(participants: int) -> float:
     with Runtime("cpu", timeout=3) as runtime:
         runtime.open_group()
-        if runtime.rank < ranks_that_come:
+        if runtime.rank < participants:
             return runtime.all_reduce(torch.tensor(float(runtime.rank))).item()
         time.sleep(6)
     return -1.0
 
 
-def test_sums_over_ranks():
+def test_all_reduce_sums_over_ranks():
     assert run_world(3, use_group, 3) == [3.0, 3.0, 3.0]
     assert run_world(1, use_group, 1) == [0.0]
 
 
-def test_a_rank_that_does_not_come_is_noticed_at_the_timeout():
+def test_missing_rank_is_detected_at_the_timeout():
     start = time.monotonic()
     with pytest.raises(AssertionError, match="rank 0: Traceback") as error:
         run_world(2, use_group, 1, timeout=60)
     assert time.monotonic() - start < 30
-    assert "3000ms" in str(error.value), "noticed when the missing rank had ended, not by the timeout"
+    assert "3000ms" in str(error.value), "detected when the missing rank exited, not by the timeout"
 
 
-def test_devices_that_are_not_there():
+def test_missing_device_is_reported():
     with pytest.raises(NodeError, match=r"device=cuda:99: there is no such device on .*\. Available: cpu"):
         Runtime("cuda:99")
     with pytest.raises(NodeError, match=r"strategy\.devices=cuda:99"):
@@ -121,7 +121,7 @@ MESH = {"dp": 2, "pp": 2}
 
 
 def meet_in_mesh(runtime: Runtime, missing: tuple[int, ...]) -> dict[str, tuple[list[int], float]]:
-    """The ranks of this rank's group along each axis, by the group's list and by a sum of 10 ** rank over the group."""
+    """Return the ranks of this rank's group along each axis, and the sum of 10 ** rank over that group."""
     runtime.open_group()
     mesh = runtime.mesh(MESH)
     met = {}
@@ -140,20 +140,20 @@ def use_mesh(timeout: float, *missing: int) -> dict[str, tuple[list[int], float]
         return meet_in_mesh(runtime, missing)
 
 
-def test_the_last_axis_of_a_mesh_runs_fastest():
+def test_last_axis_of_a_mesh_varies_fastest():
     met = run_world(4, use_mesh, 30)
     assert [of["pp"] for of in met] == [([0, 1], 11), ([0, 1], 11), ([2, 3], 1100), ([2, 3], 1100)]
     assert [of["dp"] for of in met] == [([0, 2], 101), ([1, 3], 1010), ([0, 2], 101), ([1, 3], 1010)]
 
 
-def test_a_rank_that_does_not_come_to_a_group_of_the_mesh_is_noticed_at_the_timeout():
+def test_rank_missing_from_a_mesh_group_is_detected_at_the_timeout():
     start = time.monotonic()
     with pytest.raises(AssertionError, match="rank 2: Traceback") as error:
         run_world(4, use_mesh, 3, 3, timeout=60)
     assert time.monotonic() - start < 30
-    assert "3000ms" in str(error.value), "noticed when the missing rank had ended, not by the timeout"
-    assert "rank 0: " not in str(error.value), "the other pipeline is whole"
-    assert "rank 1: " not in str(error.value), "the other pipeline is whole"
+    assert "3000ms" in str(error.value), "detected when the missing rank exited, not by the timeout"
+    assert "rank 0: " not in str(error.value), "the other pipeline is complete"
+    assert "rank 1: " not in str(error.value), "the other pipeline is complete"
 
 
 @pytest.mark.parametrize(
@@ -170,21 +170,21 @@ def test_a_rank_that_does_not_come_to_a_group_of_the_mesh_is_noticed_at_the_time
         ("fsdp", 2),
     ],
 )
-def test_bf16_is_near_float32(strategy, ranks, tmp_path):
+def test_bf16_loss_is_close_to_float32(strategy, ranks, tmp_path):
     for precision in ("float32", "bf16"):
-        words = [*SMALL, f"strategy={strategy}", "epochs=2", f"precision={precision}", f"name={precision}"]
-        run_world(ranks, main_in_world, *words, f"runs_dir={tmp_path}")
+        overrides = [*SMALL, f"strategy={strategy}", "epochs=2", f"precision={precision}", f"name={precision}"]
+        run_world(ranks, main_in_world, *overrides, f"runs_dir={tmp_path}")
     exact, rough = (read_metrics(tmp_path / name)[-1]["train_loss"] for name in ("float32", "bf16"))
     assert rough != exact, "nothing was computed in bf16"
     assert rough == pytest.approx(exact, rel=0.05)
 
 
-def test_fsdp_takes_batch_norm_in_bf16(tmp_path):
-    """Parameters in bf16 but BatchNorm's: its kernels refuse them beside statistics in float32."""
-    words = ["data=synthetic", "data.dataset.train_size=32", "data.dataset.test_size=16", "data.dataset.image_size=16"]
-    words += ["model=resnet18", "strategy=fsdp", "batch_size=16", "optimizer.lr=0.01", "epochs=1", f"runs_dir={tmp_path}"]
+def test_fsdp_trains_batch_norm_in_bf16(tmp_path):
+    """BatchNorm's parameters stay in float32: its kernels do not support bf16 parameters with float32 statistics."""
+    overrides = ["data=synthetic", "data.dataset.train_size=32", "data.dataset.test_size=16", "data.dataset.image_size=16"]
+    overrides += ["model=resnet18", "strategy=fsdp", "batch_size=16", "optimizer.lr=0.01", "epochs=1", f"runs_dir={tmp_path}"]
     for precision in ("float32", "bf16"):
-        run_world(2, main_in_world, *words, f"precision={precision}", f"name={precision}")
+        run_world(2, main_in_world, *overrides, f"precision={precision}", f"name={precision}")
     exact, rough = (read_metrics(tmp_path / name)[-1] for name in ("float32", "bf16"))
     assert math.isfinite(rough["test_loss"])
     assert rough["train_loss"] != exact["train_loss"], "nothing was computed in bf16"

@@ -1,6 +1,6 @@
-"""Jobs of a real Slurm: scripts/slurm/train.sbatch on two nodes of two ranks each.
+"""Jobs of a real Slurm: scripts/slurm/train.sbatch on two nodes with two ranks each.
 
-The nodes are on this machine (slurm_cluster.py). What Slurm kills, requeues and loses here it does by itself.
+Both nodes are on this machine (slurm_cluster.py). Killing, requeueing and losing jobs is done by Slurm itself.
 """
 
 import json
@@ -22,9 +22,9 @@ from ddp_lab.launch.sweep import quote
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 EPOCHS = 8
 TWO_NODES = ["--nodes=2", "--cpus-per-task=2"]
-# scratch: more than two ranks under ddp resume within rounding only, because DDP adds up in another order in its first step.
-WORDS = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}"]
-SLOW = "inject=slow@rank=0,step=12"  # three seconds in epoch 3, in which a signal arrives for sure
+# Not ddp: on more than two ranks it resumes only up to rounding errors, because DDP's first step sums in another order.
+OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}"]
+SLOW = "inject=slow@rank=0,step=12"  # a step of three seconds in epoch 3, during which the signal arrives
 AGAIN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
 
 
@@ -38,41 +38,42 @@ def cluster(tmp_path_factory):
 
 
 class Job:
-    """A submitted train.sbatch, and what it leaves."""
+    """A submitted train.sbatch and its results."""
 
-    def __init__(self, cluster: Cluster, runs: Path, options: list[str], *words: str, **env: str):
+    def __init__(self, cluster: Cluster, runs: Path, options: list[str], *overrides: str, **env: str):
         self.cluster, self.runs = cluster, runs
         self.out = runs / "job.out"
         options = [f"--chdir={ROOT}", f"--output={self.out}", "--parsable", *options]
         env = {"NPROC_PER_NODE": "2"} | env
-        self.id = cluster.run("sbatch", *options, str(SCRIPT), f"runs_dir={runs}", *words, **env)
+        self.id = cluster.run("sbatch", *options, str(SCRIPT), f"runs_dir={runs}", *overrides, **env)
         self.dir = runs / f"slurm-{self.id}"
 
-    def tell(self) -> str:
+    def report(self) -> str:
+        """Return the job's state and output and Slurm's logs, for a failed test."""
         output = self.out.read_text() if self.out.exists() else "(no output)"
         return f"{self.state()}\n{output[-6000:]}\n{self.cluster.logs()}"
 
     def wait(self, what: str, condition, timeout: float = 60):
-        return wait_for(what, condition, timeout, self.tell)
+        return wait_for(what, condition, timeout, self.report)
 
     def state(self) -> dict[str, str]:
         return self.cluster.job(self.id)
 
     def end(self, timeout: float = 90) -> tuple[str, int]:
-        """Its last state and exit code."""
+        """Wait for the end of the job and return its final state and exit code."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         state = self.wait("end of the job", lambda: (now := self.state())["JobState"] in over and now, timeout)
         return state["JobState"], int(state["ExitCode"].split(":")[0])
 
     def train(self, epochs: int) -> None:
-        """Waits until so many epochs are done."""
+        """Wait until `epochs` epochs are done."""
         metrics = self.dir / "metrics.jsonl"
         self.wait(f"epoch {epochs}", lambda: metrics.exists() and metrics.read_text().count("\n") >= epochs)
 
     def start_again(self) -> None:
-        """Lets the job, which is requeued, not wait two minutes for its turn."""
+        """Start the requeued job now; Slurm would wait two minutes."""
         self.wait("requeue", lambda: (now := self.state())["Restarts"] == "1" and now["JobState"] in AGAIN)
-        # Not in the very second of its end, in which Slurm would take the new start for the old one.
+        # Not in the same second in which it ended: Slurm would confuse the new start with the old one.
         self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+2")
 
     def status(self) -> dict:
@@ -88,7 +89,8 @@ def parent(pid: int) -> int:
 
 
 def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
-    assert job.end() == ("COMPLETED", 0), job.tell()
+    """Assert that a job finished every epoch once, with the same weights as an undisturbed one."""
+    assert job.end() == ("COMPLETED", 0), job.report()
     assert job.status()["status"] == "finished"
     assert [line["epoch"] for line in read_metrics(job.dir)] == list(range(1, EPOCHS + 1))
     weights, expected = job.weights(), undisturbed.weights()
@@ -98,35 +100,35 @@ def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
 
 @pytest.fixture(scope="module")
 def shims(tmp_path_factory) -> Path:
-    """Where jobs that nobody signals find a quicker python and torchrun; their ranks are no descendants of Slurm's daemon."""
+    """The folder of forked `python` and `torchrun`, for jobs that are not signalled: their ranks do not descend from slurmd."""
     return warm.shims(tmp_path_factory.mktemp("shims") / "bin")
 
 
 @pytest.fixture(scope="module")
 def forking(cluster, tmp_path_factory) -> dict[str, str]:
-    """The environment of jobs whose torchrun forks its ranks."""
+    """Return the environment variables of jobs whose torchrun forks its ranks."""
     folder = warm.agent_shims(tmp_path_factory.mktemp("agents") / "bin")
     return {"PATH": f"{folder}:{cluster.env['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, forking, tmp_path_factory) -> Job:
-    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *WORDS, **forking)
+    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *OVERRIDES, **forking)
     job.end()
     return job
 
 
 def test_two_nodes_of_two_ranks_finish(undisturbed):
-    assert undisturbed.end() == ("COMPLETED", 0), undisturbed.tell()
+    assert undisturbed.end() == ("COMPLETED", 0), undisturbed.report()
     assert undisturbed.status()["status"] == "finished"
     assert read_metrics(undisturbed.dir)[-1]["world_size"] == 4
     assert [path.name for path in undisturbed.runs.iterdir() if path.is_dir()] == [f"slurm-{undisturbed.id}"]
 
 
-def test_a_preempted_job_saves_is_requeued_and_ends_as_if_nothing_had_been(cluster, forking, undisturbed, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW, **forking)
+def test_preempted_job_is_requeued_and_ends_with_the_same_weights(cluster, forking, undisturbed, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, **forking)
     job.train(epochs=2)
-    cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # as Slurm does by --signal=B:USR1@60
+    cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # what Slurm does for --signal=B:USR1@60
     job.start_again()
     assert job.status()["status"] == "preempted"
     assert 10 < job.status()["step"] < 5 * EPOCHS
@@ -135,55 +137,55 @@ def test_a_preempted_job_saves_is_requeued_and_ends_as_if_nothing_had_been(clust
 
 
 @pytest.mark.slow
-def test_a_job_that_slurm_preempts_by_itself_goes_on_too(cluster, undisturbed, tmp_path):
-    """Slurm sends SIGTERM to the processes of the step and nothing to the script; resume=never is for the first start."""
-    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW, "resume=never")
+def test_job_preempted_by_a_higher_partition_is_requeued_and_ends_with_the_same_weights(cluster, undisturbed, tmp_path):
+    """Slurm sends SIGTERM to the step's processes but not to the script. resume=never applies only to the first start."""
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, "resume=never")
     job.train(epochs=2)
     wanted = ["--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/wanted.out", "--wrap=true"]
     cluster.run("sbatch", *wanted)
     job.start_again()
-    assert job.status()["status"] == "preempted", job.tell()
+    assert job.status()["status"] == "preempted", job.report()
     assert_as_undisturbed(job, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, SLOW)
+def test_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW)
     job.train(epochs=2)
     cluster.run("scancel", job.id)
-    cluster.run("scancel", job.id)  # impatient: must not cut the save short
-    job.wait("word of the script", lambda: "train.sbatch: cancelled" in job.out.read_text())
-    assert job.status()["status"] == "preempted", job.tell()
+    cluster.run("scancel", job.id)  # a second cancellation must not interrupt the save
+    job.wait("message of the script", lambda: "train.sbatch: cancelled" in job.out.read_text())
+    assert job.status()["status"] == "preempted", job.report()
     assert job.end()[0] == "CANCELLED"
     assert job.state()["Restarts"] == "0"
 
 
 @pytest.mark.slow
-def test_a_failed_job_ends_failed(cluster, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, "inject=raise@rank=1,step=5")
+def test_failed_job_has_state_failed(cluster, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, "inject=raise@rank=1,step=5")
     state, code = job.end()
-    assert (state, code) == ("FAILED", 1), job.tell()
+    assert (state, code) == ("FAILED", 1), job.report()
     assert json.loads((job.dir / "failure.json").read_text())["rank"] == 1
     assert "injected by inject=raise@rank=1,step=5" in job.out.read_text()
 
 
 @pytest.mark.slow
-def test_restarts_over_two_nodes(cluster, undisturbed, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *WORDS, "inject=crash@rank=2,step=17", MAX_RESTARTS="1")
+def test_elastic_restart_on_two_nodes_ends_with_the_same_weights(cluster, undisturbed, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, "inject=crash@rank=2,step=17", MAX_RESTARTS="1")
     assert_as_undisturbed(job, undisturbed)
     assert job.state()["Restarts"] == "0"
 
 
-def test_words_arrive_as_they_are(cluster, tmp_path):
-    """A torchrun that writes down its words. That it leaves with 0 makes no success: no rank has written that it finished."""
+def test_overrides_reach_train_py_unchanged(cluster, tmp_path):
+    """The fake torchrun records its arguments. Its exit code 0 is no success: no rank has recorded that it finished."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    heard = tmp_path / "heard.json"
+    recorded = tmp_path / "arguments.json"
     torchrun = programs / "torchrun"
-    torchrun.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(heard)!r}, 'w'))\n")
+    torchrun.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(recorded)!r}, 'w'))\n")
     torchrun.chmod(0o755)
     bad = tmp_path / "executed"
-    words = [
+    overrides = [
         "strategy=ddp",
         "strategy.cut=[a,b]",
         "name=my run",
@@ -196,12 +198,12 @@ def test_words_arrive_as_they_are(cluster, tmp_path):
         "",
     ]
     path = {"PATH": f"{programs}:{cluster.env['PATH']}"}
-    job = Job(cluster, tmp_path, ["--nodes=1"], *words, **path)
-    assert job.end() == ("FAILED", 1), job.tell()
-    heard = json.loads(heard.read_text())
-    script = heard.index("train.py")
-    assert heard[script + 1 :] == [f"name=slurm-{job.id}", f"runs_dir={tmp_path}", *words]
-    assert "--nproc-per-node=2" in heard
+    job = Job(cluster, tmp_path, ["--nodes=1"], *overrides, **path)
+    assert job.end() == ("FAILED", 1), job.report()
+    arguments = json.loads(recorded.read_text())
+    script = arguments.index("train.py")
+    assert arguments[script + 1 :] == [f"name=slurm-{job.id}", f"runs_dir={tmp_path}", *overrides]
+    assert "--nproc-per-node=2" in arguments
     assert not bad.exists()
 
 
@@ -216,31 +218,31 @@ def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
     assert outcome("7.1") == (0, "none\n")
 
 
-def test_a_lost_node_makes_no_second_writer(cluster, tmp_path):
+def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_path):
     """Slurm considers a node that does not respond dead and starts its job on the other node, but the job is still running."""
-    words = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
-    job = Job(cluster, tmp_path, ["--nodes=1"], *words)
+    overrides = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
+    job = Job(cluster, tmp_path, ["--nodes=1"], *overrides)
     job.train(epochs=2)
     writer = json.loads((job.dir / "ranks" / "0.json").read_text())["pid"]
     torchrun = parent(writer)
-    daemon = parent(parent(torchrun))  # Slurm's, for this step of the job; between them is a shell
+    daemon = parent(parent(torchrun))  # slurmstepd of this job step; a shell is between it and torchrun
     before = (job.dir / "metrics.jsonl").read_text()
     node = job.state()["NodeList"]
     cluster.kill_node(node)
     try:
         job.wait("requeue", lambda: job.state()["Restarts"] == "1", 6 * LOST + 30)
         job.start_again()
-        assert job.end() == ("FAILED", 1), job.tell()
+        assert job.end() == ("FAILED", 1), job.report()
         output = job.out.read_text()
         assert f"another launch is writing in {job.dir} (pid {writer} on " in output
-        assert Path(f"/proc/{writer}").exists(), "the first start was to be still there"
+        assert Path(f"/proc/{writer}").exists(), "the first start must still be running"
         assert (job.dir / "metrics.jsonl").read_text() == before
         assert job.status()["status"] == "running"
     finally:
-        os.kill(torchrun, signal.SIGKILL)  # and with it the ranks; Slurm knows of them no more
+        os.kill(torchrun, signal.SIGKILL)  # and with it the ranks, which Slurm has forgotten
         os.kill(daemon, signal.SIGKILL)
         cluster.start_node(node)
-    job.wait("end of what the lost node ran", lambda: not Path(f"/proc/{writer}").exists(), 20)
+    job.wait("end of the lost node's ranks", lambda: not Path(f"/proc/{writer}").exists(), 20)
 
 
 SWEEP = "python train.py -m hydra/launcher=slurm"
@@ -248,7 +250,7 @@ SWEEP = "python train.py -m hydra/launcher=slurm"
 
 @pytest.fixture
 def at_cluster(cluster, shims, monkeypatch) -> None:
-    """The tests' Slurm is the one that a launch here finds."""
+    """Make launches of the tests use the tests' Slurm."""
     for key, value in cluster.env.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("PATH", f"{shims}:{cluster.env['PATH']}")
@@ -256,11 +258,11 @@ def at_cluster(cluster, shims, monkeypatch) -> None:
 
 
 def submitted(output: str) -> dict[str, str]:
-    """Job id by name."""
+    """Return the job ids by job name."""
     return dict(re.findall(r"^\[(.*)\] Submitted batch job (\d+)$", output, re.MULTILINE))
 
 
-def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
+def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
     sweep = tmp_path / "it's a, sweep"
     odd = f"""{tmp_path}/a  b 'c' "d" \\e $HOME $(touch {tmp_path}/bad) `touch {tmp_path}/bad`; #é"""
     line = [
@@ -273,7 +275,7 @@ def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
     output_option = f"'--output={tmp_path}/%j.out'"
     names = {f"strategy={name}" for name in ("scratch", "ddp", "single")}
 
-    def told() -> str:
+    def report() -> str:
         return "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.out")) + cluster.logs()
 
     hang = ["inject=hang@rank=0,step=3", f"hydra.launcher.sbatch=['--hold',{output_option}]"]
@@ -284,7 +286,7 @@ def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
     assert first.keys() == names, output
 
     cluster.run("scontrol", "release", first["strategy=ddp"])
-    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 60, told)
+    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 60, report)
     code, output = launch(SWEEP, *line, *hang)
     assert code == 0, output
     states = {"strategy=scratch": "PENDING", "strategy=ddp": "RUNNING", "strategy=single": "PENDING"}
@@ -292,7 +294,7 @@ def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
     assert submitted(output) == {}
     cluster.run("scancel", first["strategy=scratch"], first["strategy=single"])
     os.kill(json.loads((sweep / "strategy=ddp" / "ranks" / "0.json").read_text())["pid"], signal.SIGKILL)
-    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 60, told)
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 60, report)
 
     go = f"hydra.launcher.sbatch=[{output_option}]"
     code, output = launch(SWEEP, *line, go)
@@ -300,10 +302,10 @@ def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
     second = submitted(output)
     assert second.keys() == names
     assert not set(second.values()) & set(first.values())
-    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 120, told)
-    assert {path.name for path in sweep.iterdir() if path.is_dir()} == names, told()
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 120, report)
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == names, report()
     for name in names:
-        assert json.loads((sweep / name / "status.json").read_text())["status"] == "finished", told()
+        assert json.loads((sweep / name / "status.json").read_text())["status"] == "finished", report()
         assert [row["epoch"] for row in read_metrics(sweep / name)] == [1, 2]
         assert {row["world_size"] for row in read_metrics(sweep / name)} == {1 if name == "strategy=single" else 2}
         assert yaml.safe_load((sweep / name / "config.yaml").read_text())["data"]["root"] == odd
@@ -316,18 +318,18 @@ def test_a_sweep_is_submitted_once(cluster, at_cluster, tmp_path):
     assert submitted(output) == {}
 
 
-def test_what_slurm_refuses_is_told_for_every_job(cluster, at_cluster, tmp_path):
-    words = [*SMALL, f"hydra.sweep.dir={tmp_path}/sweep", "strategy=scratch,ddp"]
-    code, output = launch(SWEEP, *words, "hydra.launcher.sbatch=['--partition=nonsense']")
+def test_sweep_reports_every_job_that_slurm_rejects(cluster, at_cluster, tmp_path):
+    overrides = [*SMALL, f"hydra.sweep.dir={tmp_path}/sweep", "strategy=scratch,ddp"]
+    code, output = launch(SWEEP, *overrides, "hydra.launcher.sbatch=['--partition=nonsense']")
     assert code == 1, output
     assert "Traceback" not in output
-    refused = [row for row in output.splitlines() if "nonsense" in row]
-    assert [row.split("]")[0] for row in refused] == ["[strategy=scratch", "[strategy=ddp"], output
-    assert all("] not submitted: sbatch: error: invalid partition specified: nonsense" in row for row in refused), output
+    rejected = [row for row in output.splitlines() if "nonsense" in row]
+    assert [row.split("]")[0] for row in rejected] == ["[strategy=scratch", "[strategy=ddp"], output
+    assert all("] not submitted: sbatch: error: invalid partition specified: nonsense" in row for row in rejected), output
     assert cluster.run("squeue", "--noheader") == ""
 
 
-def test_a_slurm_that_does_not_answer_is_one_message(cluster, at_cluster, tmp_path, monkeypatch):
+def test_slurm_that_does_not_respond_is_reported_in_one_line(cluster, at_cluster, tmp_path, monkeypatch):
     conf = tmp_path / "slurm.conf"
     conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", Path(cluster.env["SLURM_CONF"]).read_text()))
     monkeypatch.setenv("SLURM_CONF", str(conf))

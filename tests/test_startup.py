@@ -1,4 +1,4 @@
-"""What a start loads. Each test looks at sys.modules of a fresh interpreter; durations would depend on the machine's load."""
+"""Which modules a start imports. The tests read sys.modules of a new interpreter; durations depend on the machine's load."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Seconds each, on 2 cores: torchvision 1.5, torch._dynamo 1.2, scikit-learn 1, the rest 0.1 to 0.5.
+# Import times in seconds on 2 cores: torchvision 1.5, torch._dynamo 1.2, scikit-learn 1, the rest 0.1 to 0.5.
 AT_FIRST_USE = ["torchvision", "torch._dynamo", "sklearn", "scipy", "tensorboard", "matplotlib", "torch.distributed.checkpoint"]
 
 IMPORT_ALL = f"""
@@ -41,7 +41,7 @@ def interpret(program: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_no_module_imports_what_is_needed_at_first_use_only():
+def test_modules_do_not_import_heavy_packages_at_the_top():
     ended = interpret(IMPORT_ALL)
     assert ended.returncode == 0, ended.stderr
     found, modules = json.loads(ended.stdout.splitlines()[-1])
@@ -58,14 +58,14 @@ def test_no_module_imports_what_is_needed_at_first_use_only():
         ("optimizer.lr=-1", 2, "optimizer.lr=-1: must be a number above 0"),
     ],
 )
-def test_help_and_config_mistakes_do_not_load_torch(override, code, message):
+def test_help_and_config_errors_do_not_load_torch(override, code, message):
     ended = interpret(RUN, override)
     exit_code, *modules = ended.stdout.splitlines()[-1].split()
     assert (int(exit_code), message in ended.stderr) == (code, True), ended.stderr
     assert "torch" not in modules
 
 
-def test_a_default_run_loads_neither_torchvision_nor_scikit_learn(tmp_path):
+def test_default_run_loads_neither_torchvision_nor_scikit_learn(tmp_path):
     ended = interpret(RUN, "epochs=1", f"runs_dir={tmp_path}")
     exit_code, *modules = ended.stdout.splitlines()[-1].split()
     assert int(exit_code) == 0, ended.stderr

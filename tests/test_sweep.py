@@ -1,4 +1,4 @@
-"""Sweeps: every job a world of its own, started as users start them."""
+"""Sweeps as users start them: torchrun is started once for every job."""
 
 import json
 import os
@@ -20,21 +20,21 @@ from ddp_lab.resilience.run_directory import read_json, write_status
 SWEEP = "python train.py -m hydra/launcher=torchrun"
 
 
-def words(tmp_path, *more: str) -> list[str]:
+def sweep_overrides(tmp_path, *more: str) -> list[str]:
     return [*SMALL[:-1], "epochs=1", f"hydra.sweep.dir={tmp_path}/sweep", *more]
 
 
 def jobs(tmp_path) -> dict[str, str]:
-    """Status by strategy and learning rate."""
+    """Return the status of each job by strategy and learning rate."""
     found = {}
     for path in (tmp_path / "sweep").glob("*/status.json"):
-        parts = dict(word.split("=", 1) for word in path.parent.name.split(",") if "=" in word)
+        parts = dict(part.split("=", 1) for part in path.parent.name.split(",") if "=" in part)
         found[parts["strategy"] + " " + parts.get("optimizer.lr", "")] = json.loads(path.read_text())["status"]
     return found
 
 
-def test_every_job_is_a_world_and_a_failed_one_does_not_end_the_sweep(tmp_path):
-    line = words(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=scratch,single", "optimizer.lr=0.01,-1")
+def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
+    line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=scratch,single", "optimizer.lr=0.01,-1")
     code, output = launch(SWEEP, *line)
     assert code == 1, output
     assert jobs(tmp_path) == {"scratch 0.01": "finished", "single 0.01": "finished"}
@@ -42,7 +42,7 @@ def test_every_job_is_a_world_and_a_failed_one_does_not_end_the_sweep(tmp_path):
         path.parent.name.split("strategy=")[1].split(",")[0]: read_metrics(path.parent)[0]["world_size"]
         for path in (tmp_path / "sweep").glob("*/metrics.jsonl")
     }
-    assert sizes == {"scratch": 2, "single": 1}, "a strategy of one process gets one"
+    assert sizes == {"scratch": 2, "single": 1}, "a one-process strategy must get one rank"
     summary = output.strip().splitlines()[-4:]
     assert [": finished, test accuracy" in row for row in summary] == [True, False, True, False], output
     assert all("did not start (exit code" in row for row in summary[1::2])
@@ -50,11 +50,11 @@ def test_every_job_is_a_world_and_a_failed_one_does_not_end_the_sweep(tmp_path):
     code, output = launch(SWEEP, *line)
     assert code == 1
     assert output.count("] already finished") == 2
-    assert output.count("must be a number above 0") == 2, "the others are tried again"
+    assert output.count("must be a number above 0") == 2, "the failed jobs must run again"
 
 
-def test_worlds_side_by_side_have_ports_of_their_own(tmp_path):
-    line = words(tmp_path, "hydra.launcher.nproc_per_node=3", "hydra.launcher.max_parallel=2", "strategy=scratch,ddp")
+def test_concurrent_jobs_use_different_ports(tmp_path):
+    line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=3", "hydra.launcher.max_parallel=2", "strategy=scratch,ddp")
     code, output = launch(SWEEP, *line, "optimizer.lr=0.01")
     assert code == 0, output
     assert jobs(tmp_path) == {"scratch ": "finished", "ddp ": "finished"}
@@ -64,8 +64,8 @@ def test_worlds_side_by_side_have_ports_of_their_own(tmp_path):
     assert all(line.startswith("[") for line in output.splitlines() if "train loss" in line)
 
 
-def test_a_sweep_that_is_ended_goes_on(tmp_path):
-    line = words(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
+def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
+    line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
     process = start(SWEEP, *line, "data.dataset.train_size=240000", "checkpoint.every_epochs=1")
     deadline = time.monotonic() + 60
     while not any(read_json(path)["step"] > 0 for path in (tmp_path / "sweep").glob("*/ranks/1.json")):
@@ -79,8 +79,8 @@ def test_a_sweep_that_is_ended_goes_on(tmp_path):
     assert jobs(tmp_path) == {"ddp ": "preempted"}
 
 
-def test_an_ended_sweep_sends_each_job_one_sigterm(monkeypatch):
-    """A second one would end torchrun's agent, and with it the ranks, while they save."""
+def test_interrupted_sweep_sends_each_job_one_sigterm(monkeypatch):
+    """A second SIGTERM would end torchrun's agent, and with it the ranks while they save."""
 
     class Saving:
         received = 0
@@ -98,37 +98,39 @@ def test_an_ended_sweep_sends_each_job_one_sigterm(monkeypatch):
     assert (job.received, codes) == (1, [130])
 
 
-def test_slurm_dry_run_prints_the_script_and_quotes(tmp_path):
+def test_slurm_dry_run_prints_the_script_and_the_commands(tmp_path):
     line = [
         "hydra.launcher.dry_run=true",
         "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']",
         "strategy=ddp,fsdp,single",
     ]
-    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), *line)
+    code, output = launch("python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), *line)
     assert code == 0, output
     assert "#SBATCH --requeue" in output
-    assert "env NPROC_PER_NODE=1 sbatch --gpus-per-node=4 --time=60 --nodes=1 " in output, "a strategy of one process gets one"
+    assert "env NPROC_PER_NODE=1 sbatch --gpus-per-node=4 --time=60 --nodes=1 " in output, (
+        "a one-process strategy must get one rank"
+    )
     submitted = [row for row in output.splitlines() if row.startswith("sbatch --gpus-per-node=4 --time=60 ")]
     assert ["strategy=ddp" in row for row in submitted] == [True, False]
     assert all("train.sbatch" in row for row in submitted)
 
 
-def test_options_of_sbatch_are_a_list(tmp_path):
+def test_sbatch_options_that_are_not_a_list_are_rejected(tmp_path):
     line = ["hydra.launcher.dry_run=true", "hydra.launcher.sbatch='--time=60'", "strategy=ddp,fsdp"]
-    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), *line)
+    code, output = launch("python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), *line)
     assert code == 2, output
     assert output == "error: hydra.launcher.sbatch=--time=60: must be a list: ['--gpus-per-node=4','--time=60']\n"
 
 
-def test_without_sbatch_there_is_one_message(tmp_path, monkeypatch):
+def test_missing_sbatch_is_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, output = launch("python train.py -m hydra/launcher=slurm", *words(tmp_path), "strategy=ddp,fsdp")
+    code, output = launch("python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), "strategy=ddp,fsdp")
     assert (code, output.count("\n")) == (2, 1), output
     assert output.startswith("error: hydra/launcher=slurm: sbatch is not installed on this machine; ")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_a_sweep_directory_that_cannot_be_is_one_message(launcher, tmp_path):
+def test_sweep_directory_that_cannot_be_created_is_reported_in_one_line(launcher, tmp_path):
     (tmp_path / "file").touch()
     where = f"{tmp_path}/file/sweep"
     code, output = launch(f"python train.py -m hydra/launcher={launcher} strategy=ddp,fsdp hydra.sweep.dir={where}")
@@ -136,7 +138,7 @@ def test_a_sweep_directory_that_cannot_be_is_one_message(launcher, tmp_path):
     assert output == f"error: hydra.sweep.dir={where}: cannot write to it (Not a directory); use another directory\n"
 
 
-def test_a_sweep_directory_that_is_deleted_meanwhile_is_told(tmp_path):
+def test_summary_reports_a_deleted_sweep_directory(tmp_path):
     job = Job("strategy=ddp", [], tmp_path / "sweep" / "strategy=ddp", 1, False)
     assert describe(job, 1) == "strategy=ddp: its directory was deleted (exit code 1): see its output above"
     job.run_dir.parent.mkdir()
@@ -154,13 +156,13 @@ def test_job_is_finished_when_its_status_is_and_all_epochs_are_done(status, epoc
     assert is_finished(job) is finished
 
 
-def test_a_sweep_under_torchrun_is_refused_with_the_way_out(tmp_path):
+def test_sweep_under_torchrun_is_rejected_with_the_command_to_use(tmp_path):
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py -m strategy=ddp,fsdp", f"runs_dir={tmp_path}")
     assert code != 0
     assert output.count("hydra/launcher=torchrun hydra.launcher.nproc_per_node=N") == 1
 
 
-def test_too_few_or_wrong_numbers_are_named():
+def test_max_parallel_of_zero_is_rejected():
     code, output = launch(SWEEP, "hydra.launcher.max_parallel=0", "strategy=ddp,fsdp")
     assert code == 2
     assert output.strip() == "error: hydra.launcher.max_parallel=0: must be an integer of at least 1"
@@ -172,15 +174,15 @@ def slots(nproc_per_node: int, max_parallel: int, device: str = "auto") -> list[
     return list(launcher._slots().queue)
 
 
-def test_jobs_side_by_side_have_gpus_of_their_own_or_are_refused(monkeypatch):
+def test_concurrent_jobs_get_separate_gpus_or_are_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert slots(2, 2) == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
     assert slots(1, 3) == ["7", "5", "3"]
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         slots(2, 3)
-    assert str(told.value) == (
+    assert str(error.value) == (
         "hydra.launcher.max_parallel=3: concurrent jobs of 2 ranks need 6 GPUs, but 4 are visible; "
         "lower max_parallel or nproc_per_node, or set device=cpu"
     )
@@ -188,12 +190,12 @@ def test_jobs_side_by_side_have_gpus_of_their_own_or_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["a b", "a'b", "a\\b", "a\\", "a\\'b", "a\\\\b'\\\\", '$(x) `y` "z", {k: v} [1]=#'])
-def test_quoted_values_reach_hydra_as_they_are(value):
+def test_quoted_values_reach_hydra_unchanged(value):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         assert compose("config", overrides=[f"runs_dir={quote(value)}"]).runs_dir == value
 
 
-def test_names_are_plain_short_and_different():
+def test_directory_names_are_plain_short_and_unique():
     assert directory_name(["strategy=ddp", "optimizer.lr=0.1"]) == "strategy=ddp,optimizer.lr=0.1"
     odd = [directory_name([f"data.mean=[{value}]"]) for value in ("0.1", "0.2")]
     assert odd[0] != odd[1]

@@ -1,14 +1,14 @@
-"""Start Python programs by forking a server that has imported torch, in place of a new interpreter for each.
+"""Start Python programs by forking a server that has imported torch, instead of starting a new interpreter for each.
 
-A fresh interpreter spends 3 to 7 s of a core on imports, an agent of torchrun 3 s more; a forked one spends none. What
-runs is the same: a process with its own arguments, environment, working directory, files, session and exit code. The ranks
-that a forked agent or sweep starts are forked, too, and are children of it, because they find their agent by getppid and die
-with it. Three things differ, so some launches of the tests stay cold: imports, the interpreter's finalization, and the seed of
-string hashes, which all forks share.
+A new interpreter spends 3 to 7 s of CPU time on imports and torchrun's agent another 3 s; a forked process spends none. The
+forked program runs as usual, in a process with its own arguments, environment, working directory, files, session and exit code.
+The ranks that a forked agent or sweep starts are forked, too. They are its children, because ranks find their agent by getppid
+and die with it. Three things differ, so some tests start their launches cold: imports, the interpreter's finalization, and the
+seed of string hashes, which all forks share.
 
-`python tests/warm.py FD` is the server, listening on an inherited socket. `python tests/warm.py ask python|torchrun WORD...` is
-the command, forked from the server at $DDP_LAB_TESTS_WARM; `... be torchrun WORD...` is the command itself, which forks its
-ranks. Linux only.
+`python tests/warm.py FD` runs the server on an inherited socket. `python tests/warm.py ask python|torchrun ARGUMENT...` runs
+the command as a fork of the server at $DDP_LAB_TESTS_WARM. `python tests/warm.py be torchrun ARGUMENT...` runs torchrun in its
+own process, which forks its ranks. Linux only.
 """
 
 import atexit
@@ -32,18 +32,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).parent.parent
-ADDRESS = "DDP_LAB_TESTS_WARM"  # the variable that has the server's socket, for pytest and the processes it starts
+ADDRESS = "DDP_LAB_TESTS_WARM"  # environment variable with the path of the server's socket, for pytest and its subprocesses
 STARTING = 60.0  # seconds that the server may take to import everything
 NUMBER = struct.Struct("q")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Request(NamedTuple):
-    """A process to start; its standard files travel beside it.
+    """A process to start. Its standard files are sent with the request.
 
     Attributes:
-        argv: as sys.argv; argv[0] is a script, or "-m" and argv[1] a module.
-        owner: the process that must be its parent; None: the server looks after it and sends its exit status.
+        argv: Like sys.argv; argv[0] is a script, or argv[0] is "-m" and argv[1] a module.
+        owner: Id of the process that becomes its parent; None if the server waits for it and sends the exit status.
     """
 
     argv: list[str]
@@ -54,22 +54,22 @@ class Request(NamedTuple):
 
 
 def program_of(args: list[str]) -> list[str] | None:
-    """What this interpreter would run of a command: [script or "-m", ...]; None: it cannot be forked."""
+    """Return the arguments of this interpreter that are equivalent to a command; None if the command cannot be forked."""
     if not isinstance(args, list | tuple):
         return None
-    words = [os.fspath(word) for word in args]
-    if words[0] == str(Path(sys.executable).with_name("torchrun")):
-        return ["-m", "torch.distributed.run", *words[1:]]
-    if words[0] != sys.executable:
+    command = [os.fspath(argument) for argument in args]
+    if command[0] == str(Path(sys.executable).with_name("torchrun")):
+        return ["-m", "torch.distributed.run", *command[1:]]
+    if command[0] != sys.executable:
         return None
-    words = words[2:] if words[1] == "-u" else words[1:]
-    return words if words[0] == "-m" or words[0].endswith(".py") else None
+    program = command[2:] if command[1] == "-u" else command[1:]
+    return program if program[0] == "-m" or program[0].endswith(".py") else None
 
 
 class Warm(subprocess.Popen):
     """A Popen whose process is forked from the server at os.environ[ADDRESS], for programs of this repository.
 
-    Its parent is the server's; the exit status comes over a socket.
+    Its parent is a process of the server, which sends the exit status over a socket.
     """
 
     def _execute_child(self, *given: Any) -> None:
@@ -96,7 +96,7 @@ class Warm(subprocess.Popen):
 
 
 def ask(call: dict[str, Any], address: str, owner: int | None = None) -> socket.socket:
-    """Sends what Popen._execute_child was given to the server at `address`. The first answer is the process's id."""
+    """Send the arguments of Popen._execute_child to the server at `address`. The first answer is the id of the new process."""
     env = dict(os.environ if call["env"] is None else call["env"])
     request = Request(program_of(call["args"]), env, os.fspath(call["cwd"] or os.getcwd()), call["start_new_session"], owner)
     files = [call[name] if call[name] != -1 else i for i, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
@@ -109,20 +109,24 @@ def ask(call: dict[str, Any], address: str, owner: int | None = None) -> socket.
 
 
 def receive(connection: socket.socket) -> int:
+    """Return the next number from the server: a process id or an exit status."""
     answer = connection.recv(NUMBER.size, socket.MSG_WAITALL)
     assert answer, "the server of warm launches has died"
     return NUMBER.unpack(answer)[0]
 
 
 def close_pipes(process: subprocess.Popen, call: dict[str, Any]) -> None:
+    """Close the child's ends of the pipes, as Popen._execute_child does."""
     names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     process._child_created = True
     process._close_pipe_fds(*(call[name] for name in names))
 
 
 def fork_children() -> None:
-    """From here on, what this process starts by subprocess is forked as well, from a server of its own that is forked now,
-    while there are no threads yet."""
+    """Make this process fork the programs that it starts with `subprocess`.
+
+    They are forked from a server of its own, which is forked here, before this process has any threads.
+    """
     address = f"{os.environ[ADDRESS]}.{os.getpid()}"
     owner, libc = os.getpid(), ctypes.CDLL(None)
     listener = socket.create_server(address, family=socket.AF_UNIX)
@@ -135,7 +139,7 @@ def fork_children() -> None:
             os._exit(0)
         run(serve(listener))
     listener.close()
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the forks' parent is this process
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that this process becomes the parent of the forked programs
     cold = subprocess.Popen._execute_child
 
     def execute_child(process: subprocess.Popen, *given: Any) -> None:
@@ -150,9 +154,9 @@ def fork_children() -> None:
 
 
 def serve(listener: socket.socket) -> Request:
-    """Forks a process for each request. Returns in the forks alone."""
+    """Fork a process for each request. Only the forked processes return."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # sent to all of a process's group or children, they mean the programs there
+        signal.signal(number, signal.SIG_IGN)  # signals to a whole process group are meant for the programs, not the server
     while True:
         connection, _ = listener.accept()
         length, files, _, _ = socket.recv_fds(connection, NUMBER.size, 3)
@@ -180,7 +184,7 @@ def serve(listener: socket.socket) -> Request:
 
 
 def watch(pid: int, connection: socket.socket) -> None:
-    """Sends the exit status. A process that nobody waits for any more is killed."""
+    """Wait for a process and send its exit status; kill the process if the client closes the connection."""
     ended = os.pidfd_open(pid)
     ready, _, _ = select.select([ended, connection], [], [])
     if ended not in ready:
@@ -191,7 +195,7 @@ def watch(pid: int, connection: socket.socket) -> None:
 
 
 def settle(request: Request, files: list[int]) -> None:
-    """Makes this fork a process of its own."""
+    """Set up a forked process: parent, session, files, signal handlers, working directory, environment."""
     while request.owner is not None and os.getppid() != request.owner:
         time.sleep(0.0005)
     if request.new_session:
@@ -208,8 +212,10 @@ def settle(request: Request, files: list[int]) -> None:
 
 
 def run(request: Request) -> NoReturn:
-    """The program, in a fork, to its end: with what is registered for an interpreter's exit, but without taking the modules
-    apart, which would copy all of the server's memory first (0.5 s)."""
+    """Run the program in a forked process and exit.
+
+    Exit handlers run, but the modules are not torn down, which would first copy all of the server's memory (0.5 s).
+    """
     code: Any = 0
     try:
         execute(request)
@@ -229,30 +235,31 @@ def run(request: Request) -> NoReturn:
 
 
 def execute(request: Request) -> None:
+    """Run the program as the interpreter would."""
     sys.stdout.reconfigure(line_buffering=os.isatty(1) or bool(os.environ.get("PYTHONUNBUFFERED")))
-    first, *words = request.argv
+    first, *arguments = request.argv
     given = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    starts_others = first != "-m" and (not first.endswith("train.py") or {"-m", "--multirun"} & set(words))
-    if starts_others or words[:1] == ["torch.distributed.run"]:
+    starts_others = first != "-m" and (not first.endswith("train.py") or {"-m", "--multirun"} & set(arguments))
+    if starts_others or arguments[:1] == ["torch.distributed.run"]:
         fork_children()
     if first == "-m":
-        sys.modules.pop(words[0], None)  # runpy warns of what is imported already
-        sys.argv = words
+        sys.modules.pop(arguments[0], None)  # runpy warns about a module that is already imported
+        sys.argv = arguments
         sys.path[:] = [request.cwd, *given, *SEARCH]
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [first, *words]
+        sys.argv = [first, *arguments]
         sys.path[:] = [str(Path(first).resolve().parent), *given, *SEARCH]
         runpy.run_path(first, run_name="__main__")
 
 
 def shims(folder: Path) -> Path:
-    """A folder for $PATH whose `python` and `torchrun` are forked, for commands that a shell starts; empty without a server."""
+    """Create a folder for $PATH whose `python` and `torchrun` are forked, for use in shells; it is empty without a server."""
     return _write_shims(folder, "ask", "python", "torchrun")
 
 
 def agent_shims(folder: Path) -> Path:
-    """As `shims`, with a `torchrun` that is a child of the shell, as Slurm's jobs need it: its ranks alone are forked."""
+    """Create a folder for $PATH whose `torchrun` is a child of the shell, as Slurm jobs need it; only its ranks are forked."""
     return _write_shims(folder, "be", "torchrun")
 
 
@@ -265,20 +272,20 @@ def _write_shims(folder: Path, how: str, *names: str) -> Path:
     return folder
 
 
-def stand_in(name: str, words: list[str]) -> NoReturn:
-    """A shim's process: starts the command, and ends as it does."""
-    command = [str(Path(sys.executable).with_name(name)), *words]
+def stand_in(name: str, arguments: list[str]) -> NoReturn:
+    """Run the process of a shim: start the command and exit with its exit code."""
+    command = [str(Path(sys.executable).with_name(name)), *arguments]
     if program_of(command) is None:
         os.execv(command[0], command)
     inherited = dict.fromkeys(("p2cread", "c2pwrite", "errwrite"), -1)
     connection = ask({"args": command, "env": None, "cwd": None, "start_new_session": False, **inherited}, os.environ[ADDRESS])
     receive(connection)  # the process's id
     code = os.waitstatus_to_exitcode(receive(connection))
-    sys.exit(code if code >= 0 else 128 - code)  # as a shell has it
+    sys.exit(code if code >= 0 else 128 - code)  # as in a shell
 
 
 def start_server(address: str) -> subprocess.Popen:
-    """Returns when it listens; it has still to import. It ends with this process."""
+    """Start the server, which ends with this process. It already listens, but still imports, when this returns."""
     listener = socket.create_server(address, family=socket.AF_UNIX)
     search = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = subprocess.Popen(
@@ -301,7 +308,7 @@ if __name__ == "__main__":
 
     import preload  # noqa: F401
 
-    gc.freeze()  # what is there is never looked through again, so forks need not copy it
+    gc.freeze()  # the garbage collector skips existing objects, so their memory is not copied in forks
     if sys.argv[1] == "be":
         command = [str(Path(sys.executable).with_name(sys.argv[2])), *sys.argv[3:]]
         run(Request(program_of(command), dict(os.environ), os.getcwd(), False, None))

@@ -1,4 +1,4 @@
-"""Worlds of real ranks for the tests: processes of this machine that meet in a store, as torchrun's do."""
+"""Worlds of real ranks for the tests: processes on this machine that connect through a store, like torchrun's."""
 
 import functools
 import multiprocessing
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks fork from a server that has imported everything once: a world starts at once, not in seconds.
+# Ranks are forked from a server that has imported everything, so a world starts without the seconds of imports.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preload"])
-# The server finds it by PYTHONPATH alone: before Python 3.13 it does not take over sys.path.
+# The server finds `preload` only through PYTHONPATH: before Python 3.13 it does not inherit sys.path.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
 def once(function: Callable) -> Callable:
-    """functools.cache that remembers exceptions too, so that a world which fails is not run again for every test."""
+    """Decorate like functools.cache, but cache an AssertionError too, so that a failing world runs only once."""
 
     @functools.cache
     def outcome(*args):
@@ -44,22 +44,25 @@ def once(function: Callable) -> Callable:
 def _rank(function: Callable, args: tuple, environment: dict[str, str], pipe) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # As torchrun's ranks: the forkserver hands its own way of starting processes on, and each loader worker would import torch.
+    # As in torchrun's ranks: with the inherited forkserver method, each DataLoader worker would import torch.
     multiprocessing.set_start_method("fork", force=True)
     try:
         result = function(*args)
         assert not dist.is_initialized(), "the process group leaked: it is still open after the run"
-        pipe.send_bytes(pickle.dumps((True, result)))  # plain pickle: tensors by value, not by shared memory
+        pipe.send_bytes(pickle.dumps((True, result)))  # plain pickle sends tensors by value, not through shared memory
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         sys.exit(1)
 
 
 def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
-    """Runs `function(*args)` on every rank; returns what the ranks returned, in order of rank.
+    """Run `function(*args)` on every rank and return the results in order of rank.
+
+    Args:
+        timeout: Seconds that the whole world may take.
 
     Raises:
-        AssertionError: a rank raised (with its traceback), died, left its process group open, or did not end in `timeout` s.
+        AssertionError: A rank raised (with its traceback), died, left its process group open, or exceeded `timeout`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
@@ -71,7 +74,7 @@ def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above plays torchrun's agent
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above takes the place of the one in torchrun's agent
         }
         receiver, sender = CONTEXT.Pipe(duplex=False)
         process = CONTEXT.Process(target=_rank, args=(function, args, environment, sender))
@@ -92,7 +95,7 @@ def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 
             results.append(value)
         else:
             problems.append(f"rank {rank}: {value}")
-            deadline = min(deadline, time.monotonic() + 5)  # its peers may wait for it in vain
+            deadline = min(deadline, time.monotonic() + 5)  # the other ranks may hang, waiting for this one
     for process, _ in ranks:
         process.join(5)
         if process.is_alive():

@@ -138,7 +138,7 @@ class Training:
     step: TrainStep
 
     def compile(self) -> Step | GraphStep:
-        """Compile and capture the step as the performance options say, and return it. Collective; call it after a resume."""
+        """Compile and capture the step as the performance options require, and return it. Collective, after resuming."""
         step = self.job.options.build(self.eager_step, self.job.loaders[0])
         # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
         self.step = cast("TrainStep", step)
