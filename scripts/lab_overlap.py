@@ -14,8 +14,8 @@ multiplications fill the GPU, so their ratio is 1.
 2. Matrix multiplications, and a copy of each result to the host. Three conditions let copy i overlap with multiplication i+1.
 `non_blocking=True`: otherwise the host waits for copy i before it issues multiplication i+1. Pinned memory: the copy engine
 needs pages that do not move; to pageable memory the driver copies through a pinned buffer of its own and blocks the host
-meanwhile. A second stream: on the compute stream, multiplication i+1 is queued after copy i in any case. Copy i has to wait for the event
-recorded after multiplication i, or it would copy incomplete data; the script checks that all copies are right.
+meanwhile. A second stream: on the compute stream, multiplication i+1 is queued after copy i in any case. Copy i has to
+wait for the event recorded after multiplication i, or it would copy incomplete data; the script checks all copies.
 
 3. Exercise: do independent operations run in parallel on one device? Not on one stream. On several streams they do, if they are
 too small to fill the device and are queued faster than they run. Eight chains of small multiplications run on 1 to 8 streams.
