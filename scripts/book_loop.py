@@ -1,13 +1,14 @@
-"""Train Dive into Deep Learning's ResNet-18 (section 13.6) with the book's own loop, a reference for experiment=book_resnet18.
+"""Train the ResNet-18 of Dive into Deep Learning, section 13.6, with the training loop of that section.
 
     python scripts/book_loop.py --data-root data                         a new network for each run
-    python scripts/book_loop.py --data-root data --keep                  one network object for all batch sizes, as in the book
-    python scripts/book_loop.py --data-root data --keep --lazy           also with its lazy convolutions
+    python scripts/book_loop.py --data-root data --keep                  one network for all batch sizes, as in section 13.6
+    python scripts/book_loop.py --data-root data --keep --lazy           also with lazy convolutions
     python scripts/book_loop.py --smoke                                  seconds on a CPU, on random images
 
-nn.DataParallel, plain SGD, cross-entropy, shuffled batches, a partial last batch. Only the network is from ddp_lab: a new one
-has the weights with which `train.py experiment=book_resnet18 seed=N` begins. The images stay on the device instead of in
-DataLoader processes. Every run prints one line, and adds a line of JSON to --json.
+The script is a reference for experiment=book_resnet18. It uses nn.DataParallel, plain SGD, cross-entropy, shuffled batches and
+a partial last batch. Only the network is from ddp_lab: a new one has the weights with which
+`train.py experiment=book_resnet18 seed=N` begins. The images stay on the device instead of in
+DataLoader processes. Every run prints one line and appends a line of JSON to --json.
 """
 
 import argparse
@@ -26,7 +27,7 @@ Samples = tuple[torch.Tensor, torch.Tensor]  # uint8 [n, 1, 28, 28] and int64 [n
 
 
 def load(root: Path, device: torch.device) -> tuple[Samples, Samples]:
-    """Return Fashion-MNIST's training and test samples, on the device."""
+    """Return the training and test samples of Fashion-MNIST on the device."""
     from torchvision.datasets import FashionMNIST
 
     try:
@@ -37,13 +38,17 @@ def load(root: Path, device: torch.device) -> tuple[Samples, Samples]:
 
 
 def random_samples(device: torch.device) -> tuple[Samples, Samples]:
+    """Return 64 training and 32 test samples of random pixels and classes on the device."""
     sizes = (64, 32)
     return tuple((torch.randint(256, (n, 1, 28, 28)).byte().to(device), torch.randint(10, (n,)).to(device)) for n in sizes)
 
 
 def lazy_weights(net: nn.Module) -> None:
-    """Give residual blocks torch's default weights. The book's are LazyConv2d until the first batch, so that its initialiser,
-    which asks for `type(m) in [nn.Linear, nn.Conv2d]`, does not reach them in the first run of a network object."""
+    """Give residual blocks torch's default weights.
+
+    In section 13.6 their convolutions are LazyConv2d until the first batch. The initialiser, which tests
+    `type(m) in [nn.Linear, nn.Conv2d]`, therefore skips them in the first run of a network object.
+    """
     for block in net.modules():
         if isinstance(block, Residual):
             for layer in block.modules():
@@ -53,12 +58,15 @@ def lazy_weights(net: nn.Module) -> None:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, samples: Samples, batch_size: int) -> float:
+    """Return the fraction of samples that the network classifies correctly."""
     net.eval()
     batches = zip(*(part.split(batch_size) for part in samples), strict=True)
     return sum((net(x.float() / 255).argmax(1) == y).sum().item() for x, y in batches) / len(samples[1])
 
 
-def train(net: nn.Module, devices: list, data: tuple[Samples, Samples], batch: int, lr: float, epochs: int) -> list[float]:
+def train(
+    net: nn.Module, devices: list[torch.device], data: tuple[Samples, Samples], batch: int, lr: float, epochs: int
+) -> list[float]:
     """Return the test accuracy after each epoch."""
     (images, targets), test = data
     if devices:
@@ -77,23 +85,27 @@ def train(net: nn.Module, devices: list, data: tuple[Samples, Samples], batch: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--lrs", type=float, nargs="+", default=[0.1, 0.2, 0.4], help="one for each batch size")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[0.1, 0.2, 0.4], help="learning rates, one per batch size")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--keep", action="store_true", help="draw only the weights again: biases and BatchNorm's state stay")
-    parser.add_argument("--lazy", action="store_true", help="a new network's residual blocks have torch's default weights")
+    parser.add_argument("--keep", action="store_true", help="redraw only the weights and keep biases and BatchNorm's state")
+    parser.add_argument("--lazy", action="store_true", help="give a new network's residual blocks torch's default weights")
     parser.add_argument("--data-root", type=Path, default=Path("data"))
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1], help="for all batch sizes, or one for each; 0: the CPU")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[1], help="number of GPUs, for all batch sizes or one per batch size; 0: the CPU"
+    )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="a line of JSON for each run is added to it")
+    parser.add_argument("--json", type=Path, help="file to which a line of JSON is appended for each run")
     parser.add_argument("--smoke", action="store_true", help="random images, 1 epoch, on the CPU")
     args = parser.parse_args()
     gpus = [0] if args.smoke else args.gpus
     gpus = gpus * len(args.batches) if len(gpus) == 1 else gpus
     for option, values in (("--lrs", args.lrs), ("--gpus", gpus)):
         if len(values) != len(args.batches):
-            parser.error(f"{option}: expected one for each of {len(args.batches)} --batches, got {len(values)}")
+            parser.error(f"{option}: expected {len(args.batches)} values, one per batch size of --batches, got {len(values)}")
     if max(gpus) > torch.cuda.device_count():
-        parser.error(f"--gpus {max(gpus)}: only {torch.cuda.device_count()} are visible; --smoke runs on the CPU")
+        parser.error(
+            f"--gpus {max(gpus)}: only {torch.cuda.device_count()} GPUs are visible; use --gpus 0 or --smoke to run on the CPU"
+        )
     device = torch.device("cuda", 0) if max(gpus) else torch.device("cpu")
     data = random_samples(device) if args.smoke else load(args.data_root, device)
 

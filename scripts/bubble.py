@@ -1,17 +1,19 @@
-"""Measures a pipeline's idle time against the formula (p-1)/(m+p-1).
+"""Measure a pipeline's idle time and compare it with the formula (p-1)/(m+p-1).
 
 torchrun --standalone --nproc_per_node=2 scripts/bubble.py --cut layer2_0
 torchrun --standalone --nproc_per_node=4 scripts/bubble.py --schedule 1f1b --cut layer1_1 layer2_0 layer3_0
 
-ResNet-18, float32, micro-batches of a FIXED size, so that m changes the batch and nothing else. For each m: the median time of
-a step, the time that the busiest and the average rank compute in it (their own stages alone, m times forward and backward, on
-the same GPU), and how idle they are by that: 1 - work / step. The formula is for stages that take equally long.
+The model is ResNet-18 in float32. Micro-batches have a FIXED size, so m changes the size of the batch and nothing else. For
+each m the script prints the median time of a step, the work of the busiest and of the average rank (m forward and backward
+passes of the rank's own stages alone, on the same GPU), and the idle fraction 1 - work / step. The formula assumes stages that
+take equally long.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,8 +25,8 @@ from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.world.runtime import Runtime
 
 
-def seconds(function, device: torch.device, repeat: int) -> float:
-    """Median of `repeat` calls, after three that do not count."""
+def seconds(function: Callable[[], None], device: torch.device, repeat: int) -> float:
+    """Return the median time of `repeat` calls, after three warm-up calls."""
     times = []
     for _ in range(repeat + 3):
         if device.type == "cuda":
@@ -38,7 +40,7 @@ def seconds(function, device: torch.device, repeat: int) -> float:
 
 
 def measure(runtime: Runtime, arguments: argparse.Namespace, m: int) -> tuple[float, float]:
-    """Seconds of a step, and of this rank's own work in it."""
+    """Return the seconds of a step with `m` micro-batches, and of this rank's own work in it."""
     size, repeat = arguments.size, arguments.repeat
     torch.manual_seed(0)
     model = resnet18(1, 28, 10, None)
@@ -69,7 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="gpipe", choices=["gpipe", "1f1b"])
     parser.add_argument("--size", type=int, default=512, help="samples in a micro-batch")
-    parser.add_argument("--cut", nargs="*", help="the blocks that stages begin with; else by FLOPs")
+    parser.add_argument(
+        "--cut", nargs="*", help="names of the blocks that begin the second stage, the third and so on; default: cut by FLOPs"
+    )
     parser.add_argument("--repeat", type=int, default=10)
     arguments = parser.parse_args()
     with Runtime(timeout=120) as runtime:

@@ -1,20 +1,21 @@
-"""Trains the same model on the same batches under every strategy that this machine can run, and reports side by side.
+"""Train the same model on the same batches under every strategy that this machine can run, and compare them in a report.
 
-python scripts/compare.py                                    LeNet on the digits, on the GPUs that are there or two CPU ranks
+python scripts/compare.py                                    LeNet on the digits, on all available GPUs or two CPU ranks
 python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
 
-Words are train.py's own and hold for all strategies: the same seed, so the same first weights; the same GLOBAL batch, so the
-same samples in every step. `--out` gets a run directory for each strategy (`tensorboard --logdir OUT` shows them side by side),
-report.md, report.html, which needs no network, and the plots.
+Arguments after -- are Hydra overrides of train.py and apply to all strategies. All have the same seed, hence the same initial
+weights, and the same GLOBAL batch, hence the same samples in every step. `--out` gets a run directory per strategy
+(`tensorboard --logdir OUT` compares them), report.md, report.html, which needs no network, and the plots.
 
-speed-up      samples a second against `single`; efficiency: that by the number of devices
-memory        the most that one device had allocated; without GPUs, what one process had resident, PyTorch itself included
-sent          what a rank hands to collectives and sends in a step
-time split    of a step, the mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch are
-              recorded for it (profile=true); so for speed and clock that epoch counts as the median of the others, where
-              there are others
-difference    of the weights from `single`'s, the largest: after the first epoch, and at the end. Sums of float32 in another
-              order round otherwise, and training makes that grow; models with BatchNorm differ by more (docs/strategies.md)
+speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
+memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
+sent          bytes per step that a rank passes to collectives and sends
+time split    of a step, mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch are recorded for
+              it (profile=true). In the throughput and in the plot by seconds, the first epoch therefore counts as the median
+              of the later epochs, if there are any
+difference    largest difference of any weight from that of `single`, after the first epoch and at the end. Sums of float32 in
+              another order round differently, and training makes that grow; models with BatchNorm differ by more
+              (docs/strategies.md)
 """
 
 import argparse
@@ -32,7 +33,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,43 +63,52 @@ COLUMNS = (
 
 
 NOTES = (
-    "difference: the largest of any weight from single's. Sums in another order round otherwise, and training makes that grow: "
-    "the longer the run and the larger its learning rate, the more. Under BatchNorm each rank normalises its own share of a "
-    "batch, which is another function. docs/strategies.md has both, and the tests ask for 1e-6.",
-    "speed: the median of the epochs behind the first, in which steps are profiled; of a run of one epoch, that one.",
-    "memory: allocated on one GPU; without GPUs what one process had resident, PyTorch itself included.",
+    "difference: the largest difference of any weight from single's. Sums in another order round differently, and training "
+    "makes that grow: the longer the run and the larger its learning rate, the more. Under BatchNorm each rank normalises its "
+    "local batch, which is a different function. docs/strategies.md explains both; the tests require 1e-6.",
+    "throughput: the median of the epochs after the first, in which steps are profiled; for a run of one epoch, that epoch.",
+    "memory: peak memory allocated on one GPU; without GPUs, peak resident size of one process, PyTorch included.",
 )
 
 
 class Entry(NamedTuple):
-    """A strategy to run: `ranks` None in one process; `why_not` what this machine lacks for it."""
+    """A strategy to run.
+
+    Attributes:
+        name: name of the strategy.
+        overrides: Hydra overrides that it needs.
+        ranks: number of processes; None runs train.py without torchrun.
+        devices: number of devices it uses.
+        why_not: why it cannot run on this machine; None if it can.
+    """
 
     name: str
-    words: list[str]
+    overrides: list[str]
     ranks: int | None
     devices: int
     why_not: str | None = None
 
     @property
     def label(self) -> str:
-        """Names its directory, its bar and its curve."""
+        """The name of its directory, bar and curve."""
         return self.name if self.ranks is None else f"{self.name}-{self.ranks}"
 
 
 def entries(counts: list[int], gpus: int) -> list[Entry]:
-    """All strategies, those of several processes with each count of ranks."""
+    """Return all strategies; those of several processes once for each number of ranks."""
     one = "cuda:0" if gpus else "cpu"
     alone = [
         Entry("single", [f"device={one}"], None, 1),
-        Entry("dp", [], None, max(1, gpus), None if gpus else "is one replica without GPUs"),
+        Entry("dp", [], None, max(1, gpus), None if gpus else "without GPUs it has only one replica"),
         Entry("split", [], None, max(2, gpus) if gpus else 1, "needs two GPUs" if gpus == 1 else None),
     ]
     return alone[:1] + [entry for ranks in counts for entry in of_ranks(ranks)] + alone[1:]
 
 
 def of_ranks(ranks: int) -> list[Entry]:
-    pairs = None if ranks % 2 == 0 else f"{ranks} ranks make no pairs"
-    fours = None if ranks >= 4 and ranks % 2 == 0 else "needs four ranks: two pipelines of two"
+    """Return the strategies of several processes for one number of ranks."""
+    pairs = None if ranks % 2 == 0 else f"needs an even number of ranks, got {ranks}"
+    fours = None if ranks >= 4 and ranks % 2 == 0 else f"needs an even number of at least 4 ranks, got {ranks}"
     plain = [Entry(name, [], ranks, ranks) for name in ("scratch", "ddp", "fsdp", "pipeline")]
     return [
         *plain,
@@ -108,12 +118,14 @@ def of_ranks(ranks: int) -> list[Entry]:
 
 
 class Result(NamedTuple):
+    """The outcome of one strategy: its records of metrics.jsonl and its weights, or the problem that kept it from running."""
+
     entry: Entry
-    records: list[dict]
+    records: list[dict[str, Any]]
     weights: list[dict[str, torch.Tensor]]  # after the first epoch, and at the end
     problem: str | None
-    profile: dict | None = None
-    refused: bool = False  # train.py took the words for the user's mistake
+    profile: dict[str, Any] | None = None
+    refused: bool = False  # train.py ended with a config error
 
     @property
     def name(self) -> str:
@@ -121,24 +133,29 @@ class Result(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of an epoch: the median; the first one, which allocates and tunes, counts only where it is alone."""
+        """Median seconds of an epoch. The first epoch, which allocates and tunes, counts only if it is the only one."""
         return statistics.median(record["seconds"] for record in self.records[1:] or self.records)
 
     @property
     def rate(self) -> float:
+        """Median samples per second, without the first epoch unless it is the only one."""
         return statistics.median(record["samples_per_second"] for record in self.records[1:] or self.records)
 
     def difference(self, other: "Result", when: int) -> float:
+        """Return the largest absolute difference of a weight, after the first epoch (`when` 0) or at the end (1)."""
         mine, others = self.weights[when], other.weights[when]
-        weights = [name for name, tensor in others.items() if tensor.is_floating_point()]  # not BatchNorm's counts of batches
+        weights = [
+            name for name, tensor in others.items() if tensor.is_floating_point()
+        ]  # without BatchNorm's num_batches_tracked
         return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
 
 
-def run(entry: Entry, words: list[str], out: Path) -> Result:
+def run(entry: Entry, overrides: list[str], out: Path) -> Result:
+    """Run train.py under one strategy and read what it wrote."""
     if entry.why_not:
         return Result(entry, [], [], entry.why_not)
     run_dir = out / entry.label
-    given = [*words, f"strategy={entry.name}", *entry.words, f"runs_dir={quote(str(out))}", f"name={entry.label}"]
+    given = [*overrides, f"strategy={entry.name}", *entry.overrides, f"runs_dir={quote(str(out))}", f"name={entry.label}"]
     given += ["checkpoint.every_epochs=1", "checkpoint.keep=100000"]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     start = time.perf_counter()
@@ -149,8 +166,8 @@ def run(entry: Entry, words: list[str], out: Path) -> Result:
     (run_dir if run_dir.exists() else out).joinpath(f"{entry.label}.output.txt").write_text(done.stdout)
     if done.returncode:
         failure = read_json(run_dir / "failure.json")
-        said = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
-        reason = failure["message"] if failure else said[-1] if said else f"exit code {done.returncode}"
+        errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
+        reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
         problem = reason.splitlines()[0].partition("error: ")[2] or reason
         return Result(entry, [], [], problem, refused=done.returncode == REFUSED)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -160,9 +177,9 @@ def run(entry: Entry, words: list[str], out: Path) -> Result:
 
 
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
-    """The table's cells, in words. The row of what did not run ends with the reason."""
+    """Return the cells of the table as text. The row of a strategy that did not run ends with the reason."""
     single = results[0]
-    table = []
+    table: list[tuple[str, ...]] = []
     for result in results:
         entry = result.entry
         if result.problem:
@@ -186,30 +203,32 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
     return table
 
 
-def used(profile: dict | None) -> tuple[str, str]:
-    """Memory and bytes sent, in words."""
+def used(profile: dict[str, Any] | None) -> tuple[str, str]:
+    """Return peak memory and bytes sent per step as text; empty without a profile."""
     if profile is None:
         return "", ""
     sent = profile["bytes_per_step"]
     return (
         f"{max(profile['peak_memory_bytes']) / 2**20:,.0f} MiB",
-        "not seen" if None in sent else f"{short(float(f'{max(sent):.3g}'))}B",
+        "not measured" if None in sent else f"{short(float(f'{max(sent):.3g}'))}B",
     )
 
 
 def draw(results: list[Result], path: Path) -> None:
+    """Draw accuracy, throughput, scaling and time split of the strategies that ran."""
     ran = [result for result in results if not result.problem]
-    by_epoch, by_time = [], []
+    by_epoch: list[Curve] = []
+    by_time: list[Curve] = []
     for result in ran:
         accuracy = [record["test_accuracy"] for record in result.records]
         clock = itertools.accumulate([result.seconds, *(record["seconds"] for record in result.records[1:])])
         by_epoch.append(Curve(result.name, [(record["epoch"], record["test_accuracy"]) for record in result.records]))
         by_time.append(Curve(result.name, list(zip(clock, accuracy, strict=True))))
     plots = [
-        curves("Test accuracy by epoch: one curve", "epoch", "accuracy", by_epoch),
-        curves("and by seconds of training", "s", "accuracy", by_time),
-        bars("Samples a second", "samples/s", {result.name: result.rate for result in ran}),
-        curves("Samples a second by devices", "devices", "samples/s", scaling(ran), zero=True),
+        curves("Test accuracy by epoch: the curves coincide", "epoch", "accuracy", by_epoch),
+        curves("Test accuracy by seconds of training", "s", "accuracy", by_time),
+        bars("Throughput", "samples/s", {result.name: result.rate for result in ran}),
+        curves("Throughput by devices", "devices", "samples/s", scaling(ran), zero=True),
     ]
     split = {result.name: mean_split(result.profile) for result in ran if result.profile}
     plots += [stacked("Where a step's time goes", "ms", split)] if split else []
@@ -217,7 +236,7 @@ def draw(results: list[Result], path: Path) -> None:
 
 
 def scaling(ran: list[Result]) -> list[Curve]:
-    """A line for each strategy of several processes, from single's point on; and the ideal one."""
+    """Return throughput by devices: a line from single's point for each strategy of several processes, and the ideal line."""
     start = [(1, result.rate) for result in ran if result.name == "single"]
     most = max(result.entry.devices for result in ran)
     lines = [Curve("ideal", [(1, start[0][1]), (most, most * start[0][1])], dashed=True)] if start and most > 1 else []
@@ -226,21 +245,31 @@ def scaling(ran: list[Result]) -> list[Curve]:
     return lines or [Curve("single", start or [(result.entry.devices, result.rate) for result in ran])]
 
 
-def verdicts(results: list[Result]) -> list[str]:
-    """What the profiles say, a line for each run."""
+def diagnoses(results: list[Result]) -> list[str]:
+    """Return the diagnosis of each profiled run as one line."""
     return [f"{result.name}: {'. '.join(result.profile['verdict'])}" for result in results if result.profile]
 
 
 def html_row(tag: str, row: Sequence[str]) -> str:
-    """The last cell of a row that lacks some is a sentence, and gets their columns."""
+    """Return a row of an HTML table. If the row has too few cells, the last one spans the missing columns."""
     *cells, last = (f">{html.escape(cell)}</{tag}>" for cell in row)
     missing = len(COLUMNS) - len(row)
     wide = f" colspan={missing + 1} style='text-align:left'" if missing else ""
     return f"<tr>{''.join(f'<{tag}{cell}' for cell in cells)}<{tag}{wide}{last}</tr>"
 
 
-def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out: Path) -> str:
-    """Writes report.md and report.html; returns the first."""
+def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], out: Path) -> str:
+    """Write report.md and report.html.
+
+    Args:
+        table: the cells of the table, without the header.
+        head: lines above the table.
+        diagnosis: lines below the table.
+        out: directory of the report and of plots.png.
+
+    Returns:
+        The text of report.md.
+    """
     text = "\n".join(
         [
             "# Every strategy on the same work",
@@ -251,7 +280,7 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
             "|---" * len(COLUMNS) + "|",
             *("| " + " | ".join([*row, *[""] * (len(COLUMNS) - len(row))]) + " |" for row in table),
             "",
-            *(f"- {line}" for line in words),
+            *(f"- {line}" for line in diagnosis),
             "",
             *(f"*{note}*\n" for note in NOTES),
             "![accuracy and speed](plots.png)",
@@ -266,7 +295,7 @@ def report(table: list[tuple[str, ...]], head: list[str], words: list[str], out:
     (out / "report.html").write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Every strategy on the same work</title><style>{style}</style>"
         f"<h1>Every strategy on the same work</h1>{''.join(f'<p>{html.escape(line)}</p>' for line in head)}"
-        f"<table>{cells}</table><ul>{''.join(f'<li>{html.escape(line)}' for line in words)}</ul>"
+        f"<table>{cells}</table><ul>{''.join(f'<li>{html.escape(line)}' for line in diagnosis)}</ul>"
         f"{''.join(f'<p><i>{html.escape(note)}</i></p>' for note in NOTES)}"
         f"<p><img alt='accuracy and speed' src='data:image/png;base64,{picture}'></p></html>"
     )
@@ -278,11 +307,11 @@ def main() -> None:
     gpus = 0 if "device=cpu" in sys.argv else torch.cuda.device_count()
     powers = [2**power for power in range(1, 10) if 2**power <= gpus]
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=powers or [2], help="of the strategies of several processes, each in turn"
+        "--ranks", type=int, nargs="+", default=powers or [2], help="numbers of ranks for the strategies of several processes"
     )
-    parser.add_argument("--strategies", nargs="+", help="some of them; single always runs")
-    parser.add_argument("--out", type=Path, default=None, help="else runs/compare-<time>")
-    parser.add_argument("words", nargs="*", help="of train.py, for all strategies")
+    parser.add_argument("--strategies", nargs="+", help="strategies to run; single always runs")
+    parser.add_argument("--out", type=Path, default=None, help="directory of the report; default: runs/compare-<time>")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for all strategies")
     arguments = parser.parse_intermixed_args()
     if min(arguments.ranks) < 1:
         parser.error(f"--ranks {' '.join(map(str, arguments.ranks))}: each must be at least 1")
@@ -293,35 +322,32 @@ def main() -> None:
     ]
     if unknown := set(arguments.strategies or ()) - {entry.name for entry in chosen}:
         names = ", ".join(dict.fromkeys(entry.name for entry in entries(arguments.ranks, gpus)))
-        words = " ".join(sorted(unknown))
-        parser.error(f"--strategies {words}: there is no such strategy; allowed: {names}. Words of train.py go behind --")
-    for word in arguments.words:
-        if word.partition("=")[0] in ("runs_dir", "name", "strategy"):
-            parser.error(f"{word}: is compare.py's own to choose; see --out and --strategies")
+        given = " ".join(sorted(unknown))
+        parser.error(f"--strategies {given}: no such strategy; allowed: {names}. Put overrides of train.py after --")
+    for override in arguments.overrides:
+        if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
+            parser.error(f"{override}: is set by compare.py; use --out and --strategies")
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
-    words = arguments.words or [
-        "epochs=4",
-        "model.init_std=null",
-        "optimizer.lr=0.03",
-    ]  # so few steps that rounding stays small
-    results = [run(chosen[0], [*words, "profile=true"], out)]
+    # The default has so few steps that rounding differences stay small.
+    overrides = arguments.overrides or ["epochs=4", "model.init_std=null", "optimizer.lr=0.03"]
+    results = [run(chosen[0], [*overrides, "profile=true"], out)]
     profile = ["profile=true"]
     if results[0].refused:
-        again = run(chosen[0], words, out)
-        if not again.refused:  # so it was the profile, which a short run or its device cannot have
+        again = run(chosen[0], overrides, out)
+        if not again.refused:  # profile=true was refused: the run is too short or the device is not supported
             print(f"without profiles: {results[0].problem}")
             profile, results = [], [again]
-    results += [run(entry, words + profile, out) for entry in chosen[1:]]
+    results += [run(entry, overrides + profile, out) for entry in chosen[1:]]
     if all(result.problem for result in results):
         sys.exit(f"error: nothing ran: {results[0].problem}")
     draw(results, out / "plots.png")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
     some = f" --strategies {' '.join(arguments.strategies)}" if arguments.strategies else ""
     head = [
-        f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(words)}",
+        f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    print("\n" + report(rows(results), head, verdicts(results), out))
+    print("\n" + report(rows(results), head, diagnoses(results), out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 
 

@@ -1,15 +1,15 @@
-"""Lab: what an all-reduce costs, by five algorithms, against the library's and against the cost model.
+"""Lab: the cost of an all-reduce by several algorithms, compared with torch.distributed's and with the cost model.
 
 torchrun --standalone --nproc_per_node=4 scripts/lab_allreduce.py [--out runs/lab_allreduce]
 
-First sums of tensors of one size after another, eight tensors together: each algorithm of ddp_lab/strategies/all_reduce.py,
-and one call of `torch.distributed.all_reduce` on all of it, the library's own. The cost model of a ring of k ranks (Patarasuk
-and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth, and 2 (k-1) times its latency; both are taken from the library's
-smallest and largest call, so only what lies between is a prediction.
+The first table has the time of summing eight tensors, for increasing sizes: each algorithm of ddp_lab/strategies/all_reduce.py,
+and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost model of a ring of k ranks (Patarasuk and Yuan
+2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times its latency. Bandwidth and latency are derived from the
+library's smallest and largest call, so only the rows between them are predictions.
 
-Then a step of LeNet: the same gradients summed after backward, or in buckets while it computes. This is the books' exercise,
-how the all-reduce of the first chapter can be made better: fewer messages (flat), no rank that all wait for (ring), and
-communication that hides behind computation (bucketed).
+The second table has the time of a step of LeNet, whose gradients are summed after the backward pass or, in buckets, during it.
+This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce be made more efficient? By fewer messages
+(flat), without a rank that all others wait for (ring), and by overlapping communication with computation (bucketed).
 """
 
 import argparse
@@ -31,11 +31,11 @@ from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.world.runtime import Runtime
 
-PIECES = 8  # tensors, as many as LeNet has
+TENSORS = 8  # as many as LeNet has parameters
 
 
 def seconds(function: Callable[[], None], device: torch.device, repeat: int) -> float:
-    """Median of `repeat` calls, all ranks together, after two that do not count."""
+    """Return the median time of `repeat` calls, which all ranks begin together, after two warm-up calls."""
     times = []
     for _ in range(repeat + 2):
         dist.barrier()
@@ -50,12 +50,12 @@ def seconds(function: Callable[[], None], device: torch.device, repeat: int) -> 
 
 
 def by_size(runtime: Runtime, sizes: list[int], repeat: int) -> dict[str, list[tuple[float, float]]]:
-    """(bytes, seconds) of every algorithm and the library."""
+    """Return (bytes, seconds) for each of the sizes, by algorithm; `library` is torch.distributed.all_reduce."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ALGORITHMS, "library")}
     for algorithm in ALGORITHMS.values():
         algorithm([torch.ones(1000, device=runtime.device)])  # connections are opened when they are first used
     for size in sizes:
-        tensors = [torch.randn(size // 4 // PIECES, device=runtime.device) for _ in range(PIECES)]
+        tensors = [torch.randn(size // 4 // TENSORS, device=runtime.device) for _ in range(TENSORS)]
         whole = flatten(tensors)
         for name, algorithm in ALGORITHMS.items():
             found[name].append((size, seconds(lambda run=algorithm, what=tensors: run(what), runtime.device, repeat)))
@@ -64,7 +64,12 @@ def by_size(runtime: Runtime, sizes: list[int], repeat: int) -> dict[str, list[t
 
 
 def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, float]]:
-    """Seconds = messages x latency + 2 (k-1)/k bytes / bandwidth, through the library's first and last point."""
+    """Return the cost model: seconds = messages x latency + 2 (k-1)/k bytes / bandwidth.
+
+    Args:
+        library: (bytes, seconds) of the library; the first and the last point determine latency and bandwidth.
+        ranks: number of ranks, k.
+    """
     (small, fast), (large, slow) = library[0], library[-1]
     moved = 2 * (ranks - 1) / ranks
     per_byte = (slow - fast) / (moved * (large - small))
@@ -73,10 +78,10 @@ def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, f
 
 
 def step_times(runtime: Runtime, batch: int, repeat: int) -> dict[str, float]:
-    """Milliseconds of LeNet's forward, backward and all-reduce, by algorithm; and without any all-reduce."""
+    """Return the milliseconds of LeNet's forward, backward and all-reduce, by algorithm; `none` has no all-reduce."""
     images = torch.randn(batch, 1, 28, 28, device=runtime.device)
     targets = torch.randint(10, (batch,), device=runtime.device)
-    found = {}
+    found: dict[str, float] = {}
     for name in (*ALGORITHMS, "bucketed", "ddp", "none"):
         torch.manual_seed(0)
         strategy = Scratch(runtime, name if name in ALGORITHMS or name == "bucketed" else "flat", 0.25, "local")
@@ -97,15 +102,18 @@ def step_times(runtime: Runtime, batch: int, repeat: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/lab_allreduce", help="where the picture goes: OUT.png")
-    parser.add_argument("--largest", type=int, default=26, help="log2 of the most bytes")
+    parser.add_argument(
+        "--out", default="runs/lab_allreduce", help="path of the picture without its suffix: OUT.png is written"
+    )
+    parser.add_argument("--largest", type=int, default=26, help="log2 of the largest size in bytes")
     parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=256, help="of LeNet's step, on each rank")
+    parser.add_argument("--batch", type=int, default=256, help="local batch of LeNet's step: samples per rank")
     arguments = parser.parse_args()
     with Runtime(timeout=120) as runtime:
         if runtime.world_size == 1:
             sys.exit(
-                "error: one rank has nobody to sum with: torchrun --standalone --nproc_per_node=2 scripts/lab_allreduce.py"
+                "error: an all-reduce needs at least 2 ranks, got 1; use torchrun --standalone --nproc_per_node=2 "
+                "scripts/lab_allreduce.py"
             )
         runtime.open_group()
         found = by_size(runtime, [2**power for power in range(12, arguments.largest + 1, 2)], arguments.repeat)
@@ -114,9 +122,10 @@ def main() -> None:
             report(found, steps, runtime.world_size, Path(arguments.out).with_suffix(".png"))
 
 
-def report(found: dict, steps: dict[str, float], ranks: int, picture: Path) -> None:
+def report(found: dict[str, list[tuple[float, float]]], steps: dict[str, float], ranks: int, picture: Path) -> None:
+    """Print both tables and draw them."""
     found = found | {"model": model(found["library"], ranks)}
-    print(f"milliseconds of a sum over {ranks} ranks, {PIECES} tensors together")
+    print(f"milliseconds of a sum over {ranks} ranks, {TENSORS} tensors together")
     print(f"{'bytes':>12}" + "".join(f"{name:>12}" for name in found))
     for row, (size, _) in enumerate(found["library"]):
         print(f"{size:>12,}" + "".join(f"{1000 * points[row][1]:>12.3f}" for points in found.values()))

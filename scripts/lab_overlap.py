@@ -1,28 +1,30 @@
-"""Lab: what runs at the same time without parallel code, and what has to be asked for.
+"""Lab: which operations run at the same time without parallel code, and which only on request.
 
-python scripts/lab_overlap.py [--size 4096] [--products 10] [--repeat 10] [--out runs/lab_overlap]
+python scripts/lab_overlap.py [--size 4096] [--matmuls 10] [--repeat 10] [--out runs/lab_overlap]
 
-The chapter "automatic parallelism" of the textbooks, with a picture of when what ran. On a GPU a call returns when its work
-is queued. What shares a queue, a stream, runs in the order of issue; what does not may overlap.
+Automatic parallelism, Dive into Deep Learning, section 13.3, with timelines. On a GPU a call returns when its work is queued.
+Work on the same queue (a stream) runs in the order of issue. Work on different streams may overlap.
 
-1. Products of matrices on two devices. In turn: the host waits for the first device before it issues the second one's work.
-Together: it issues both, then waits; that should take as long as one device. Exercise: when is the work too small for a second
-device? When issuing it takes the host longer than computing it takes the device, for there is one host. The ratio of in turn to
-together is near 2 for large matrices and falls to 1. One GPU is tried with two of its streams: large products fill it, and the
-ratio is 1 for them.
+1. Matrix multiplications on two devices. Sequential: the host waits for the first device before it issues the second's work.
+Concurrent: the host issues both, then waits; this should take as long as one device. Exercise: when is the work too small for a
+second device? When the one host takes longer to issue the work than the device to compute it. The ratio of sequential to
+concurrent time is near 2 for large matrices and falls to 1. With one GPU, two of its streams are used instead; large
+multiplications fill the GPU, so their ratio is 1.
 
-2. Products, and a copy of each result to the host. That copy i travels while product i+1 computes takes three things.
-`non_blocking=True`: otherwise the host waits for copy i and has not yet issued product i+1. Pinned memory: the copy engine
-needs pages that stay where they are; to others the driver copies through a pinned buffer of its own, and holds the host until
-it is done. A second stream: on the one that computes, product i+1 stands behind copy i, whoever waits. Copy i then has to wait
-for the event that product i leaves behind, or it would take what is not there yet; that all copies are right is checked.
+2. Matrix multiplications, and a copy of each result to the host. Three conditions let copy i overlap with multiplication i+1.
+`non_blocking=True`: otherwise the host waits for copy i before it issues multiplication i+1. Pinned memory: the copy engine
+needs pages that do not move; to pageable memory the driver copies through a pinned buffer of its own and blocks the host
+meanwhile. A second stream: on the compute stream, multiplication i+1 is queued after copy i in any case. Copy i has to
+wait for the event recorded after multiplication i, or it would copy incomplete data; the script checks all copies.
 
-3. Exercise: do independent operations run in parallel on one device? Not on one stream. On several they do if they are too
-small to fill the device and are queued faster than they run. Eight chains of small products, on 1 to 8 streams: `queued` issues
-them behind a gate, a long product that all wait for, and counts from its end, so that the device alone is measured; `issued`
-counts from the first call, and says what is left of the gain when Python issues one small product after the other.
+3. Exercise: do independent operations run in parallel on one device? Not on one stream. On several streams they do, if they are
+too small to fill the device and are queued faster than they run. Eight chains of small multiplications run on 1 to 8 streams.
+`queued` issues them after a gate, a long multiplication that all wait for, and counts from the gate's end, so it measures the
+device alone. `issued` counts from the first call, and shows what remains of the gain when Python issues the multiplications one
+by one.
 
-Without a GPU torch's calls are synchronous; a thread of one core then is the device or stream, and copies are plain copies.
+Without a GPU torch's calls are synchronous. A thread with one core then takes the place of a device or stream, and copies are
+plain copies.
 """
 
 import argparse
@@ -36,21 +38,32 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.observe.plot import Curve, bars, beside, curves, timeline
+from ddp_lab.observe.plot import Boxes, Curve, bars, beside, curves, timeline
 from scripts.lanes import Lane, Run, Work, lane, once, repeated
 
-CHAINS, LINKS, SMALL = 8, 32, 128  # independent chains of so many products, SMALL x SMALL
-GATE = 4  # products of the default size, which must last until all chains are issued
+CHAINS, LINKS, SMALL = 8, 32, 128  # number of independent chains, multiplications per chain, size of their matrices
+GATE = 4  # multiplications of the default size, which must last until all chains are issued
 SIZE = {"cuda": 4096, "cpu": 512}
 
 
 def median(lanes: list[Lane], variant: Work, repeat: int) -> Run:
-    """A whole run, so that the number and the picture are of the same one."""
+    """Return the run with the median time, so that the number and the timeline are of the same run."""
     return repeated(lanes, variant, repeat)[repeat // 2]
 
 
-def load(where: Lane, size: int, boxes: int, each: int, label: str = "product") -> Callable:
-    """What issues `boxes` times `each` products, size x size. Memory is allocated here, before any clock runs."""
+def load(where: Lane, size: int, boxes: int, each: int, label: str = "matmul") -> Callable[..., object]:
+    """Return a function that issues matrix multiplications to a lane; memory is allocated here, outside the timed run.
+
+    Args:
+        where: the lane.
+        size: rows and columns of the matrices.
+        boxes: number of works, each a box of the timeline.
+        each: multiplications per work.
+        label: label of the boxes.
+
+    Returns:
+        A function that takes the handle after which the works may start, and returns the handle of the last one.
+    """
     matrix = torch.randn(size, size, device=where.device)
     result = torch.empty_like(matrix)
 
@@ -62,70 +75,74 @@ def load(where: Lane, size: int, boxes: int, each: int, label: str = "product") 
 
 
 def on_two(pair: list[Lane], size: int, boxes: int, each: int) -> dict[str, Work]:
-    """Part 1, on each of two lanes: `boxes` times `each` products."""
+    """Return the variants of part 1: `boxes` times `each` multiplications on each of two lanes."""
     first, second = (load(where, size, boxes, each) for where in pair)
     return {
         f"{pair[0].name} alone": first,
         f"{pair[1].name} alone": second,
-        "in turn": lambda: (first(), pair[0].wait(), second()),
-        "together": lambda: (first(), second()),
+        "sequential": lambda: (first(), pair[0].wait(), second()),
+        "concurrent": lambda: (first(), second()),
     }
 
 
-def sweep(pair: list[Lane], size: int, products: int, repeat: int) -> dict[int, tuple[float, float]]:
-    """Seconds in turn and together, by size. The products are one box: two events for the host to record, not two for each."""
-    found = {}
+def sweep(pair: list[Lane], size: int, matmuls: int, repeat: int) -> dict[int, tuple[float, float]]:
+    """Return the sequential and concurrent seconds by size. All multiplications are one box, so the host records two events."""
+    found: dict[int, tuple[float, float]] = {}
     for one in [size >> k for k in (5, 4, 3, 2, 1) if size >> k >= 8] + [size]:
-        variants = on_two(pair, one, 1, products)
-        found[one] = tuple(median(pair, variants[name], repeat).seconds for name in ("in turn", "together"))
+        variants = on_two(pair, one, 1, matmuls)
+        sequential, concurrent = (median(pair, variants[name], repeat).seconds for name in ("sequential", "concurrent"))
+        found[one] = sequential, concurrent
     return found
 
 
-def with_copies(lanes: list[Lane], size: int, products: int, repeat: int) -> dict[str, Run]:
-    """Part 2, on a lane to compute and one to copy.
+def with_copies(lanes: list[Lane], size: int, matmuls: int, repeat: int) -> dict[str, Run]:
+    """Run the variants of part 2 on one lane for computing and one for copying.
 
     Raises:
-        AssertionError: a copy on a second stream is not the product.
+        AssertionError: a copy on a second stream differs from the result of its multiplication.
     """
     compute, copy = lanes
-    gpu, every = compute.device.type == "cuda", range(products)
+    gpu, every = compute.device.type == "cuda", range(matmuls)
     matrix = torch.randn(size, size, device=compute.device)
     results = [torch.empty_like(matrix) for _ in every]
     pinned = [torch.empty(size, size, pin_memory=gpu) for _ in every]
     pageable = [torch.empty(size, size) for _ in every] if gpu else []
 
-    def product(i: int) -> object:
-        return compute.issue("product", partial(torch.mm, matrix, matrix, out=results[i]))
+    def matmul(i: int) -> object:
+        return compute.issue("matmul", partial(torch.mm, matrix, matrix, out=results[i]))
 
-    def copied(i: int, where: Lane = compute, host: list = pinned, after: object = None) -> None:
+    def copied(i: int, where: Lane = compute, host: list[torch.Tensor] = pinned, after: object = None) -> None:
         where.issue("copy", partial(host[i].copy_, results[i], non_blocking=True), after)
 
     variants: dict[str, Work] = {
-        "products alone": lambda: [product(i) for i in every],
+        "matmuls alone": lambda: [matmul(i) for i in every],
         "copies alone": lambda: [copied(i) for i in every],
-        "in turn": lambda: ([product(i) for i in every], compute.wait(), [copied(i) for i in every]),
-        "one stream": lambda: [(product(i), copied(i)) for i in every],
-        "two streams": lambda: [copied(i, copy, after=product(i)) for i in every],
+        "sequential": lambda: ([matmul(i) for i in every], compute.wait(), [copied(i) for i in every]),
+        "one stream": lambda: [(matmul(i), copied(i)) for i in every],
+        "two streams": lambda: [copied(i, copy, after=matmul(i)) for i in every],
     }
     if gpu:
-        variants["two, pageable"] = lambda: [copied(i, copy, pageable, product(i)) for i in every]
+        variants["two, pageable"] = lambda: [copied(i, copy, pageable, matmul(i)) for i in every]
     found = {name: median(lanes, variant, repeat) for name, variant in variants.items()}
-    for matrix_of_zeros in (*results, *pinned):
-        matrix_of_zeros.zero_()
+    for tensor in (*results, *pinned):
+        tensor.zero_()
     once(lanes, variants["two streams"])
-    assert all(torch.equal(result.cpu(), host) for result, host in zip(results, pinned, strict=True)), "a copy came too early"
+    assert all(torch.equal(result.cpu(), host) for result, host in zip(results, pinned, strict=True)), (
+        "a copy started too early"
+    )
     return found
 
 
-def behind_gate(run: Run) -> float:
-    """Seconds from the gate's end to that of all work."""
+def after_gate(run: Run) -> float:
+    """Return the seconds from the end of the gate to the end of all work."""
     boxes = [box for name, row in run.rows.items() if name != "host" for box in row]
     return max(end for _, end, _ in boxes) - next(end for _, end, label in boxes if label == "gate")
 
 
 def by_streams(device: torch.device, repeat: int) -> dict[int, tuple[float, float]]:
-    """Part 3: seconds `queued` and `issued`, by the number of streams."""
-    lanes, found = [lane(f"{device} {i}", device) for i in range(CHAINS)], {}
+    """Return the seconds `queued` and `issued` of part 3, by the number of streams."""
+    lanes = [lane(f"{device} {i}", device) for i in range(CHAINS)]
+    found: dict[int, tuple[float, float]] = {}
     gate = load(lanes[0], SIZE[device.type], 1, GATE, "gate")
     for count in (1, 2, 4, 8):
         chains = [load(lanes[i % count], SMALL, 1, LINKS) for i in range(CHAINS)]
@@ -139,24 +156,26 @@ def by_streams(device: torch.device, repeat: int) -> dict[int, tuple[float, floa
             for chain in chains:
                 chain()
 
-        alone = statistics.median(behind_gate(run) for run in repeated(lanes[:count], queued, repeat))
+        alone = statistics.median(after_gate(run) for run in repeated(lanes[:count], queued, repeat))
         found[count] = alone, median(lanes[:count], issued, repeat).seconds
     return found
 
 
 def show(title: str, columns: list[str], rows: dict[str, list[float]]) -> None:
+    """Print a table."""
     print(f"\n{title}\n" + " " * 24 + "".join(f"{name:>14}" for name in columns))
     for name, values in rows.items():
         print(f"{name:<24}" + "".join(f"{value:>14.3f}" for value in values))
 
 
-def rows_of(runs: dict[str, Run]) -> dict:
+def rows_of(runs: dict[str, Run]) -> dict[str, Boxes]:
+    """Return the rows of one timeline for several runs."""
     return {f"{variant}: {name}": row for variant, run in runs.items() for name, row in run.rows.items()}
 
 
 def checked(arguments: argparse.Namespace) -> Path:
-    """The picture's path. What cannot be is one line, before anything is measured."""
-    for name in ("size", "products", "repeat"):
+    """Return the path of the picture. Wrong arguments end the script with a one-line message before anything is measured."""
+    for name in ("size", "matmuls", "repeat"):
         if getattr(arguments, name) < 1:
             sys.exit(f"error: --{name} {getattr(arguments, name)}: must be at least 1")
     try:
@@ -164,7 +183,7 @@ def checked(arguments: argparse.Namespace) -> Path:
         picture.parent.mkdir(parents=True, exist_ok=True)
         picture.touch()
     except (OSError, ValueError) as error:
-        sys.exit(f"error: --out {arguments.out}: no picture can be written there: {error}")
+        sys.exit(f"error: --out {arguments.out}: the picture cannot be written there: {error}")
     return picture
 
 
@@ -172,48 +191,51 @@ def main() -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if gpus else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/lab_overlap", help="where the picture goes: OUT.png")
-    parser.add_argument("--size", type=int, default=SIZE[kind], help="rows and columns of a matrix; else 4096, on a CPU 512")
-    parser.add_argument("--products", type=int, default=10, help="on each device")
+    parser.add_argument("--out", default="runs/lab_overlap", help="path of the picture without its suffix: OUT.png is written")
+    parser.add_argument(
+        "--size", type=int, default=SIZE[kind], help="rows and columns of a matrix; default: 4096, on a CPU 512"
+    )
+    parser.add_argument("--matmuls", type=int, default=10, help="matrix multiplications on each device")
     parser.add_argument("--repeat", type=int, default=10)
     arguments = parser.parse_args()
     picture = checked(arguments)
     devices = [torch.device(kind, i % gpus) if gpus else torch.device(kind) for i in range(2)]
     names = [str(device) if gpus > 1 else f"{'stream' if gpus else 'thread'} {i}" for i, device in enumerate(devices)]
     if gpus < 2:
-        print(f"{'two streams of the one GPU' if gpus else 'no GPU: two threads of one core each'} stand for two devices")
+        print(f"{'one GPU: two of its streams' if gpus else 'no GPU: two threads of one core each'} stand for two devices")
     try:
         measure([lane(name, device) for name, device in zip(names, devices, strict=True)], arguments, picture)
     except RuntimeError as error:
-        # On a CPU torch raises a plain RuntimeError, which its text alone tells from others.
+        # On a CPU torch raises a plain RuntimeError, which only its text distinguishes from others.
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
-        sys.exit(f"error: --size {arguments.size} --products {arguments.products}: {str(error).splitlines()[0]}")
+        sys.exit(f"error: --size {arguments.size} --matmuls {arguments.matmuls}: {str(error).splitlines()[0]}")
 
 
 def measure(pair: list[Lane], arguments: argparse.Namespace, picture: Path) -> None:
-    size, products, repeat = arguments.size, arguments.products, arguments.repeat
-    device, what = pair[0].device, f"{products} products of {size} x {size}"
-    twice = {name: median(pair, variant, repeat) for name, variant in on_two(pair, size, products, 1).items()}
+    """Measure the three parts, print their tables and draw them."""
+    size, matmuls, repeat = arguments.size, arguments.matmuls, arguments.repeat
+    device, what = pair[0].device, f"{matmuls} matmuls of {size} x {size}"
+    twice = {name: median(pair, variant, repeat) for name, variant in on_two(pair, size, matmuls, 1).items()}
     show(f"1. {what} on each of two devices", ["ms"], {name: [1000 * run.seconds] for name, run in twice.items()})
-    sizes = {one: (1000 * turn, 1000 * both, turn / both) for one, (turn, both) in sweep(pair, size, products, repeat).items()}
-    columns = ["in turn ms", "together ms", "ratio"]
-    show(f"{products} products by size", columns, {f"{one} x {one}": list(row) for one, row in sizes.items()})
+    sizes = {one: (1000 * a, 1000 * b, a / b) for one, (a, b) in sweep(pair, size, matmuls, repeat).items()}
+    columns = ["sequential ms", "concurrent ms", "ratio"]
+    show(f"{matmuls} matmuls by size", columns, {f"{one} x {one}": list(row) for one, row in sizes.items()})
 
-    copies = with_copies([lane("compute", device), lane("copy", device)], size, products, repeat)
+    copies = with_copies([lane("compute", device), lane("copy", device)], size, matmuls, repeat)
     title = f"2. {what} on {device}, each copied to the host"
     show(title, ["ms"], {name: [1000 * run.seconds] for name, run in copies.items()})
-    print("every copy is the product")
+    print("every copy is correct")
 
     streams = {count: [1000 * value for value in row] for count, row in by_streams(device, repeat).items()}
-    title = f"3. {CHAINS} independent chains of {LINKS} products of {SMALL} x {SMALL} on {device}"
+    title = f"3. {CHAINS} independent chains of {LINKS} matmuls of {SMALL} x {SMALL} on {device}"
     show(title, ["queued ms", "issued ms"], {f"streams: {count}": row for count, row in streams.items()})
     lines = [Curve(name, [(n, row[i]) for n, row in streams.items()]) for i, name in enumerate(("queued", "issued"))]
     plots = [
-        timeline("Products on two devices", rows_of(twice)),
-        timeline("Products, and copies of them to the host", rows_of(copies)),
-        bars("In turn / together, by size of the matrices", "ratio", {str(one): row[2] for one, row in sizes.items()}),
-        curves(f"{CHAINS} chains of small products", "streams", "ms", lines, zero=True),
+        timeline("Matrix multiplications on two devices", rows_of(twice)),
+        timeline("Matrix multiplications and copies to the host", rows_of(copies)),
+        bars("Sequential / concurrent time, by size", "ratio", {str(one): row[2] for one, row in sizes.items()}),
+        curves(f"{CHAINS} chains of small matmuls", "streams", "ms", lines, zero=True),
     ]
     beside(plots, picture)
     print(f"\n{picture}")

@@ -1,4 +1,4 @@
-"""Queues that work runs on, CUDA streams or threads, and the record of when what ran on them."""
+"""Lanes: queues of work (CUDA streams or threads) that record what ran on them and when."""
 
 import time
 from collections.abc import Callable
@@ -10,17 +10,28 @@ import torch
 from ddp_lab.observe.plot import Boxes
 
 Work = Callable[[], object]
+Box = tuple[float, float, str]  # start and end in seconds, and a label
 
 
 class Run(NamedTuple):
-    """Seconds from the first call to the end of all work; what ran when, in seconds since that call, by row."""
+    """One timed run.
+
+    Attributes:
+        seconds: time from the first call to the end of all work.
+        rows: a timeline: what ran on the host and on each lane, in seconds since the first call.
+    """
 
     seconds: float
     rows: dict[str, Boxes]
 
 
 class Lane:
-    """A queue: what is issued to it runs in that order, beside the work of other lanes."""
+    """A queue of work, which runs in the order of issue and may overlap with the work of other lanes.
+
+    Args:
+        name: name of its row in a timeline.
+        device: where its work runs.
+    """
 
     def __init__(self, name: str, device: torch.device):
         self.name, self.device = name, device
@@ -28,39 +39,49 @@ class Lane:
         self.queued: list[Any] = []
 
     def begin(self, zeros: dict[torch.device, Any]) -> None:
-        """Forgets what ran. `zeros` holds, by device, what its lanes count time from."""
+        """Clear the record. `zeros` holds the origin of time of each device, which its lanes share."""
         self.host, self.queued = [], []
 
     def issue(self, label: str, work: Work, after: Any = None) -> Any:
-        """Queues the work, to start behind `after` of any lane; returns what another work's `after` can be."""
+        """Queue work.
+
+        Args:
+            label: label of its box in a timeline.
+            work: the function to call.
+            after: return value of another `issue`, on any lane, after which the work may start; None: no such condition.
+
+        Returns:
+            A handle of this work, for another work's `after`.
+        """
         start = time.perf_counter()
         done = self.put(label, work, after)
         self.host.append((start, time.perf_counter(), "issue"))
         return done
 
     def wait(self) -> None:
-        """Until all that was issued is done."""
+        """Wait until all issued work is done."""
         start = time.perf_counter()
         self.finish()
         self.host.append((start, time.perf_counter(), "wait"))
 
 
 class Stream(Lane):
-    """A CUDA stream. Events time its work by the device's clock: two for each piece, a few microseconds of the host's time."""
+    """A CUDA stream. Two events per work time it by the device's clock, which takes the host a few microseconds."""
 
     def __init__(self, name: str, device: torch.device):
         super().__init__(name, device)
         self.stream = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # belongs to the device of the stream that records it
+        """Record an event on the stream."""
+        event = torch.cuda.Event(enable_timing=True)  # belongs to the device of the stream on which it is recorded
         event.record(self.stream)
         return event
 
     def begin(self, zeros: dict[torch.device, Any]) -> None:
         super().begin(zeros)
         torch.cuda.synchronize(self.device)  # an event on an idle device happens when it is recorded
-        if self.device not in zeros:  # events of two devices cannot be compared: the host's clock stands between them
+        if self.device not in zeros:  # events of two devices cannot be compared, so the host's clock relates them
             zeros[self.device] = self.mark(), time.perf_counter()
         self.zero, self.moment = zeros[self.device]
 
@@ -78,7 +99,7 @@ class Stream(Lane):
         self.stream.synchronize()
 
     def ran(self) -> Boxes:
-        """By the host's clock, to some microseconds."""
+        """Return what ran, by the host's clock, accurate to some microseconds."""
 
         def at(event: torch.cuda.Event) -> float:
             return self.moment + self.zero.elapsed_time(event) / 1000
@@ -87,14 +108,14 @@ class Stream(Lane):
 
 
 class Thread(Lane):
-    """A thread of one core that works off a queue: a stream for machines without a GPU."""
+    """A thread of one core that processes a queue: the stand-in for a stream on machines without a GPU."""
 
     def __init__(self, name: str, device: torch.device):
         super().__init__(name, device)
         self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
-    def put(self, label: str, work: Work, after: Future | None) -> Future:
-        def run() -> tuple[float, float, str]:
+    def put(self, label: str, work: Work, after: Future[Box] | None) -> Future[Box]:
+        def run() -> Box:
             if after is not None:
                 after.result()
             start = time.perf_counter()
@@ -113,11 +134,12 @@ class Thread(Lane):
 
 
 def lane(name: str, device: torch.device) -> Lane:
+    """Return a stream on a GPU, a thread on a CPU."""
     return (Stream if device.type == "cuda" else Thread)(name, device)
 
 
 def once(lanes: list[Lane], variant: Work) -> Run:
-    """Calls `variant`, which issues work to the lanes, and waits for all of it."""
+    """Call `variant`, which issues work to the lanes, and wait for all of it."""
     zeros: dict[torch.device, Any] = {}
     for one in lanes:
         one.begin(zeros)
@@ -131,5 +153,5 @@ def once(lanes: list[Lane], variant: Work) -> Run:
 
 
 def repeated(lanes: list[Lane], variant: Work, repeat: int) -> list[Run]:
-    """`repeat` runs, the quickest first, after two that do not count."""
+    """Return `repeat` runs, the fastest first, after two warm-up runs."""
     return sorted([once(lanes, variant) for _ in range(repeat + 2)][2:], key=lambda run: run.seconds)

@@ -1,4 +1,4 @@
-"""One command that trains under several strategies and reports; opened as a reader does."""
+"""scripts/compare.py: the runs, the table and the HTML report, which is opened in a browser."""
 
 import shutil
 import statistics
@@ -17,7 +17,7 @@ STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline"]
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Three ranks: what needs pairs cannot run."""
+    """Return the report's directory and the output for three ranks, under which strategies that need pairs cannot run."""
     out = tmp_path_factory.mktemp("compare")
     code, output = launch(
         f"python scripts/compare.py --ranks 3 --out {out} --strategies",
@@ -38,19 +38,19 @@ def rows_of(output: str) -> dict[str, list[str]]:
     return {row[1]: row[2:-1] for row in lines if len(row) == 13}
 
 
-def test_the_table_shows_that_they_agree(report):
+def test_compare_shows_the_same_weights_for_all_strategies(report):
     out, output = report
     table = rows_of(output)
     assert set(table) - {"strategy", "---"} == {"single", *STRATEGIES}
     for name in ("scratch", "pipeline"):
         assert table[name][0] == "3"
-        assert float(table[name][-1]) < 1e-6, "the weights at the end are single's"
-        assert table[name][7] == table["single"][7], "and the test accuracy"
+        assert float(table[name][-1]) < 1e-6, "the weights at the end differ from single's"
+        assert table[name][7] == table["single"][7], "the test accuracy differs"
         assert int(table[name][5].removesuffix(" MiB").replace(",", "")) > 100
-    assert float(table["scratch"][-1]) > 0, "other sums, other roundings: it is not single's file that was read"
-    assert table["scratch"][6] == "516kB", "LeNet's 129,068 gradients of 4 bytes"
+    assert float(table["scratch"][-1]) > 0, "no rounding difference: was single's checkpoint read?"
+    assert table["scratch"][6] == "516kB", "not LeNet's 129,068 gradients of 4 bytes"
     assert table["single"][6] == "0B"
-    assert table["tp"][1] == "not run: 3 ranks make no pairs"
+    assert table["tp"][1] == "not run: needs an even number of ranks, got 3"
     assert (out / "report.md").read_text() in output
     assert "- pipeline-3: bubble: the busiest rank" in output
 
@@ -91,14 +91,14 @@ def test_rows_compare_every_strategy_with_single():
     ]
 
 
-def test_a_run_too_short_for_a_profile_is_compared_without(tmp_path):
+def test_compare_skips_profiles_of_too_short_runs(tmp_path):
     code, output = launch(f"python scripts/compare.py --out {tmp_path} --strategies single --", *SMALL, "epochs=1")
     assert code == 0, output
     assert "without profiles: profile=true: needs 16 steps" in output
     assert "| single | 1 |" in output
 
 
-def test_the_report_needs_nothing_else_and_opens(report, tmp_path):
+def test_compare_html_report_is_self_contained_and_opens(report, tmp_path):
     out, _ = report
     page = (out / "report.html").read_text()
     assert "http" not in page
@@ -106,7 +106,7 @@ def test_the_report_needs_nothing_else_and_opens(report, tmp_path):
     assert Image.open(out / "plots.png").width > 1000
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("there is no Chromium here")
+        pytest.skip("Chromium is not installed")
     picture = tmp_path / "page.png"
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={picture}", "--window-size=1200,1200"]
     subprocess.run(
@@ -116,23 +116,23 @@ def test_the_report_needs_nothing_else_and_opens(report, tmp_path):
         capture_output=True,
     )
     shown = Image.open(picture).convert("RGB")
-    assert (0, 114, 178) in {colour for _, colour in shown.getcolors(1_000_000)}, "the plots are not to be seen"
+    assert (0, 114, 178) in {colour for _, colour in shown.getcolors(1_000_000)}, "the plots are not shown"
 
 
-def test_words_that_are_its_own_are_refused():
+def test_compare_refuses_overrides_it_sets_itself():
     code, output = launch("python scripts/compare.py runs_dir=elsewhere")
     assert code == 2
-    assert "runs_dir=elsewhere: is compare.py's own to choose" in output
+    assert "runs_dir=elsewhere: is set by compare.py; use --out" in output
 
 
-def test_an_unknown_strategy_is_named():
+def test_compare_refuses_unknown_strategies():
     code, output = launch("python scripts/compare.py --strategies magic")
     assert code == 2
-    assert "--strategies magic: there is no such strategy; allowed: single, scratch, ddp" in output
+    assert "--strategies magic: no such strategy; allowed: single, scratch, ddp" in output
 
 
-def test_a_folder_with_other_runs_is_refused(tmp_path):
-    """Their numbers would be taken for this one's."""
+def test_compare_refuses_a_directory_that_is_not_empty(tmp_path):
+    """The numbers of other runs would be mistaken for those of this report."""
     (tmp_path / "other").touch()
     code, output = launch(f"python scripts/compare.py --out {tmp_path}")
     assert (code, output) == (1, f"error: --out {tmp_path}: is not empty; use another folder\n")
@@ -140,7 +140,7 @@ def test_a_folder_with_other_runs_is_refused(tmp_path):
     assert (code, output) == (1, f"error: --out {tmp_path}/other: cannot be created (File exists); use another folder\n")
 
 
-def test_no_ranks_are_refused():
+def test_compare_refuses_zero_ranks():
     code, output = launch("python scripts/compare.py --ranks 2 0 -- epochs=2")
     assert code == 2
     assert "--ranks 2 0: each must be at least 1" in output

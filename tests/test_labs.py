@@ -1,4 +1,4 @@
-"""The labs run to their end and find what they are about."""
+"""The labs: they run to their end, and their tables and pictures are complete."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from scripts import lab_overlap
 from scripts.lanes import Thread, once
 
 
-def test_lab_allreduce(tmp_path):
+def test_lab_allreduce_prints_and_draws_all_algorithms(tmp_path):
     line = "torchrun --standalone --nproc_per_node=3 scripts/lab_allreduce.py --largest 16 --repeat 3 --batch 24"
     code, output = launch(line, "--out", str(tmp_path / "lab"))
     assert code == 0, output
@@ -24,18 +24,18 @@ def test_lab_allreduce(tmp_path):
     times = {row[0]: [float(value) for value in row[1:]] for row in rows if row and row[0] in ("4,096", "16,384", "65,536")}
     assert len(times) == 3
     for size in ("4,096", "65,536"):
-        assert abs(times[size][-1] - times[size][-2]) < 0.002, "the model goes through the library's ends"
+        assert abs(times[size][-1] - times[size][-2]) < 0.002, "the model does not fit the library's first and last row"
     assert ["star", "per_tensor", "flat", "ring", "bucketed", "ddp", "none"] in rows
     assert Image.open(tmp_path / "lab.png").width > 1000
 
 
-def test_lab_allreduce_of_one_rank_is_refused():
+def test_lab_allreduce_refuses_one_rank():
     code, output = launch("python scripts/lab_allreduce.py")
     assert code == 1
-    assert "one rank has nobody to sum with" in output
+    assert "error: an all-reduce needs at least 2 ranks, got 1; use torchrun" in output
 
 
-def test_lab_scaling_rules(tmp_path):
+def test_lab_scaling_rules_scales_the_rate_by_each_rule(tmp_path):
     line = f"python scripts/lab_scaling_rules.py --ks 1 4 --out {tmp_path} --"
     code, output = launch(line, *SMALL[:-2], "batch_size=25", "epochs=3", "optimizer.lr=0.02")
     assert code == 0, output
@@ -51,15 +51,15 @@ def test_lab_scaling_rules(tmp_path):
     assert Image.open(tmp_path / "accuracy.png").width > 600
 
 
-def test_lab_scaling_rules_goes_on_behind_a_run_that_diverges(tmp_path):
+def test_lab_scaling_rules_continues_after_a_run_that_diverges(tmp_path):
     line = f"python scripts/lab_scaling_rules.py --ks 1 2 --out {tmp_path} --"
     code, output = launch(line, *SMALL[:-2], "batch_size=25", "epochs=3", "optimizer.lr=1e20")
     assert code == 0, output
     assert output.count("diverged") == 6
-    assert not (tmp_path / "accuracy.png").exists(), "there is nothing to draw"
+    assert not (tmp_path / "accuracy.png").exists(), "a picture without a curve was drawn"
 
 
-def test_lab_scaling_rules_of_no_batch_is_refused():
+def test_lab_scaling_rules_refuses_an_invalid_batch_size():
     code, output = launch("python scripts/lab_scaling_rules.py --ks 1 2 -- batch_size=many")
     assert code == 2
     assert "batch_size=many --ks 1 2: must be integers of at least 1" in output
@@ -69,32 +69,33 @@ ON_TWO = {0: ["thread 0", "thread 1"], 1: ["stream 0", "stream 1"], 2: ["cuda:0"
 
 
 def numbers(lines: list[str], title: str) -> dict[str, list[float]]:
-    """The rows of the table below the line that begins with `title` and the one with the columns' names."""
+    """Return the rows of the table whose title begins with `title`."""
     at = next(i for i, line in enumerate(lines) if line.startswith(title)) + 2
     rows = (line for line in lines[at : lines.index("", at)] if not line.startswith("every"))
-    return {line[:24].strip(): [float(word) for word in line[24:].split()] for line in rows}
+    return {line[:24].strip(): [float(cell) for cell in line[24:].split()] for line in rows}
 
 
 @pytest.mark.parametrize("gpus", [0, pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))])
-def test_lab_overlap(gpus, tmp_path, monkeypatch):
+def test_lab_overlap_prints_and_draws_three_parts(gpus, tmp_path, monkeypatch):
     if gpus == 1:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    line = "python scripts/lab_overlap.py --size 64 --products 3 --repeat 2"
+    line = "python scripts/lab_overlap.py --size 64 --matmuls 3 --repeat 2"
     code, output = launch(line, "--out", str(tmp_path / "new" / "lab"), gpus=gpus > 0)
     assert code == 0, output
     lines = output.splitlines()
     assert ("stand for two devices" in lines[0]) == (gpus < 2)
-    on_pair = numbers(lines, "1. 3 products of 64 x 64 on each of two devices")
-    assert list(on_pair) == [*(f"{name} alone" for name in ON_TWO[gpus]), "in turn", "together"]
-    by_size = numbers(lines, "3 products by size")
+    on_pair = numbers(lines, "1. 3 matmuls of 64 x 64 on each of two devices")
+    assert list(on_pair) == [*(f"{name} alone" for name in ON_TWO[gpus]), "sequential", "concurrent"]
+    by_size = numbers(lines, "3 matmuls by size")
     assert list(by_size) == [f"{size} x {size}" for size in (8, 16, 32, 64)]
-    for turn, together, ratio in by_size.values():
-        low, high = (turn - 0.0005) / (together + 0.0005), (turn + 0.0005) / max(1e-9, together - 0.0005)
-        assert low - 0.0005 <= ratio <= high + 0.0005, "the ratio is that of the times, as they are rounded"
-    copies = numbers(lines, "2. 3 products")
+    for sequential, concurrent, ratio in by_size.values():
+        low = (sequential - 0.0005) / (concurrent + 0.0005)
+        high = (sequential + 0.0005) / max(1e-9, concurrent - 0.0005)
+        assert low - 0.0005 <= ratio <= high + 0.0005, "the ratio is not that of the rounded times"
+    copies = numbers(lines, "2. 3 matmuls")
     pageable = ["two, pageable"] if gpus else []
-    assert list(copies) == ["products alone", "copies alone", "in turn", "one stream", "two streams", *pageable]
-    assert "every copy is the product" in lines
+    assert list(copies) == ["matmuls alone", "copies alone", "sequential", "one stream", "two streams", *pageable]
+    assert "every copy is correct" in lines
     streams = numbers(lines, "3. 8 independent chains")
     assert list(streams) == [f"streams: {count}" for count in (1, 2, 4, 8)]
     assert all(value > 0 for table in (on_pair, copies, streams) for row in table.values() for value in row)
@@ -102,20 +103,20 @@ def test_lab_overlap(gpus, tmp_path, monkeypatch):
     assert picture.width > 1000
     boxes = picture.convert("RGB").crop((0, 0, picture.width // 2, picture.height // 2))  # the first timeline, not its legend
     shown = {colour for _, colour in boxes.getcolors(boxes.width * boxes.height)}
-    assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= shown, "issue, wait and product are in the timeline"
+    assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= shown, "issue, wait or matmul is missing in the timeline"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--size", "0"], "error: --size 0: must be at least 1"),
         (["--repeat", "-1"], "error: --repeat -1: must be at least 1"),
-        (["--out", "/dev/null/lab"], "error: --out /dev/null/lab: no picture can be written there"),
-        (["--size", "100000000"], "error: --size 100000000 --products 10: "),
+        (["--out", "/dev/null/lab"], "error: --out /dev/null/lab: the picture cannot be written there"),
+        (["--size", "100000000"], "error: --size 100000000 --matmuls 10: "),
     ],
 )
-def test_lab_overlap_says_what_it_cannot_do(words, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["lab_overlap.py", "--out", str(tmp_path / "lab"), *words])
+def test_lab_overlap_refuses_invalid_arguments_in_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lab_overlap.py", "--out", str(tmp_path / "lab"), *arguments])
     with pytest.raises(SystemExit) as ended:
         lab_overlap.main()
     assert ended.value.code.startswith(message)
@@ -124,7 +125,7 @@ def test_lab_overlap_says_what_it_cannot_do(words, message, tmp_path, monkeypatc
 
 @pytest.fixture
 def threads():
-    """Two lanes, whose threads have one core; so would all others of this process from now on."""
+    """Yield two lanes with one core each, then restore the number of threads, which they set for the whole process."""
     before, pair = torch.get_num_threads(), [Thread(name, torch.device("cpu")) for name in ("compute", "copy")]
     yield pair
     for one in pair:
@@ -132,45 +133,49 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_a_lane_runs_one_work_after_the_other(threads):
+def test_lane_runs_its_work_sequentially(threads):
     variants = lab_overlap.on_two(threads, 32, 5, 1)
-    for name, lanes in (("compute alone", ["compute"]), ("in turn", ["compute", "copy"]), ("together", ["compute", "copy"])):
+    for name, lanes in (
+        ("compute alone", ["compute"]),
+        ("sequential", ["compute", "copy"]),
+        ("concurrent", ["compute", "copy"]),
+    ):
         rows = once(threads, variants[name]).rows
         assert list(rows) == ["host", *lanes]
         assert all(len(rows[lane]) == 5 for lane in lanes)
         for row in rows.values():
             assert all(start <= end for start, end, _ in row)
-            assert all(end <= start for (_, end, _), (start, _, _) in pairwise(row)), "boxes of one row lie on each other"
+            assert all(end <= start for (_, end, _), (start, _, _) in pairwise(row)), "boxes of one row overlap"
         issued = [start for start, _, label in rows["host"] if label == "issue"]
-        assert issued[0] <= rows["compute"][0][0], "nothing runs before it is issued"
-    rows = once(threads, variants["in turn"]).rows
+        assert issued[0] <= rows["compute"][0][0], "work ran before it was issued"
+    rows = once(threads, variants["sequential"]).rows
     assert rows["compute"][-1][1] <= rows["copy"][0][0]
 
 
-def test_a_copy_starts_when_its_product_is_there(threads):
+def test_copy_starts_after_its_matmul(threads):
     found = lab_overlap.with_copies(threads, 32, 4, 2)
     for name, run in found.items():
         last = max(end for row in run.rows.values() for _, end, _ in row)
         assert last <= run.seconds, name
     one, two = found["one stream"].rows, found["two streams"].rows
-    assert [label for _, _, label in one["compute"]] == ["product", "copy"] * 4
-    assert [label for _, _, label in found["in turn"].rows["compute"]] == ["product"] * 4 + ["copy"] * 4
-    products, copies = two["compute"], two["copy"]
-    assert [label for _, _, label in products + copies] == ["product"] * 4 + ["copy"] * 4
-    assert all(done <= start for (_, done, _), (start, _, _) in zip(products, copies, strict=True))
+    assert [label for _, _, label in one["compute"]] == ["matmul", "copy"] * 4
+    assert [label for _, _, label in found["sequential"].rows["compute"]] == ["matmul"] * 4 + ["copy"] * 4
+    matmuls, copies = two["compute"], two["copy"]
+    assert [label for _, _, label in matmuls + copies] == ["matmul"] * 4 + ["copy"] * 4
+    assert all(done <= start for (_, done, _), (start, _, _) in zip(matmuls, copies, strict=True))
 
 
-def test_a_copy_that_comes_too_early_is_noticed(threads, monkeypatch):
+def test_copy_that_starts_too_early_is_detected(threads, monkeypatch):
     issue = Thread.issue
 
-    def heedless(self, label, work, after=None):
+    def issue_without_waiting(self, label, work, after=None):
         def late():
             time.sleep(0.02)
             work()
 
-        return issue(self, label, late if label == "product" else work)
+        return issue(self, label, late if label == "matmul" else work)
 
-    monkeypatch.setattr(Thread, "issue", heedless)
+    monkeypatch.setattr(Thread, "issue", issue_without_waiting)
     with pytest.raises(AssertionError, match="too early"):
         lab_overlap.with_copies(threads, 32, 2, 1)
 

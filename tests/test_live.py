@@ -1,4 +1,4 @@
-"""TensorBoard beside a run that is still training."""
+"""TensorBoard during a run that is still training."""
 
 import contextlib
 import json
@@ -13,17 +13,17 @@ from launches import ROOT, SMALL, start
 
 
 def served(url: str, holds, deadline: float) -> object:
-    """What the server answers, as JSON, once it is as wanted."""
+    """Return the server's JSON answer as soon as `holds` is true for it."""
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=5) as answer:
             if holds(found := json.load(answer)):
                 return found
         time.sleep(0.5)
-    raise AssertionError(f"{url} never answered as wanted")
+    raise AssertionError(f"{url} never gave the expected answer")
 
 
 def test_tensorboard_shows_a_run_while_it_trains(tmp_path):
-    """By the Makefile's own line, on another port and folder."""
+    """TensorBoard is started by the Makefile's command, with another port and directory."""
     (line,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if "/tensorboard --logdir runs" in line)
     words = line.split("/")[-1].replace("--logdir runs", f"--logdir {tmp_path}")
     with socket.socket() as free:
@@ -35,11 +35,11 @@ def test_tensorboard_shows_a_run_while_it_trains(tmp_path):
         url = f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run=live&tag=accuracy/test"
         first = served(url, lambda points: len(points) > 1, time.monotonic() + 100)
         later = served(url, lambda points: len(points) > len(first), time.monotonic() + 60)
-        assert run.poll() is None, "it still trains"
+        assert run.poll() is None, "the run has ended"
         assert [step for _, step, _ in later][:3] == [1, 2, 3]
         listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
-        assert f"0100007F:{port:04X}" in listening, "on localhost"
-        assert f"00000000:{port:04X}" not in listening, "and nowhere else"
+        assert f"0100007F:{port:04X}" in listening, "not reachable on localhost"
+        assert f"00000000:{port:04X}" not in listening, "reachable from other hosts"
     finally:
         for process in (run, board):
             os.killpg(process.pid, signal.SIGKILL)
