@@ -65,7 +65,7 @@ def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
         "pipeline: stem layer1_0 layer1_1 layer2_0 layer2_1 on pp rank 0 (52% of the FLOPs), "
         "layer3_0 layer3_1 layer4_0 layer4_1 head on pp rank 1 (48% of the FLOPs), balance 97% (mean rank / busiest)",
         "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+p-1) = 11% of the time, p=2",
-        "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is",
+        "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches",
     ):
         assert written.count(logged) == 1, written
     assert written.count("expected bubble") == written.count("balance") == written.count("BatchNorm") == 1
@@ -142,13 +142,13 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `python train.py",
     "strategy=dp": "strategy=dp: runs in one process",
     "strategy=split": "strategy=split: runs in one process",
-    "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 does not "
-    "divide by 3; use 1 or 2, or start a multiple of 3 ranks",
-    "strategy=tp strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of dp x tp, because 2 does not divide by 3",
+    "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 is not "
+    "divisible by 3; use 1 or 2, or start a multiple of 3 ranks",
+    "strategy=tp strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of dp x tp, because 2 is not divisible by 3",
     "strategy=tp strategy.plan={conv9:replicate}": "strategy.plan.conv9=replicate: the model has no such block; it has conv1, "
     "conv2, fc1, fc2",
-    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 do not divide by 2. Use a "
-    "tp that divides them, or leave those blocks whole: 'strategy.plan={fc2:replicate}'",
+    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 are not divisible by 2. Use a "
+    "tp that divides them, or replicate those blocks: 'strategy.plan={fc2:replicate}'",
     "strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=1f1b on 2 ranks needs 2 stages,",
     "strategy=pipeline strategy.schedule=gpipe strategy.num_stages=4": "strategy.num_stages=4: strategy.schedule=gpipe on 2",
     "strategy=pipeline strategy.schedule=loopedbfs strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=loopedbfs "
@@ -157,15 +157,15 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "excluded: some of conv2, fc1, fc2",
     "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=['fc1', 'fc2']: has 2 names, but 2 stages need 1",
     "strategy=pipeline strategy.num_microbatches=1": "strategy.num_microbatches=1: strategy.schedule=1f1b needs at least one "
-    "for each of the 2 ranks in a pipeline; use 2 or more, or gpipe",
+    "for each of the 2 ranks in a pipeline; use 2 or more, or strategy.schedule=gpipe",
     "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": "the model cannot be cut into 4 "
     "stages: it has 2 blocks (conv, head) and a stage needs at least one. Use at most 2 ranks, strategy.devices or",
     "strategy=pipeline strategy.schedule=interleaved1f1b strategy.num_microbatches=5": "strategy.num_microbatches=5: "
-    "strategy.schedule=interleaved1f1b wants as many in each round over its 2 ranks; use 4 or 6",
-    "strategy=pipeline strategy.num_microbatches=12 batch_size=22 accumulate=2": "strategy.num_microbatches=12: a pipeline "
-    "gets 11 samples at once, its share of batch_size divided by accumulate; use at most 11",
-    "strategy=ddp_pipeline strategy.pp=1 strategy.schedule=interleaved1f1b": "strategy.schedule=interleaved1f1b: torch's "
-    "evaluation needs the stages of one rank apart, so at least 2 ranks in a pipeline; use gpipe or 1f1b for one",
+    "strategy.schedule=interleaved1f1b on 2 ranks needs a multiple of 2, to make 2 equal rounds; use 4 or 6",
+    "strategy=pipeline strategy.num_microbatches=12 batch_size=22 accumulate=2": "strategy.num_microbatches=12: must not "
+    "exceed the 11 samples that a pipeline gets at once (local batch size / accumulate); use at most 11",
+    "strategy=ddp_pipeline strategy.pp=1 strategy.schedule=interleaved1f1b": "strategy.schedule=interleaved1f1b: needs at "
+    "least 2 ranks in a pipeline, because torch cannot evaluate with consecutive stages on one rank; use gpipe or 1f1b for",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
     "strategy=ddp data.shift=28": "data.shift=28: must be smaller than the images, which are 28 x 28 pixels; allowed: 0 to 27",

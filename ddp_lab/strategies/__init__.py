@@ -1,1 +1,1 @@
-"""One file for each way of spreading a training step over devices, over one base class. No loop and no files here."""
+"""One file for each way of spreading a training step over devices, on one base class. No training loop and no file access."""

@@ -1,16 +1,17 @@
-"""Five ways of summing the gradients over the ranks; every rank gets the sums.
+"""Five ways of summing the gradients over the ranks. After each, every rank has the sums.
 
-With W ranks and n bytes of gradients, a rank sends and receives about
+With W ranks and n bytes of gradients:
 
-| algorithm | what a rank moves | messages | |
+| algorithm | bytes that a rank sends, and receives | messages | |
 |---|---|---|---|
-| star | rank 0: W n in and W n out; others n and n | 2 for each tensor | the books' first: one gathers, adds, hands out |
-| per_tensor | 2 n (W-1)/W | as the library does it, for each tensor | |
-| flat | the same | one collective | |
-| ring | the same | 2 (W-1) | what the library's ring does, with send and receive |
-| bucketed | the same | one collective for each bucket | and while backward is still at work |
+| star | rank 0: (W-1) n; the others: n | two collectives per tensor | the naive way: rank 0 gathers, adds, broadcasts |
+| per_tensor | 2 n (W-1)/W | one collective per tensor | |
+| flat | 2 n (W-1)/W | one collective | |
+| ring | 2 n (W-1)/W | 2 (W-1) per rank | the library's ring, written with send and receive |
+| bucketed | 2 n (W-1)/W | one collective per bucket | runs during the backward pass |
 
-(Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", for 2 n (W-1)/W.)
+2 n (W-1)/W is the least that an all-reduce can send (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations").
 """
 
 from collections.abc import Callable, Iterable
@@ -20,58 +21,65 @@ import torch.distributed as dist
 from torch import nn
 
 MiB = 2**20
-PIECE = 2**16  # elements that torch.cat gets at once
+CHUNK = 2**16  # elements in each input of torch.cat
 
 
 def star(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Rank 0 gathers, adds and hands out: its link carries all of it. In place."""
-    first = dist.get_rank() == 0
+    """Sum each gradient on rank 0 and broadcast the sum, in place. Rank 0's link carries all the traffic.
+
+    This is the all-reduce of Dive into Deep Learning, section 13.5, with processes in place of devices.
+    """
     for gradient in map(in_memory_order, gradients):
-        parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())] if first else None
-        dist.gather(gradient, parts, dst=0)
-        if first:
-            gradient.copy_(torch.stack(parts).sum(0))
+        from_ranks = [torch.empty_like(gradient) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+        dist.gather(gradient, from_ranks, dst=0)
+        if from_ranks is not None:
+            gradient.copy_(torch.stack(from_ranks).sum(0))
         dist.broadcast(gradient, src=0)
     return gradients
 
 
 def per_tensor(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One collective for each tensor, as the textbook does it. Each pays the latency: LeNet has 8 tensors, ResNet-18 62.
-    In place."""
+    """Sum each gradient in a collective of its own, in place. Each pays the latency: LeNet has 8 tensors, ResNet-18 has 62."""
     for gradient in gradients:
         dist.all_reduce(in_memory_order(gradient))
     return gradients
 
 
 def flat(gradients: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """One collective for all: the latency is paid once, for the price of a copy. The sums are views of it."""
-    together = flatten(gradients)
-    dist.all_reduce(together, group=group)
-    return unflatten(together, gradients)
+    """Sum all gradients in one collective, which pays the latency once and costs one copy. Return views of the sums."""
+    flattened = flatten(gradients)
+    dist.all_reduce(flattened, group=group)
+    return unflatten(flattened, gradients)
 
 
 def ring(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Every rank sends to its right neighbour and receives from its left one, all at once. W-1 rounds in which the parts pile
-    up, until each rank has the whole sum of one part; W-1 in which the sums go round."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    together = flatten(gradients)
-    padded = torch.cat([together, together.new_zeros(-len(together) % world_size)])
-    parts = padded.chunk(world_size)
-    received = torch.empty_like(parts[0])
+    """Sum all gradients by passing chunks around a ring of ranks. Return views of the sums.
 
-    def pass_on(send: int, into: torch.Tensor) -> None:
-        right, left = (rank + 1) % world_size, (rank - 1) % world_size
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, parts[send % world_size], right), dist.P2POp(dist.irecv, into, left)]
-        ):
+    The gradients are cut into W chunks. In every round each rank sends one chunk to its right neighbour and receives one from
+    its left neighbour, so all links are busy at once.
+
+        reduce-scatter, W-1 rounds: each rank adds the chunk it receives to its own; then each rank has one complete sum
+        all-gather,     W-1 rounds: the complete sums are passed on, until every rank has all of them
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    flattened = flatten(gradients)
+    padded = torch.cat([flattened, flattened.new_zeros(-len(flattened) % world_size)])
+    chunks = padded.chunk(world_size)
+    received = torch.empty_like(chunks[0])
+
+    def exchange(send: int, into: torch.Tensor) -> None:
+        sending = dist.P2POp(dist.isend, chunks[send % world_size], right)
+        receiving = dist.P2POp(dist.irecv, into, left)
+        for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
 
-    for turn in range(world_size - 1):
-        pass_on(rank - turn, received)
-        parts[(rank - turn - 1) % world_size].add_(received)
-    for turn in range(world_size - 1):
-        pass_on(rank - turn + 1, parts[(rank - turn) % world_size])
-    return unflatten(padded[: len(together)], gradients)
+    for step in range(world_size - 1):
+        exchange(rank - step, received)
+        chunks[(rank - step - 1) % world_size].add_(received)
+    for step in range(world_size - 1):
+        exchange(rank - step + 1, chunks[(rank - step) % world_size])
+    return unflatten(padded[: len(flattened)], gradients)
 
 
 ALGORITHMS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
@@ -83,46 +91,64 @@ ALGORITHMS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One after the other, [n], each in the order of `in_memory_order`.
+    """Concatenate the tensors to one, [n], the elements of each in the order of `in_memory_order`.
 
-    In pieces, because torch.cat gives all its inputs as many thread blocks as the largest needs: ResNet-18's 62 gradients took
-    an H200 160 us as they are.
+    The tensors are split into chunks first, because torch.cat launches as many thread blocks for every input as for the
+    largest: without splitting, ResNet-18's 62 gradients took 160 us on an H200, with it 26 us (docs/benchmarks-log.md).
     """
-    return torch.cat([piece for tensor in tensors for piece in in_memory_order(tensor).flatten().split(PIECE)])
+    return torch.cat([chunk for tensor in tensors for chunk in in_memory_order(tensor).flatten().split(CHUNK)])
 
 
-def unflatten(together: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The way back, without a copy: views of the parts, each with the shape of one of `like`."""
+def unflatten(flattened: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Undo `flatten` without a copy.
+
+    Args:
+        flattened: [n].
+        like: tensors whose shapes and strides to restore, n elements in all.
+
+    Returns:
+        One view of `flattened` for each tensor of `like`.
+    """
     ordered = [in_memory_order(tensor) for tensor in like]
-    parts = together.split([tensor.numel() for tensor in like])
+    parts = flattened.split([tensor.numel() for tensor in like])
     views = [part.view_as(tensor) for part, tensor in zip(parts, ordered, strict=True)]
     return [
-        view if ours is theirs else view.permute(0, 3, 1, 2) for view, ours, theirs in zip(views, ordered, like, strict=True)
+        view if in_order is tensor else view.permute(0, 3, 1, 2)
+        for view, in_order, tensor in zip(views, ordered, like, strict=True)
     ]
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that is contiguous where the tensor is, channels first or channels last: else flattening would be a copy."""
+    """Return a view that is contiguous if the tensor is contiguous or channels last, so that flattening it copies nothing."""
     return tensor if tensor.is_contiguous() or tensor.dim() != 4 else tensor.permute(0, 2, 3, 1)
 
 
 class Bucket:
-    """Some parameters whose gradients travel together."""
+    """Parameters whose gradients are summed in one collective.
+
+    Attributes:
+        missing: how many of their gradients the current backward pass has yet to compute.
+        pending: the flattened gradients and the collective that is summing them, once it is launched.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters, self.missing = parameters, len(parameters)
-        self.together: torch.Tensor | None = None
-        self.work: dist.Work | None = None
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
 
 class Buckets:
-    """Sends gradients while backward still computes earlier layers': each bucket when the last of its gradients is there.
+    """Sums gradients while the backward pass is still computing those of earlier layers.
 
-    Backward goes through the layers from the last to the first, so the last bucket is full first; hooks that run behind a
-    parameter's gradient count them. What is left to wait for after backward is the first bucket.
+    A hook on each parameter runs when its gradient is complete. The last gradient of a bucket launches the bucket's
+    all-reduce. The backward pass goes from the last layer to the first, so the last layers' bucket is complete first. Only the
+    all-reduce of the first layers' bucket has no computation left to hide behind.
 
     Args:
-        groups: the parameters of each bucket; those without any are left out.
+        groups: parameters of each bucket; groups without parameters are ignored.
+
+    Attributes:
+        active: whether gradients are counted and sent; False during gradient accumulation (`Strategy.no_sync`).
     """
 
     def __init__(self, groups: Iterable[list[nn.Parameter]]):
@@ -137,19 +163,27 @@ class Buckets:
             return
         bucket.missing -= 1
         if bucket.missing == 0:
-            bucket.together = flatten(gradients_of(bucket.parameters))
-            bucket.work = dist.all_reduce(bucket.together, async_op=True)
+            flattened = flatten(gradients_of(bucket.parameters))
+            bucket.pending = flattened, dist.all_reduce(flattened, async_op=True)
 
     def finish(self) -> None:
-        """After backward: waits for what is on its way; the sums become the gradients."""
+        """Wait for all collectives and make the sums the gradients. Call it after the backward pass."""
         for bucket in self.buckets:
-            bucket.work.wait()
-            set_gradients(bucket.parameters, unflatten(bucket.together, gradients_of(bucket.parameters)))
-            bucket.missing, bucket.together, bucket.work = len(bucket.parameters), None, None
+            assert bucket.pending is not None, f"{bucket.missing} parameters of a bucket got no gradient in this step"
+            flattened, work = bucket.pending
+            work.wait()
+            set_gradients(bucket.parameters, unflatten(flattened, gradients_of(bucket.parameters)))
+            bucket.missing, bucket.pending = len(bucket.parameters), None
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of a parameter that took part in the step."""
+    assert parameter.grad is not None, f"a parameter of shape {list(parameter.shape)} got no gradient in this step"
+    return parameter.grad
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in parameters]
+    return [gradient_of(parameter) for parameter in parameters]
 
 
 def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:

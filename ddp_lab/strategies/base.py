@@ -1,10 +1,10 @@
-"""What every strategy is: a working default for one device, of which each strategy changes a few lines."""
+"""The base class of all strategies: a working default for one device, of which each strategy overrides a few methods."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,35 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.world.runtime import Runtime
 
-Piece = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
+MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last"})
 
-# For torch.distributed.checkpoint, which is imported where a state is saved or loaded: it brings 700 modules and takes 0.5 s.
-WHOLE = {"full_state_dict": True, "cpu_offload": True}
+
+class StateOptions(TypedDict, total=False):
+    """The options of torch's StateDictOptions that are used here.
+
+    torch.distributed.checkpoint loads 700 modules in 0.5 s, so it is imported only where a state is saved or loaded.
+    """
+
+    full_state_dict: bool
+    cpu_offload: bool
+
+
+FULL_STATE: StateOptions = {"full_state_dict": True, "cpu_offload": True}
+
+
+class Fuse(Protocol):
+    """torch.compile with its options."""
+
+    def __call__(self, model: Compiled, /) -> Compiled:
+        """Return the compiled form of a module or a function."""
+        ...
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -35,26 +55,45 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy summed over the samples whose target is not IGNORE; 0 where there is none (a mean would be NaN)."""
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # its 8 bits would lose a sum
+    """Return the cross-entropy summed over the samples whose target is not IGNORE, [].
+
+    Without such samples it is 0, where a mean would be NaN.
+
+    Args:
+        logits: [b, classes].
+        targets: [b].
+    """
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # bf16's 8 bits are too coarse for a sum
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
+    to_local = getattr(tensor, "to_local", None)  # not isinstance: importing DTensor loads 500 modules
+    return tensor if to_local is None else to_local()
 
 
 def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[loss_sum, correct, count] of `sum_dtype`, on the device: sums add over steps and ranks, and divide once, on the host."""
+    """Return [loss_sum, correct, count] in `sum_dtype`, on the device.
+
+    Sums can be added over steps and ranks. They are divided once, on the host.
+
+    Args:
+        loss: `loss_sum` of the logits and targets.
+    """
     correct = (logits.argmax(1) == targets).sum()
     count = (targets != IGNORE).sum()
     dtype = sum_dtype(loss.device)
     return torch.stack([loss.detach().to(dtype), correct.to(dtype), count.to(dtype)])
 
 
+def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of one or more tensors of the same shape, added in their order."""
+    return sum(tensors[1:], tensors[0])
+
+
 def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss to go backward from, and the three sums."""
+    """Return the loss to backpropagate, [], which is the summed loss over `divisor`, and [loss_sum, correct, count]."""
     loss = loss_sum(logits, targets)
     return loss / divisor, sums(loss, logits, targets)
 
@@ -62,23 +101,31 @@ def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tupl
 class Strategy(ABC):
     """One way of spreading a training step over devices.
 
-    Constructed before the data (it decides which share of a batch this rank reads), set up after the model, in an open
-    process group unless `one_process`. The optimizer is made from `param_groups()` after that.
+    The order of calls:
+
+        strategy = SomeStrategy(runtime, ...)   decides which local batch this rank reads, so it comes before the data
+        strategy.partition(model, samples)      decides which rank holds what
+        (the process group opens, unless the strategy runs in one process)
+        strategy.setup(model)                   moves, wraps or cuts the model
+        optimizer = SGD(strategy.param_groups())
+        strategy.forward_backward(...)          in every training step; then the optimizer's step
+        strategy.evaluate(...)                  on every test batch
 
     Attributes:
-        module: what this rank holds of the model, unwrapped, so that its parameters keep their plain names.
-        forward: what computes the logits, `module` or a wrapper around it; for the defaults of this class.
-        axes: the sizes of the named mesh axes that the ranks are laid on, "dp" first.
-        dp_rank, dp_size: which share of every batch this rank reads.
-        dp_group: the ranks that hold the same part of the model and other data; None: all ranks.
-        batch_norm: what its BatchNorm layers take their statistics over.
-        sharded: the ranks of dp_group hold parts of the model, not replicas.
-        supports_mps: it can train on a Mac's GPU.
-        performance_options: which of cuda_graph, compile and channels_last it can take.
-        reports: whether this rank's sums count; true on one rank of each replica.
-        device: where this rank's batches are wanted.
-        replicas: how many copies of the model share a global batch.
-        num_devices: how many devices work, over all ranks.
+        module: this rank's part of the model, unwrapped, so that its parameters keep their plain names.
+        forward: computes the logits: `module` or a wrapper around it. Used by the default methods of this class.
+        axes: size of each axis of the device mesh by name, "dp" first.
+        dp_rank, dp_size: this rank reads local batch number `dp_rank` of the `dp_size` that make up a global batch.
+        dp_group: ranks that hold the same part of the model and read different data; None: all ranks.
+        batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
+        one_process: one process drives all devices, without a process group.
+        sharded: the ranks of dp_group hold shards of the model instead of replicas.
+        supports_mps: whether the strategy can train on a Mac's GPU.
+        performance_options: those of cuda_graph, compile and channels_last that the strategy supports.
+        reports: whether this rank's sums count; True on one rank of each replica.
+        device: device that this rank's batches must be on.
+        replicas: number of copies of the model that share a global batch.
+        num_devices: number of devices in use, over all ranks.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, or the device is not supported by the strategy.
@@ -88,8 +135,8 @@ class Strategy(ABC):
     supports_mps: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
     performance_options: ClassVar[frozenset[str]] = frozenset()
-    save_options: ClassVar[dict[str, bool]] = WHOLE
-    load_options: ClassVar[dict[str, bool]] = WHOLE
+    save_options: ClassVar[StateOptions] = FULL_STATE
+    load_options: ClassVar[StateOptions] = FULL_STATE
 
     module: nn.Module
     forward: nn.Module
@@ -98,7 +145,7 @@ class Strategy(ABC):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
-                f"`python train.py strategy={self.name}`, or take a strategy of several processes, ddp for example"
+                f"`python train.py strategy={self.name}`, or use a strategy for several processes, for example ddp"
             )
         if runtime.device.type == "mps" and not self.supports_mps:
             raise ConfigError(
@@ -111,19 +158,24 @@ class Strategy(ABC):
         self.reports = True
         self.batch_norm: BatchNorm = "local"
         self.dp_group: dist.ProcessGroup | None = None
-        self.measure = measure
+        self.measure: Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.lay_out()
 
     @property
     def name(self) -> str:
-        """The word that chooses it: its file's name."""
+        """The value of `strategy=` that selects it, which is the name of its file."""
         return type(self).__module__.rpartition(".")[2]
 
     def lay_out(self, **inner: int) -> None:
-        """Lays the ranks on a mesh: neighbours share a replica along the `inner` axes, data parallelism gets the rest.
+        """Arrange the ranks in a mesh of dp x the inner axes, and set `axes`, `dp_rank`, `dp_size` and `replicas`.
+
+        Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
+
+        Args:
+            inner: sizes of the axes within a replica, by name. The number of ranks divided by them is the size of dp.
 
         Raises:
-            ConfigError: the inner axes do not divide the number of ranks.
+            ConfigError: the number of ranks is not divisible by an inner axis.
         """
         ranks = self.runtime.world_size
         for axis, size in inner.items():
@@ -131,7 +183,7 @@ class Strategy(ABC):
                 fitting = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
                 raise ConfigError(
                     f"strategy.{axis}={size}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x {axis}, because "
-                    f"{ranks} does not divide by {size}; use {fitting}, or start a multiple of {size} ranks"
+                    f"{ranks} is not divisible by {size}; use {fitting}, or start a multiple of {size} ranks"
                 )
         ranks_per_replica = math.prod(inner.values())
         self.dp_rank = self.runtime.rank // ranks_per_replica
@@ -139,91 +191,112 @@ class Strategy(ABC):
         self.axes = {"dp": self.dp_size, **inner}
 
     def partition(self, model: Chain, samples: int) -> None:  # noqa: B027, most strategies have nothing to decide
-        """Decides which part of the model goes where. Before the process group opens.
+        """Decide which rank holds which part of the model. Called before the process group opens.
 
         Args:
-            samples: that a rank gets at once, of a whole batch: its share, or with accumulation a piece of it.
+            samples: size of a full local batch or, with gradient accumulation, of one of its micro-batches.
 
         Raises:
-            ConfigError: the model or the batch cannot be spread as the options ask.
+            ConfigError: the model or the batch cannot be divided as the options ask.
         """
 
     @abstractmethod
     def setup(self, model: Chain) -> None:
-        """Places, wraps or cuts `model` (on the CPU, the same on every rank)."""
+        """Move `model` to the devices, and wrap or cut it. Collective; sets `module` and `forward`.
 
-    def compile(self, fuse: Callable) -> None:
-        """Fuses the kernels of forward, loss and backward by `fuse`, a torch.compile; for strategies that have it among their
-        `performance_options`. After setup."""
+        Args:
+            model: on the CPU, the same on every rank.
+        """
+
+    def compile(self, fuse: Fuse) -> None:
+        """Compile forward, loss and backward. Called after `setup`, if "compile" is one of the `performance_options`."""
         self.measure = fuse(measure)
         self.forward = fuse(self.module)
 
-    def compile_pieces(self, fuse: Callable, *sizes: float) -> None:
-        """As `compile`, but in the `Chain.pieces` of these sizes, so that a piece's gradients are there when its own backward
-        ends. Every cut costs fusion (docs/benchmarks-log.md)."""
+    def compile_pieces(self, fuse: Fuse, *sizes: float) -> None:
+        """Compile the model in several pieces, each of which has its gradients as soon as its own backward ends.
+
+        A bucket can then be sent while the next piece computes. Every cut costs some fusion (docs/benchmarks-log.md).
+
+        Args:
+            sizes: bytes, as in `Chain.pieces`.
+        """
+        assert isinstance(self.module, Chain)
         self.measure = fuse(measure)
         self.module.execute_in(map(fuse, self.module.pieces(*sizes)))
 
     def describe(self) -> str:
-        """One line for the log: what is where. After setup."""
+        """Return a line for the log: which part of the model is on which device. Called after `setup`."""
         return f"{self.name} on {self.where}"
 
     @property
     def where(self) -> str:
-        """The devices in words: how many of which kind."""
+        """Number and kind of the devices, for the log: "2 x cpu"."""
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return f"{self.num_devices} x {kind}"
 
     def bubble(self) -> float | None:
-        """The share of a step that a pipeline's equally busy ranks are idle; None for what is no pipeline. After partition."""
+        """Return the fraction of a step in which the ranks of a balanced pipeline are idle; None if it is no pipeline.
+
+        Called after `partition`.
+        """
         return None
 
-    def autocast(self) -> AbstractContextManager:
-        """Mixed precision for the forward pass; for strategies that do not have their own."""
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of the forward pass: autocast, unless the strategy has its own mixed precision."""
         return self.runtime.autocast()
 
     def divisor(self, count: int) -> float:
-        """What a summed loss is divided by before backward, so that after it (and `reduce_gradients`) `.grad` is the gradient
-        of the GLOBAL mean: `count`, unless a wrapper takes the mean of what is to be summed over the replicas."""
+        """Return the number that a summed loss is divided by before backward.
+
+        After backward and `reduce_gradients`, `.grad` must be the gradient of the mean over the GLOBAL batch. So it is `count`
+        if gradients are summed over the replicas, and `count / dp_size` if a wrapper such as DDP averages them.
+        """
         return count
 
-    def no_sync(self) -> AbstractContextManager:
-        """Forward and backward in it leave out what strategies do once a step, after the last piece of a batch."""
+    def no_sync(self) -> AbstractContextManager[object]:
+        """Return the context of all gradient-accumulation steps but the last: gradients add up and are not communicated."""
         return nullcontext()
 
     def reduce_gradients(self) -> None:  # noqa: B027, most strategies have nothing left to do
-        """What is left to do for the gradient after the last backward of a step."""
+        """Communicate the gradients, as far as the last backward of the step has not done it."""
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
-        """One batch's gradient, of the mean loss over all `count` samples of the GLOBAL batch.
+        """Compute `.grad` of the mean loss over the GLOBAL batch, which is the same on every replica afterwards. Collective.
 
         Args:
-            inputs, targets: this rank's share, [b, channels, height, width] and [b].
-            accumulate: in how many pieces, one after the other, so that the activations of one piece alone take memory.
+            inputs: local batch, [b, channels, height, width].
+            targets: [b], IGNORE for padding.
+            count: number of samples in the GLOBAL batch, without padding.
+            accumulate: number of gradient-accumulation steps. Only one micro-batch's activations are in memory at a time.
 
         Returns:
-            This rank's [loss_sum, correct, count].
+            [loss_sum, correct, count] of the local batch.
         """
-        pieces = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
+        micro_batches = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
         if self.batch_norm == "sync":
-            pieces = self._without_repetitions(pieces, count)
-        *early, last = pieces
+            micro_batches = self._without_padding(micro_batches, count)
+        *early, last = micro_batches
         with self.no_sync():
-            results = [self.add_gradient(*piece, count) for piece in early]
+            results = [self.add_gradient(*micro_batch, count) for micro_batch in early]
         results.append(self.add_gradient(*last, count))
         self.reduce_gradients()
-        return sum(results[1:], results[0])
+        return add_up(results)
 
-    def _without_repetitions(self, pieces: list[Piece], count: int) -> list[Piece]:
-        """Less the samples that fill up a ragged batch: they have no loss, but would count in the batch's statistics."""
-        left, kept = len(range(self.dp_rank, count, self.dp_size)), []
-        for inputs, targets in pieces:
+    def _without_padding(self, micro_batches: list[MicroBatch], count: int) -> list[MicroBatch]:
+        """Remove the padding of a partial last batch: it has no loss, but would count in BatchNorm's statistics.
+
+        Micro-batches may be empty afterwards. Their number stays, because it must be the same on every rank.
+        """
+        left = len(range(self.dp_rank, count, self.dp_size))  # of the global batch, this rank reads every dp_size-th sample
+        kept: list[MicroBatch] = []
+        for inputs, targets in micro_batches:
             kept.append((inputs[:left], targets[:left]))
             left = max(0, left - len(targets))
         return kept
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
-        """Adds the gradient of one piece of a batch to `.grad`; returns the piece's three sums."""
+        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, correct, count]."""
         with self.autocast():
             logits = self.forward(inputs)
         loss, results = self.measure(logits, targets, self.divisor(count))
@@ -231,30 +304,33 @@ class Strategy(ABC):
         return results
 
     def gradient_norm(self) -> torch.Tensor:
-        """The L2 norm of the whole model's gradient, [], the same on every rank. After forward_backward; collective."""
-        return get_total_norm([parameter.grad for parameter in self.parameters()])
+        """Return the L2 norm of the complete model's gradient, [], the same on every rank.
+
+        Collective. Called after `forward_backward`.
+        """
+        return get_total_norm(gradients_of(self.parameters()))
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits [b, classes] of this rank's share, without a gradient."""
+        """Return the logits of the local batch, [b, classes], without a gradient."""
         with self.autocast():
             return self.forward(inputs)
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """This rank's [loss_sum, correct, count], without a gradient."""
+        """Return [loss_sum, correct, count] of the local batch, without a gradient."""
         logits = self.predict(inputs)
         return sums(loss_sum(logits, targets), logits, targets)
 
     def total(self, sums: torch.Tensor) -> list[float]:
-        """The sums over all ranks, on the host. Waits for the device: call it once an epoch."""
+        """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch."""
         return self.runtime.all_reduce(sums if self.reports else torch.zeros_like(sums)).tolist()
 
     def train(self, mode: bool = True) -> None:
-        """Switches between training and evaluation.
+        """Switch between training and evaluation mode. Collective.
 
-        BatchNorm's running statistics are each replica's own while training; leaving it, all get replica 0's, so that
-        one model is evaluated and saved.
+        In training every replica keeps its own running statistics of BatchNorm. When training ends, all replicas receive those
+        of replica 0, so that the same model is evaluated and saved everywhere.
         """
         self.module.train(mode)
         if not mode and self.dp_size > 1:
@@ -262,28 +338,31 @@ class Strategy(ABC):
                 dist.broadcast(buffer, group=self.dp_group, group_src=0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What this rank holds of the model's. After setup."""
+        """Return the parameters that this rank holds. Called after `setup`."""
         return self.module.parameters()
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """`parameters` as the optimizer gets them. After setup."""
+        """Return `parameters` in the form that optimizers take. Called after `setup`."""
         return [{"params": list(self.parameters())}]
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole model and optimizer by plain names, on the CPU. Collective; complete on rank 0, maybe empty elsewhere."""
+        """Return the complete state of model and optimizer under plain names, on the CPU.
+
+        Collective. It is complete on rank 0 and may be empty on the others.
+        """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
         model, optim = get_state_dict(self.module, optimizer, options=StateDictOptions(**self.save_options))
         return {"model": model, "optimizer": optim}
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads what any strategy's `state_dict` returned; every rank has the whole of it. Collective."""
+        """Load the state that any strategy's `state_dict` returned. Collective; `state` is complete on every rank."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
         held, options = self.module.state_dict().keys(), StateDictOptions(**self.load_options)
         model = {name: tensor for name, tensor in state["model"].items() if name in held}
         if not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0:
-            # Without momentum SGD keeps no state, which torch's set_state_dict cannot take on either side.
+            # SGD without momentum keeps no state, which torch's set_state_dict does not support, neither in the file nor here.
             set_model_state_dict(self.module, model, options=options)
             return
         set_state_dict(

@@ -1,33 +1,35 @@
-"""BatchNorm under data parallelism, made explicit.
+"""BatchNorm under data parallelism.
 
-local: every rank normalises by the mean and variance of its own share of the batch, so the result depends on the number of
-ranks. sync: by those of the whole batch, as one device would; that costs two small collectives a layer, in each direction. A
-share may then be empty: the samples repeated to fill up a ragged batch are left out (Strategy.forward_backward).
+local: each rank normalises by the mean and variance of its local batch, so the result depends on the number of ranks.
+sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This costs two small collectives
+       per layer in the forward pass and two in the backward pass. The padding of a partial last batch is left out of the
+       statistics (Strategy.forward_backward), so a rank's local batch may be empty.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.collectives import sum_over_ranks
 
 BatchNorm = Literal["local", "sync"]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
-    """A BatchNorm2d that normalises by the statistics of all ranks' shares.
+    """A BatchNorm2d that normalises by the statistics of the global batch.
 
-    In place of torch.nn.SyncBatchNorm, which has no kernels for CPUs, and whose backward gives a rank without samples no
-    gradient at all: under FSDP that rank left out collectives, and both waited for ever (two H200s, torch 2.11).
+    It replaces torch.nn.SyncBatchNorm, which has no CPU kernels, and whose backward pass gives a rank with an empty local batch
+    no gradient at all: under FSDP that rank skipped collectives, and both ranks hung (two H200s, torch 2.11).
 
     Args:
-        layer: the layer that it takes the place of, and whose parameters and buffers it shares.
-        sum_over_ranks: returns the sum of the ranks' tensors, [n]; autograd can go through it.
+        layer: layer to replace; its parameters and buffers are shared. It must be affine and track running statistics with a
+            momentum, as nn.BatchNorm2d does by default.
+        sum_over_ranks: returns the sum of all ranks' tensors, [n]; differentiable.
     """
 
     def __init__(self, layer: nn.BatchNorm2d, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]):
@@ -38,33 +40,54 @@ class SyncBatchNorm(nn.BatchNorm2d):
         self.train(layer.training)
         self.sum_over_ranks = sum_over_ranks
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise [b, channels, height, width]. In training this is collective, and b may be 0."""
         if not self.training:
-            return super().forward(inputs)
-        dtype, inputs = inputs.dtype, inputs.to(self.running_mean.dtype)  # sums of bf16 would lose the statistics
+            return super().forward(input)
+        assert self.running_mean is not None
+        dtype, inputs = input.dtype, input.to(self.running_mean.dtype)  # sums in bf16 are too coarse for statistics
         size = inputs.new_full((1,), inputs.numel() // inputs.size(1))
         total = self.sum_over_ranks(torch.cat([inputs.sum((0, 2, 3)), size]))
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = inputs - mean.view(-1, 1, 1)
         variance = self.sum_over_ranks(centred.square().sum((0, 2, 3))) / count
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        self._update_running_statistics(mean, variance * count / (count - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale.view(-1, 1, 1) + self.bias.view(-1, 1, 1)).to(dtype)
 
+    @torch.no_grad()
+    def _update_running_statistics(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(unbiased_variance, self.momentum)
 
-def set_batch_norm(model: Chain, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Chain:
-    """Replace the BatchNorm layers of `model` (on its device) where `mode` asks for it; `group`: the ranks to normalise over.
 
-    The parameters and buffers stay the same objects under the same names.
+def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Model:
+    """Replace every BatchNorm2d of `model` by a SyncBatchNorm if `mode` is "sync". In place.
+
+    Parameters and buffers stay the same objects under the same names.
+
+    Args:
+        model: already on its device.
+        group: ranks whose local batches are normalised together; None: all ranks.
+
+    Returns:
+        The model.
     """
     if mode == "local":
         return model
     # Never compiled: compiled with its collectives, ResNet-18 took another step (weights 0.15 off; two H200s, torch 2.11).
-    total = torch.compiler.disable(partial(sum_over_ranks, group=group))
+    total = cast(Callable[[torch.Tensor], torch.Tensor], torch.compiler.disable(partial(sum_over_ranks, group=group)))
     for path, layer in list(model.named_modules()):
         if isinstance(layer, nn.BatchNorm2d):
             model.set_submodule(path, SyncBatchNorm(layer, total))
     return model
+
+
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Whether `layer` is any of torch's BatchNorm layers: 1d, 2d, 3d or synchronised."""
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage], their only common base

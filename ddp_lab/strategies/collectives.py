@@ -1,13 +1,25 @@
-"""Collectives that autograd can go through. Each says what the ranks do with its result, on which its backward depends."""
+"""Differentiable collectives.
+
+The backward pass of a collective depends on what the ranks do with its result. If each rank computes a loss of its own from
+it, the ranks' gradients are summed. If all ranks compute the same loss from it, each rank already has the complete gradient.
+
+`backward` ignores one rule of the type checker, because the annotation of `once_differentiable` loses the name of `ctx`.
+"""
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+class Context(FunctionCtx):
+    """What forward keeps for backward."""
+
+    group: dist.ProcessGroup | None
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, group):
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
@@ -15,47 +27,63 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sum(gradients[0], ctx.group), None
 
 
 class _CopyToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, group):
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
-    backward = staticmethod(_SumOverRanks.backward)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sum(gradients[0], ctx.group), None
 
 
 class _JoinChannels(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, group):
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts, dim=1)
+        shards = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, tensor.contiguous(), group=group)
+        return torch.cat(shards, dim=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
-        return gradient.chunk(dist.get_world_size(ctx.group), dim=1)[dist.get_rank(ctx.group)], None
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0].chunk(dist.get_world_size(ctx.group), dim=1)[dist.get_rank(ctx.group)], None
+
+
+def _sum(gradient: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    gradient = gradient.contiguous().clone()
+    dist.all_reduce(gradient, group=group)
+    return gradient
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The sum of the ranks' tensors, where every rank goes on to a loss of its own: backward sums the ranks' gradients."""
+    """Return the sum of all ranks' tensors, from which each rank computes a loss of its own.
+
+    Backward: the sum of all ranks' gradients.
+    """
     return _SumOverRanks.apply(tensor, group)
 
 
 def copy_to_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """A tensor that is the same on all ranks, at the entry of work that they share: forward does nothing, backward sums what
-    each rank's part of the work asks of it ("f" in Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053)."""
+    """Return `tensor`, which is the same on all ranks, as the input of a layer that the ranks compute a shard of each.
+
+    This is "f" in Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053.
+
+    Backward: the sum of the gradients that the ranks' shards contribute.
+    """
     return _CopyToRanks.apply(tensor, group)
 
 
 def join_channels(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The ranks' channels [b, c / ranks, ...] one after the other, [b, c, ...] on every rank, which all go on to the same loss:
-    so each has the whole gradient, and backward takes the own part."""
+    """Concatenate all ranks' channels, [b, c / ranks, ...], to [b, c, ...], from which all ranks compute the same loss.
+
+    Backward: this rank's channels of the gradient.
+    """
     return _JoinChannels.apply(tensor, group)

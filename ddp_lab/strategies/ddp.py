@@ -1,6 +1,5 @@
-"""torch's DistributedDataParallel: what scratch.py does, with the communication hidden behind the backward pass."""
+"""torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the backward pass."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -11,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import MiB
-from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Fuse, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
 
@@ -44,31 +43,36 @@ class DDP(Strategy):
     ):
         super().__init__(runtime)
         self.batch_norm, self.comm_hook = batch_norm, comm_hook
-        self.options = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-        }
+        self.bucket_cap_mb = bucket_cap_mb
+        self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
     def setup(self, model: Chain) -> None:
         self.module = set_batch_norm(model.to(self.device), self.batch_norm)
-        device_ids = [self.device] if self.device.type == "cuda" else None
-        self.forward = DistributedDataParallel(self.module, device_ids=device_ids, **self.options)
-        self.forward.broadcast_buffers = False  # they travel when training is left (Strategy.train), not at every step
+        self.forward = self.wrapper = DistributedDataParallel(
+            self.module,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_cap_mb,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+        )
+        self.wrapper.broadcast_buffers = False  # they are sent when training ends (Strategy.train), not in every step
         if self.comm_hook == "bf16":
-            self.forward.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            self.wrapper.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif self.comm_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
-            self.forward.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        self._settle_buckets(model)
+            self.wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        self._rebuild_buckets(model)
 
-    def compile(self, fuse: Callable) -> None:
-        self.compile_pieces(fuse, self.options["bucket_cap_mb"] * MiB)
+    def compile(self, fuse: Fuse) -> None:
+        self.compile_pieces(fuse, self.bucket_cap_mb * MiB)
 
-    def _settle_buckets(self, model: Chain) -> None:
-        """DDP lays out its buckets anew after its first backward, in the order that gradients came in. With more than two ranks
-        that changes the order of addition: a resumed run's first step would be another in its last bits than the same step
-        of a run that was not stopped. So the first backward is one that does not count."""
+    def _rebuild_buckets(self, model: Chain) -> None:
+        """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.
+
+        After its first backward pass DDP rebuilds its buckets in the order in which the gradients arrived. With more than two
+        ranks that changes the order of addition. The first step of a resumed run would then differ in its last bits from the
+        same step of an uninterrupted run.
+        """
         model.eval()
         with self.autocast():
             logits = self.forward(torch.zeros(1, *model.input_shape, device=self.device))
@@ -78,7 +82,7 @@ class DDP(Strategy):
             parameter.grad = None
 
     def divisor(self, count: int) -> float:
-        return count / self.dp_size  # DDP averages over the ranks; the parts of the global mean are to be summed
+        return count / self.dp_size  # DDP averages over the ranks, where the gradient of the global mean is a sum
 
-    def no_sync(self) -> AbstractContextManager:
-        return self.forward.no_sync()
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.wrapper.no_sync()

@@ -1,18 +1,19 @@
-"""Data and model split together: several pipelines side by side, each on its own share of every batch.
+"""Data and pipeline parallelism: several pipelines side by side, each computing its own local batch.
 
-    dp 0: rank 0 -> rank 1        a mesh (dp, pp) of 2 x 2. Along pp travel activations and their gradients,
-    dp 1: rank 2 -> rank 3        along dp the parameters' gradients: 0 with 2 and 1 with 3 hold the same stage.
+    dp 0: rank 0 -> rank 1        a (dp, pp) mesh of 2 x 2: activations and their gradients are sent along pp,
+    dp 1: rank 2 -> rank 3        the parameters' gradients are summed along dp (ranks 0 and 2, ranks 1 and 3)
 
-A pipeline with DistributedDataParallel around every stage: it sums the gradients over dp while the last micro-batch is still
-going backward.
+Every stage is wrapped in DistributedDataParallel, which sums its gradients over dp during the backward pass of the last
+micro-batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,27 +22,27 @@ from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.pipeline import Pipeline, Stage
 from ddp_lab.world.runtime import Runtime
 
-# Without interleavedzerobubble: it computes the weights' gradients apart, where DDP's hooks miss them, and the replicas drift
-# apart without a word (seen in torch 2.11 and 2.15).
+# Without interleavedzerobubble: it computes the weights' gradients separately, where DDP's hooks do not see them, so that the
+# replicas silently diverge (seen in torch 2.11 and 2.15).
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
 
 
 @dataclass
 class Accumulation:
-    """What a strategy tells its stages about the batch. Not the strategy itself: the schedules would keep that alive.
+    """What a strategy shares with its stages. Not the strategy itself, which torch's schedules would keep alive.
 
     Attributes:
-        more_to_come: the micro-batches of this step are not the batch's last ones, so its gradients are not complete.
+        incomplete: more gradient-accumulation steps of this batch follow, so its gradients are not yet to be summed over dp.
     """
 
-    more_to_come: bool = False
+    incomplete: bool = False
 
 
 @cache
 def ddp_stage_class() -> type:
-    """Return a PipelineStage that has DDP sum the gradients after the last micro-batch, unless more of the batch is to come.
+    """Return a PipelineStage class that has DDP sum the gradients in the last micro-batch of the last accumulation step.
 
-    A function makes the class, because importing torch's pipelining takes 1.2 s (it imports torch._dynamo).
+    The class is made in a function, because importing torch's pipelining takes 1.2 s (it imports torch._dynamo).
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -50,15 +51,17 @@ def ddp_stage_class() -> type:
             super().__init__(*args, **options)
             self.accumulation = accumulation
 
-        def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
-            complete = last_backward and not self.accumulation.more_to_come
+        def backward_maybe_with_nosync(
+            self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+        ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+            complete = last_backward and not self.accumulation.incomplete
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, complete)
 
     return DDPStage
 
 
 class DDPPipeline(Pipeline):
-    """Pipelines of `pp` ranks, as many as there are ranks for. The other options are those of Pipeline.
+    """Several pipelines of `pp` ranks each. The other options are those of Pipeline.
 
     Args:
         pp: number of ranks in a pipeline; the ranks divided by it is the number of replicas.
@@ -92,12 +95,12 @@ class DDPPipeline(Pipeline):
         return ddp_stage_class()(*args, accumulation=self.accumulation, **options)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.accumulation.more_to_come = True
+    def no_sync(self) -> Generator[None]:
+        self.accumulation.incomplete = True
         try:
             yield
         finally:
-            self.accumulation.more_to_come = False
+            self.accumulation.incomplete = False
 
     def divisor(self, count: int) -> float:
         return count / self.dp_size  # DDP averages over dp

@@ -1,7 +1,7 @@
-"""nn.DataParallel: one process, one thread for each GPU. The historical baseline, slow for reasons that DDP removed.
+"""nn.DataParallel: one process with one thread per GPU. The historical baseline, slower than DDP.
 
 Every step copies the model from the first GPU to the others, scatters the batch, gathers the logits on the first GPU and
-sums the gradients there, all under one Python interpreter's lock.
+sums the gradients there. All threads share the lock of one Python interpreter.
 """
 
 from torch import nn
@@ -28,7 +28,7 @@ class DP(Strategy):
         self.devices = [find_device(name, "strategy.devices") for name in devices] if devices else runtime.devices
         self.device = self.devices[0]
         if self.device.type == "cpu":
-            self.devices = [self.device]  # one replica, however often the CPU is named
+            self.devices = [self.device]  # one replica, even if the CPU is listed several times
         self.replicas = self.num_devices = len(self.devices)
 
     def setup(self, model: Chain) -> None:
@@ -37,5 +37,5 @@ class DP(Strategy):
 
     def describe(self) -> str:
         if self.device.type == "cpu":
-            return "dp on the CPU: no GPU to spread over, so nn.DataParallel comes down to the model itself"
+            return "dp on the CPU: no GPU is available, so one replica runs without nn.DataParallel"
         return f"dp: one process, nn.DataParallel over {', '.join(str(device) for device in self.devices)}"

@@ -1,25 +1,30 @@
-"""FSDP2, fully sharded data parallelism: every rank keeps 1/W of each parameter, of its gradient and of its momentum.
+"""FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of every parameter, gradient and momentum tensor.
 
-A block's parameters are gathered from all ranks just before it runs and dropped after it, forward and backward; its gradients
-are summed and scattered, so that each rank gets the sum of its own part (Rajbhandari et al. 2019, ZeRO stage 3,
-arXiv:1910.02054). All ranks work on different data, as under ddp; only what stays in memory is split.
+    rank 0:  shard 0 --+                                                     +-- shard 0 of the summed gradients
+                       +-- all_gather -> block -> free ... reduce_scatter <--+
+    rank 1:  shard 1 --+                                                     +-- shard 1 of the summed gradients
+
+A block's parameters are gathered from all ranks just before its forward and its backward pass, and freed after it. Its
+gradients are summed and scattered, so that each rank gets the sum of its own shard (Rajbhandari et al. 2019, ZeRO stage 3,
+arXiv:1910.02054). As under ddp, every rank computes its own local batch; only the memory is sharded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
 
 
 class FSDP(Strategy):
-    """torch.distributed.fsdp.fully_shard on each block, then on the whole.
+    """torch.distributed.fsdp.fully_shard on each block, then on the complete model.
 
     Args:
         reshard_after_forward: whether to free a block's gathered parameters after its forward pass and gather them again for
@@ -36,28 +41,32 @@ class FSDP(Strategy):
 
     def setup(self, model: Chain) -> None:
         mesh = self.runtime.mesh(self.axes)
-        # In the mesh's own group: a communicator keeps an order, which several on one GPU need not.
+        # BatchNorm uses the group of the mesh: collectives of one communicator run in order, those of several may deadlock.
         self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, mesh.get_group("dp"))
         policy = MixedPrecisionPolicy()
         if self.runtime.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            # BatchNorm's kernels want their parameters in float32 beside the statistics; inputs may be bf16.
+            # BatchNorm's kernels need float32 parameters, like the statistics; the inputs may be bf16.
             for layer in model.modules():
-                if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                if is_batch_norm(layer):
                     keep = MixedPrecisionPolicy(cast_forward_inputs=False)
                     fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=keep)
         for part in [*model, model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
 
-    def autocast(self) -> AbstractContextManager:
-        return nullcontext()  # fully_shard has a policy of its own
+    def autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()  # fully_shard has its own mixed-precision policy
 
     def divisor(self, count: int) -> float:
         return count / self.dp_size  # fully_shard averages over the ranks
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Whole gradients stay on every rank until the last piece: accumulation costs the memory that sharding saved."""
+    def no_sync(self) -> Generator[None]:
+        """Return the context of all gradient-accumulation steps but the last.
+
+        Every rank keeps unsharded gradients until the last step, so accumulation costs the memory that sharding them saves.
+        """
+        assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(False)
         try:
             yield
@@ -65,4 +74,4 @@ class FSDP(Strategy):
             self.module.set_requires_gradient_sync(True)
 
     def gradient_norm(self) -> torch.Tensor:
-        return super().gradient_norm().full_tensor()
+        return cast(DTensor, super().gradient_norm()).full_tensor()

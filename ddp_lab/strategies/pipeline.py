@@ -1,17 +1,23 @@
-"""A stage of the model on each rank, micro-batches on their way through all of them.
+"""Pipeline parallelism: each rank holds one stage of the model, and micro-batches pass through all stages.
 
-    rank 0 | f1 f2 f3 f4             b1 b2 b3 b4        activations travel down,
-    rank 1 |    f1 f2 f3 f4       b1 b2 b3 b4           gradients travel up,
-    rank 2 |       f1 f2 f3 f4 b1 b2 b3 b4              parameters never
+    rank 0 | f1 f2 f3 f4             b1 b2 b3 b4        activations are sent down,
+    rank 1 |    f1 f2 f3 f4       b1 b2 b3 b4           their gradients up,
+    rank 2 |       f1 f2 f3 f4 b1 b2 b3 b4              parameters are never sent
            +------------------------------------> time
 
-torch.distributed.pipelining runs the schedule: which micro-batch goes forward or backward when. Above is gpipe (Huang et al.
-2018, arXiv:1811.06965); 1f1b begins with the backwards as soon as it can and so keeps at most p micro-batches in memory
-(Narayanan et al. 2019, PipeDream); the interleaved and zero-bubble ones give each rank several stages or cut a backward in two.
+torch.distributed.pipelining runs the schedule, which decides when each micro-batch goes forward and backward:
+
+gpipe                  all forward passes, then all backward passes, as drawn above (Huang et al. 2018, arXiv:1811.06965)
+1f1b                   begins each backward pass as early as possible, and so keeps the activations of at most p micro-batches
+                       on p ranks (Narayanan et al. 2019, PipeDream)
+interleaved1f1b        several stages per rank: a smaller bubble, more messages
+loopedbfs              the same, each stage with all micro-batches in turn
+interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle times
 """
 
 from collections import OrderedDict
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,31 +28,49 @@ from ddp_lab.config.types import Count
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.base import Strategy, loss_sum, sums
+from ddp_lab.strategies.base import Strategy, add_up, loss_sum, sums
+from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.world.runtime import Runtime
 
-# torch's own names, in lower case. Not among them: zbvzerobubble and dualpipev, through which torch (2.11 to 2.15) cannot
-# evaluate: "can't steal_bwd_input if this stage doesn't have backward".
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+TorchSchedule: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
+
+# torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
+# them: "can't steal_bwd_input if this stage doesn't have backward".
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble"]
 
 
 class Stage(nn.Sequential):
-    """Consecutive blocks; what leaves them has the dtype that the next rank has its buffers made for."""
+    """Consecutive blocks of the model.
+
+    Args:
+        dtype: of the output; the next rank has allocated its receive buffers in this dtype.
+    """
 
     def __init__(self, blocks: OrderedDict[str, nn.Module], runtime: Runtime, dtype: torch.dtype):
         super().__init__(blocks)
         self.runtime, self.dtype = runtime, dtype
 
-    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         with self.runtime.autocast():
-            return super().forward(activation).to(self.dtype)
+            return super().forward(input).to(self.dtype)
 
 
 class MicroBatchLoss:
-    """What the schedule calls on the last stage. Not a method of the strategy: the schedule would keep that alive."""
+    """The loss that the schedule computes on the last stage, for each micro-batch.
+
+    It is no method of the strategy, because the schedule would keep the strategy alive.
+
+    Attributes:
+        divisor: number that each summed loss is divided by.
+        results: [loss_sum, correct, count] of each micro-batch so far.
+    """
 
     def __init__(self):
-        self.divisor, self.results = 1.0, []
+        self.divisor = 1.0
+        self.results: list[torch.Tensor] = []
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = loss_sum(logits, targets)
@@ -68,47 +92,47 @@ class Pipeline(Strategy):
         ConfigError: the schedule cannot have so many stages, or the model not so many cuts (in partition).
     """
 
-    # Every rank returns its own part; the checkpoint is put together on rank 0 (state_dict).
-    save_options = {"cpu_offload": True}
+    save_options = {"cpu_offload": True}  # each rank returns the state of its stages; rank 0 merges them (state_dict)
 
     def __init__(
         self, runtime: Runtime, schedule: Schedule, num_microbatches: Count, num_stages: Count | None, cut: list[str] | None
     ):
         super().__init__(runtime)
         self.lay_out(pp=runtime.world_size)
-        self.schedule_name, self.num_microbatches, self.num_stages, self.cut = schedule, num_microbatches, num_stages, cut
-        # Not at the top of the file: torch's pipelining imports torch._dynamo, 1.2 s.
+        self.schedule_name, self.num_microbatches, self.cut = schedule, num_microbatches, cut
+        self.requested_stages = num_stages
+        # Not at the top of the file, because torch's pipelining takes 1.2 s to import (it imports torch._dynamo).
         from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-        self.schedule_class = get_schedule_class(schedule)
-        self.one_stage = issubclass(self.schedule_class, PipelineScheduleSingle)
+        schedule_class = get_schedule_class(schedule)
+        self.one_stage = issubclass(schedule_class, PipelineScheduleSingle)  # per rank
+        self.make_schedule: Callable[..., TorchSchedule] = schedule_class
         self.loss = MicroBatchLoss()
-        self.schedules: dict[tuple[int, bool], Any] = {}
+        self.schedules: dict[tuple[int, bool], TorchSchedule] = {}  # by size of a micro-batch, and whether it is for training
 
     def partition(self, model: Chain, samples: int) -> None:
         ranks, rounds = self.axes["pp"], max(1, self.num_microbatches // self.axes["pp"])
         if ranks == 1 and not self.one_stage:
             raise ConfigError(
-                f"strategy.schedule={self.schedule_name}: torch's evaluation needs the stages of one rank apart, so at least 2 "
-                "ranks in a pipeline; use gpipe or 1f1b for one"
+                f"strategy.schedule={self.schedule_name}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
+                "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
             )
         if self.schedule_name == "1f1b" and self.num_microbatches < ranks:
             raise ConfigError(
                 f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule=1f1b needs at least one for each of the "
-                f"{ranks} ranks in a pipeline; use {ranks} or more, or gpipe"
+                f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
             )
         if "interleaved" in self.schedule_name and self.num_microbatches % rounds:
             raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule={self.schedule_name} wants as many in "
-                f"each round over its {ranks} ranks; use {rounds * ranks} or {(rounds + 1) * ranks}"
+                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule={self.schedule_name} on {ranks} ranks "
+                f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
             )
         if self.num_microbatches > samples:
             raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: a pipeline gets {samples} samples at once, its share of "
-                f"batch_size divided by accumulate; use at most {samples}"
+                f"strategy.num_microbatches={self.num_microbatches}: must not exceed the {samples} samples that a pipeline "
+                f"gets at once (local batch size / accumulate); use at most {samples}"
             )
-        if self.num_stages is None:
-            self.num_stages = ranks if self.one_stage else 2 * ranks
+        self.num_stages = self.requested_stages or (ranks if self.one_stage else 2 * ranks)
         if self.num_stages % ranks or (self.one_stage and self.num_stages != ranks):
             needs = f"{ranks} stages, one for each" if self.one_stage else f"a multiple of {ranks} stages"
             raise ConfigError(
@@ -120,28 +144,31 @@ class Pipeline(Strategy):
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
         ranks, rank = self.axes["pp"], dist.get_rank(self.pp_group)
-        self.reports = rank == ranks - 1  # it has the last stage
+        self.reports = rank == ranks - 1  # the last rank has the last stage, and so the loss
         blocks = list(model.named_children())
-        stages = {}
+        stages: dict[int, Stage] = {}
         for index in range(rank, self.num_stages, ranks):
-            held = OrderedDict(blocks[i] for i in self.parts.parts[index])
-            stages[index] = Stage(held, self.runtime, self._dtypes(index)[1]).to(self.device)
+            own_blocks = OrderedDict(blocks[i] for i in self.parts.parts[index])
+            stages[index] = Stage(own_blocks, self.runtime, self._dtypes(index)[1]).to(self.device)
         self.stages = {index: self.wrap(stage) for index, stage in stages.items()}
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
-        self.has_batch_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
+        self.has_batch_norm = any(map(is_batch_norm, model.modules()))
 
     def wrap(self, stage: Stage) -> nn.Module:
-        """Return what data parallelism makes of a stage; it may replace layers in it."""
+        """Return the module that the pipeline calls for `stage`: for data parallelism a wrapper around it.
+
+        Layers of `stage` may be replaced.
+        """
         return stage
 
     def make_stage(self, *args: Any, **options: Any) -> Any:
-        """Return torch's object for a stage, of PipelineStage or of a class derived from it."""
+        """Return torch's PipelineStage for one stage. The arguments are those of PipelineStage."""
         from torch.distributed.pipelining import PipelineStage
 
         return PipelineStage(*args, **options)
 
     def bubble(self) -> float:
-        # v stages a rank divide it: Narayanan et al. 2021, arXiv:2104.04473, 2.2
+        # With v stages per rank it is about v times smaller (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
         p, v = self.axes["pp"], self.num_stages // self.axes["pp"]
         return (p - 1) / (v * self.num_microbatches + p - 1)
 
@@ -150,7 +177,7 @@ class Pipeline(Strategy):
         v = self.num_stages // p
         where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
         busiest = max(sum(shares[rank::p]) for rank in range(p))
-        below = "below " if "zerobubble" in self.schedule_name else ""
+        below = "below " if "zerobubble" in self.schedule_name else ""  # the formula ignores that the backward is cut in two
         lines = [
             f"{self.name}: {where}, balance {1 / (p * busiest):.0%} (mean rank / busiest)",
             f"{self.schedule_name}, {m} micro-batches, expected bubble of equally busy ranks {below}"
@@ -159,24 +186,26 @@ class Pipeline(Strategy):
         ]
         if self.has_batch_norm and m > 1:
             lines.append(
-                "BatchNorm takes its statistics over a micro-batch: losses differ from single's, by more the smaller it is"
+                "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches"
             )
         return "\n".join(lines)
 
     def _dtypes(self, stage: int) -> tuple[torch.dtype, torch.dtype]:
-        """Of what enters and what leaves a stage."""
+        """Return the dtypes of a stage's input and of its output."""
         boundary = torch.bfloat16 if self.runtime.precision == "bf16" else torch.float32
         return torch.float32 if stage == 0 else boundary, torch.float32 if stage == self.num_stages - 1 else boundary
 
-    def _schedule(self, size: int, training: bool) -> Any:
-        """torch's schedule for micro-batches of `size` samples. Shapes are static, so each size has one of its own: a ragged
-        last batch and the test set's need others than the rest."""
+    def _schedule(self, size: int, training: bool) -> TorchSchedule:
+        """Return torch's schedule for micro-batches of `size` samples.
+
+        Its shapes are static. So there is one schedule per size: a partial last batch and the test batches need others.
+        """
         key = size, training
         if key not in self.schedules:
-            stages = []
+            stages: list[Any] = []
             for index, module in self.stages.items():
-                part = self.parts.parts[index]
-                shapes = self.parts.shapes[part.start], self.parts.shapes[part.stop]
+                indices = self.parts.parts[index]
+                shapes = self.parts.shapes[indices.start], self.parts.shapes[indices.stop]
                 inputs, outputs = (
                     torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=grad)
                     for shape, dtype, grad in zip(shapes, self._dtypes(index), (index > 0, True), strict=True)
@@ -185,7 +214,7 @@ class Pipeline(Strategy):
                     module, index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.pp_group
                 )
                 stages.append(stage)
-            self.schedules[key] = self.schedule_class(
+            self.schedules[key] = self.make_schedule(
                 stages[0] if self.one_stage else stages,
                 self.num_microbatches,
                 loss_fn=self.loss if training else None,
@@ -193,27 +222,31 @@ class Pipeline(Strategy):
             )
         return self.schedules[key]
 
-    def _feed(self, inputs: torch.Tensor, training: bool) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The schedule for this batch, which rows fill its micro-batches (some repeated where they do not divide), and what
-        it is to be called with on this rank."""
+    def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[TorchSchedule, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Pad a batch, [b, channels, height, width], so that it divides into equal micro-batches.
+
+        Returns:
+            The schedule for it; the row of the batch that each row of the padded batch repeats, [padded]; and the arguments
+            of the schedule on this rank, which are the padded inputs on the first rank and nothing on the others.
+        """
         size = -(-len(inputs) // self.num_microbatches)
         rows = torch.arange(size * self.num_microbatches, device=inputs.device) % len(inputs)
         return self._schedule(size, training), rows, (inputs[rows],) if 0 in self.stages else ()
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
-        schedule, rows, fed = self._feed(inputs, training=True)
+        schedule, rows, arguments = self._prepare(inputs, training=True)
         targets = targets[rows]
         targets[len(inputs) :] = IGNORE
         self.loss.divisor, self.loss.results = self.divisor(count), []
-        schedule.step(*fed, target=targets if self.reports else None, return_outputs=False)
-        return sum(self.loss.results) if self.reports else torch.zeros(3, dtype=torch.float64, device=self.device)
+        schedule.step(*arguments, target=targets if self.reports else None, return_outputs=False)
+        return add_up(self.loss.results) if self.reports else torch.zeros(3, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The logits arrive at the last stage, which gives them to all ranks of the pipeline."""
-        schedule, rows, fed = self._feed(inputs, training=False)
-        logits = schedule.step(*fed)
-        if not self.reports:
+        """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
+        schedule, rows, arguments = self._prepare(inputs, training=False)
+        logits = schedule.step(*arguments)
+        if logits is None:  # on all ranks but the last
             logits = torch.empty(len(rows), *self.parts.shapes[-1], device=self.device)
         dist.broadcast(logits, group=self.pp_group, group_src=self.axes["pp"] - 1)
         return logits[: len(inputs)]
@@ -224,21 +257,21 @@ class Pipeline(Strategy):
         return squares.sqrt()
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        own = super().state_dict(optimizer)
+        own = super().state_dict(optimizer)  # of this rank's stages
         if self.dp_rank != 0:
             return {"model": {}, "optimizer": {}}
-        parts = [None] * self.axes["pp"] if self.runtime.rank == 0 else None
-        dist.gather_object(own, parts, dst=0, group=self.pp_group)
-        return merge(parts) if parts else own
+        states: list[dict[str, Any]] | None = [{} for _ in range(self.axes["pp"])] if self.runtime.rank == 0 else None
+        dist.gather_object(own, states, dst=0, group=self.pp_group)
+        return merge(states) if states else own
 
 
-def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state of the parts that the ranks hold."""
-    groups = zip(*(part["optimizer"]["param_groups"] for part in parts), strict=True)
+def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the states of a pipeline's ranks, each of its own stages, to that of the complete model and optimizer."""
+    groups = zip(*(state["optimizer"]["param_groups"] for state in states), strict=True)
     return {
-        "model": {name: tensor for part in parts for name, tensor in part["model"].items()},
+        "model": {name: tensor for state in states for name, tensor in state["model"].items()},
         "optimizer": {
-            "state": {name: state for part in parts for name, state in part["optimizer"]["state"].items()},
+            "state": {name: values for state in states for name, values in state["optimizer"]["state"].items()},
             "param_groups": [same[0] | {"params": [name for group in same for name in group["params"]]} for same in groups],
         },
     }

@@ -1,17 +1,17 @@
-"""Data parallelism by hand, with nothing but `torch.distributed`: a broadcast, and an all-reduce that can be chosen.
+"""Data parallelism by hand, with nothing but `torch.distributed`: one broadcast, and an all-reduce in every step.
 
-Every rank holds a whole copy of the model. One step:
+Every rank holds a complete copy of the model. One step:
 
-    rank 0:  its part of the batch -> forward -> backward -> gradients --+
-    rank 1:  its part of the batch -> forward -> backward -> gradients --+-- all_reduce: every rank gets the sum
-    ...                                                                  |
-    rank k:  its part of the batch -> forward -> backward -> gradients --+
+    rank 0:  local batch -> forward -> backward -> gradients --+
+    rank 1:  local batch -> forward -> backward -> gradients --+-- all_reduce: every rank gets the sum
+    ...                                                        |
+    rank k:  local batch -> forward -> backward -> gradients --+
 
-and then every rank takes the same optimizer step from the same weights with the same gradients, so the copies stay equal
-without ever being sent again. How the sum is made is in all_reduce.py.
+Then every rank takes the same optimizer step, from the same weights with the same gradients. So the copies stay equal, and
+the weights are sent only once, at the beginning. The ways of computing the sum are in all_reduce.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -21,11 +21,11 @@ import torch.distributed as dist
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of, set_gradients
-from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Fuse, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
 
-LAST = MiB  # bytes: the most that `bucketed` leaves for its last bucket, of a model that has more
+LAST_BUCKET = MiB  # bytes that `bucketed` leaves at most for the bucket that it sends last, if the model is larger
 
 
 class Scratch(Strategy):
@@ -50,22 +50,26 @@ class Scratch(Strategy):
     ):
         super().__init__(runtime)
         self.algorithm, self.batch_norm = algorithm, batch_norm
-        self.sizes = (bucket_mb * MiB, LAST)
+        self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET)
         self.buckets: Buckets | None = None
 
     def setup(self, model: Chain) -> None:
-        self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm)
+        model = set_batch_norm(model.to(self.device), self.batch_norm)
+        self.module = self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor, src=0)  # whatever a rank started with, all start as rank 0
+                dist.broadcast(tensor, src=0)  # all ranks start with the weights of rank 0
         if self.algorithm == "bucketed":
-            self.buckets = Buckets(list(piece.parameters()) for piece in self.module.pieces(*self.sizes))
+            self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
 
-    def compile(self, fuse: Callable) -> None:
-        super().compile(fuse) if self.buckets is None else self.compile_pieces(fuse, *self.sizes)
+    def compile(self, fuse: Fuse) -> None:
+        if self.buckets is None:
+            super().compile(fuse)
+        else:
+            self.compile_pieces(fuse, *self.bucket_sizes)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         if self.buckets is not None:
             self.buckets.active = False
         yield
@@ -73,7 +77,7 @@ class Scratch(Strategy):
             self.buckets.active = True
 
     def reduce_gradients(self) -> None:
-        # Each loss was divided by the GLOBAL count, so the gradient of the global mean is the plain sum over the ranks.
+        # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is the gradient of the mean.
         if self.buckets is not None:
             self.buckets.finish()
         else:

@@ -1,10 +1,12 @@
-"""One device, one process: the reference that every other strategy must equal."""
+"""One device, one process: the reference whose weights every other strategy must reproduce."""
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 
 
 class Single(Strategy):
+    """Training on one device, without communication."""
+
     one_process = supports_mps = True
     performance_options = ALL_PERFORMANCE_OPTIONS
 

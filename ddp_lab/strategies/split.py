@@ -1,15 +1,15 @@
-"""The model cut across devices in one process: stage k on device k, activations handed on from device to device.
+"""The model cut into stages in one process: stage k on device k, activations copied from device to device.
 
-With whole batches one device works while the others wait. So the batch is fed in micro-batches:
+With one large batch, one device works while the others wait. So the batch is divided into micro-batches:
 
     device 0 | f1 f2 f3 f4             b4 b3 b2 b1
     device 1 |    f1 f2 f3 f4       b4 b3 b2 b1
              +----------------------------------------> time
 
-No schedule is written down here: kernels are only queued, each device works through its own queue, and autograd runs the
-backward pass with one thread for each device. The idle share ("bubble") of p equal stages and m micro-batches is
-(p - 1) / (m + p - 1) (Huang et al. 2018, GPipe, arXiv:1811.06965). On CPUs nothing is queued and nothing overlaps.
-BatchNorm sees micro-batches: use num_microbatches=1 where its statistics have to be the whole batch's.
+There is no explicit schedule. Python only queues kernels, each device works through its own queue, and autograd runs the
+backward pass with one thread per device. The fraction of the time in which p equal stages are idle with m micro-batches (the
+"bubble") is (p - 1) / (m + p - 1) (Huang et al. 2018, GPipe, arXiv:1811.06965). CPUs have no queues, so nothing overlaps there.
+BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its statistics must be those of the local batch.
 """
 
 import torch
@@ -18,12 +18,12 @@ from torch import nn
 from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.base import Strategy, loss_sum, sums
+from ddp_lab.strategies.base import Strategy, add_up, loss_sum, sums
 from ddp_lab.world.runtime import Runtime, find_device
 
 
 class Split(Strategy):
-    """The block chain across the devices of one process.
+    """A pipeline over the devices of one process.
 
     Args:
         devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows, or [cpu, cpu] without any.
@@ -35,11 +35,11 @@ class Split(Strategy):
 
     one_process = True
     performance_options = frozenset({"channels_last"})
-    load_options = {}  # torch hands a whole state to one device only; in one process parts are as good
+    load_options = {}  # full_state_dict supports one device only; this process holds all parameters anyway
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)
-        self.named = devices is not None
+        self.devices_are_given = devices is not None
         if devices:
             self.devices = [find_device(name, "strategy.devices") for name in devices]
         else:
@@ -49,7 +49,7 @@ class Split(Strategy):
         self.num_microbatches = num_microbatches
 
     def partition(self, model: Chain, samples: int) -> None:
-        if not self.named:
+        if not self.devices_are_given:
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
@@ -58,8 +58,8 @@ class Split(Strategy):
         self.module = model
         blocks = list(model)
         self.stages = [
-            nn.Sequential(*(blocks[i] for i in part)).to(device)
-            for part, device in zip(self.parts.parts, self.devices, strict=True)
+            nn.Sequential(*(blocks[i] for i in indices)).to(device)
+            for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
 
     def describe(self) -> str:
@@ -70,17 +70,21 @@ class Split(Strategy):
         return self._through_stages(inputs).to(self.device)
 
     def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
+        """Return the logits of one micro-batch, on the last device."""
         with self.autocast():
             for stage, device in zip(self.stages, self.devices, strict=True):
                 activation = stage(activation.to(device, non_blocking=True))
         return activation
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
-        losses, results = [], []
+        losses: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
         targets = targets.to(self.devices[-1], non_blocking=True)
-        for piece, wanted in zip(inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True):
-            logits = self._through_stages(piece)
-            losses.append(loss_sum(logits, wanted))
-            results.append(sums(losses[-1], logits, wanted))
-        (sum(losses) / self.divisor(count)).backward()
-        return sum(results).to(self.device, non_blocking=True)
+        for micro_batch, expected in zip(
+            inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True
+        ):
+            logits = self._through_stages(micro_batch)
+            losses.append(loss_sum(logits, expected))
+            results.append(sums(losses[-1], logits, expected))
+        (add_up(losses) / self.divisor(count)).backward()
+        return add_up(results).to(self.device, non_blocking=True)

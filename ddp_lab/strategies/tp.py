@@ -1,13 +1,16 @@
-"""Tensor parallelism: the work inside each layer is split. Every rank computes its share of a convolution's output channels
-and of a linear layer's units, from the whole input, and the shares are joined.
+"""Tensor parallelism: every layer is sharded.
 
-    whole input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: whole output
-                  +-- rank 1: channels c/2 .. c --+
+Each rank computes some of a convolution's output channels, or of a linear layer's units, from the complete input. The outputs
+are concatenated.
 
-    and back:     its own channels of the output's gradient; all_reduce of the input's
+    forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
+                               +-- rank 1: channels c/2 .. c --+
 
-Two collectives a layer, of the size of its activations: far more traffic than data parallelism has, so it wants ranks that
-are close, and pays where one layer is too large for a device. The models know nothing of it: layers are replaced by name.
+    backward  each rank takes its channels of the output's gradient; all_reduce sums the gradients of the input
+
+That is two collectives per layer, each of the size of the layer's activations: far more traffic than in data parallelism. So
+the ranks need fast links, and tensor parallelism pays only if a single layer is too large for a device. The models contain no
+code for it: layers are replaced by name.
 """
 
 from typing import Any, Literal
@@ -23,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import flat
+from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
@@ -31,27 +34,38 @@ from ddp_lab.world.runtime import Runtime
 
 
 class ShardedConv2d(nn.Module):
-    """A convolution of which every rank of `mesh` computes the same number of output channels.
+    """A convolution whose output channels are sharded evenly over the ranks of `mesh`.
 
-    torch's DTensor has no rule for this; so the parameters are DTensors, and the computation is on their local parts.
+    DTensor has no sharding rule for this. So the parameters are DTensors, for checkpoints and norms, and the convolution is
+    computed with their local shards.
+
+    Args:
+        conv: layer to replace, the same on every rank, with groups=1 and padding_mode="zeros".
+        mesh: one-dimensional; its size divides the number of output channels.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, conv: nn.Conv2d, mesh: DeviceMesh):
         super().__init__()
         self.group = mesh.get_group()
-        self.options = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
-        assert conv.groups == 1, "a share of the output channels needs all input channels"
+        self.stride, self.padding, self.dilation = conv.stride, conv.padding, conv.dilation
+        assert conv.groups == 1, "each output channel must depend on all input channels"
         assert conv.padding_mode == "zeros"
-        for name, tensor in conv.named_parameters():
-            self.register_parameter(name, nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(0)])))
+        for name, tensor in (("weight", conv.weight), ("bias", conv.bias)):
+            sharded = None if tensor is None else nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(0)]))
+            self.register_parameter(name, sharded)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.to_local(), self.bias.to_local() if "bias" in self._parameters else None
-        return join_channels(F.conv2d(copy_to_ranks(inputs, self.group), weight, bias, **self.options), self.group)
+        """Convolve [b, c, height, width], the same on every rank, to [b, o, h, w], the same on every rank. Collective."""
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        inputs = copy_to_ranks(inputs, self.group)
+        return join_channels(F.conv2d(inputs, weight, bias, self.stride, self.padding, self.dilation), self.group)
 
 
 class TP(Strategy):
-    """Tensor parallelism inside, data parallelism by an all_reduce outside.
+    """Tensor parallelism within each replica, and data parallelism, by an all-reduce, between the replicas.
 
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The ranks divided by it is the number of replicas.
@@ -73,9 +87,9 @@ class TP(Strategy):
 
     def partition(self, model: Chain, samples: int) -> None:
         size, blocks = self.axes["tp"], dict(model.named_children())
-        for name, word in self.plan.items():
+        for name, placement in self.plan.items():
             if name not in blocks:
-                raise ConfigError(f"strategy.plan.{name}={word}: the model has no such block; it has {', '.join(blocks)}")
+                raise ConfigError(f"strategy.plan.{name}={placement}: the model has no such block; it has {', '.join(blocks)}")
         self.layers = {
             f"{name}.{path}".rstrip("."): layer
             for name, block in blocks.items()
@@ -83,16 +97,16 @@ class TP(Strategy):
             for path, layer in block.named_modules()
             if isinstance(layer, nn.Conv2d | nn.Linear)
         }
-        odd = {path: layer.weight.size(0) for path, layer in self.layers.items() if layer.weight.size(0) % size}
-        if odd:
-            words = ", ".join(
+        indivisible = {path: layer.weight.size(0) for path, layer in self.layers.items() if layer.weight.size(0) % size}
+        if indivisible:
+            widths = ", ".join(
                 f"the {width} {'channels' if isinstance(self.layers[path], nn.Conv2d) else 'units'} of {path}"
-                for path, width in odd.items()
+                for path, width in indivisible.items()
             )
-            whole = ",".join(f"{name}:replicate" for name in dict.fromkeys(path.split(".")[0] for path in odd))
+            plan = ",".join(f"{name}:replicate" for name in dict.fromkeys(path.split(".")[0] for path in indivisible))
             raise ConfigError(
-                f"strategy.tp={size}: {words} do not divide by {size}. Use a tp that divides them, or leave those blocks "
-                f"whole: 'strategy.plan={{{whole}}}'"
+                f"strategy.tp={size}: {widths} are not divisible by {size}. Use a tp that divides them, or replicate those "
+                f"blocks: 'strategy.plan={{{plan}}}'"
             )
 
     def setup(self, model: Chain) -> None:
@@ -106,28 +120,29 @@ class TP(Strategy):
                 model.set_submodule(path, ShardedConv2d(layer, mesh["tp"]))
 
     def describe(self) -> str:
-        whole = [name for name, word in self.plan.items() if word == "replicate"]
+        replicated = [name for name, placement in self.plan.items() if placement == "replicate"]
         return (
             f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
-            f"channels and units, {', '.join(whole) or 'no block'} left whole"
+            f"channels and units, {', '.join(replicated) or 'no block'} replicated"
         )
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().predict(inputs).clone()  # waits for the last all_gather, which torch's Linear only begins
+        return super().predict(inputs).clone()  # torch's sharded Linear only starts the last all_gather; clone waits for it
 
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
-            gradients = [local(parameter.grad) for parameter in self.parameters()]
-            torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # in place: some are a DTensor's own part
+            gradients = [local(gradient) for gradient in gradients_of(self.parameters())]
+            # In place, because some of them are the shards of DTensors. torch has no public form of this function.
+            torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def param_groups(self) -> list[dict[str, Any]]:
-        # DTensors and tensors (BatchNorm's, say) are mixed, which the optimizers' one call for all parameters cannot take.
+        # The parameters are DTensors and tensors (for example BatchNorm's). The optimizers' foreach kernels need one kind.
         return [group | {"foreach": False} for group in super().param_groups()]
 
     def gradient_norm(self) -> torch.Tensor:
-        """Of the sharded gradients each rank has a part, of the replicated ones the whole."""
-        gradients = [parameter.grad for parameter in self.parameters()]
+        # Of sharded gradients each rank holds a shard; replicated gradients are complete on every rank and must count once.
+        gradients = gradients_of(self.parameters())
         sharded = get_total_norm([gradient for gradient in gradients if isinstance(gradient, DTensor)])
         replicated = get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.device) for norm in (sharded, replicated)]
