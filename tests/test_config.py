@@ -237,7 +237,7 @@ def test_speed_experiments_compile_without_tuning(experiment):
 @pytest.mark.parametrize(("batch", "advice"), [(2, "use 4, or"), (63, "use 60 or 64, or")])
 def test_batch_size_that_is_not_divisible_by_the_replicas_is_rejected(batch, advice):
     with pytest.raises(
-        ConfigError, match=f"batch_size={batch}: is the global batch and must divide by the 4 replicas"
+        ConfigError, match=f"batch_size={batch}: is the global batch and must be divisible by the 4 replicas"
     ) as error:
         plan(4, 4, f"batch_size={batch}")
     assert advice in str(error.value)

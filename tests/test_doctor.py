@@ -102,7 +102,7 @@ def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
         assert output.count(f" {about}: ") == 1, output
     assert "ok       strategy: ddp on 2 ranks: dp 2\n" in output
     assert (
-        "error    batch: batch_size=7: is the global batch and must divide by the 2 replicas that share it; use 6 or 8"
+        "error    batch: batch_size=7: is the global batch and must be divisible by the 2 replicas that share it; use 6 or 8"
         in output
     )
     assert output.count("error: 1 of 10 findings would stop this launch") == 1, output
@@ -112,7 +112,7 @@ WRONG = {  # overrides on two ranks: the check that fails, an excerpt of its mes
     "runs_dir=train.py": ("runs_dir", "runs_dir=train.py: cannot create the run directory there (File exists). Use"),
     "runs_dir=/proc/nowhere": ("runs_dir", "runs_dir=/proc/nowhere: cannot create the run directory there ("),
     "data=mnist data.root=train.py/none": ("dataset", "MNIST is not on HOST and could not be downloaded"),
-    "batch_size=7": ("batch", "must divide by the 2 replicas that share it; use 6 or 8"),
+    "batch_size=7": ("batch", "must be divisible by the 2 replicas that share it; use 6 or 8"),
     "device=cuda:7": ("devices", "device=cuda:7: there is no such device on HOST. Available: cpu"),
     "strategy=split": ("strategy", "strategy=split: runs in one process, but 2 ranks were started. Start"),
     "strategy=ddp_pipeline strategy.pp=3": ("strategy", "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp"),

@@ -201,18 +201,18 @@ TOGETHER = [
 
 
 def run_elsewhere(cases: list[Case], device: str) -> dict:
-    """What is compiled and recorded is recorded in the last thread that chose kernels, never in the one that compiled."""
-    record, threads = GraphStep._record, set()
+    """Run the cases, capturing every graph in the last thread that chose kernels, never in the one that compiled."""
+    capture, threads = GraphStep._capture, set()
 
     def noted(step, turns):
         threads.add(threading.get_ident())
-        record(step, turns)
+        capture(step, turns)
 
-    GraphStep._record = noted
+    GraphStep._capture = noted
     kernel_choice.quickest = lambda graphs: len(graphs) - 1
     ddp_lab.training.speed.options.CHOOSING = 0.1
     outcomes = run_cases(cases, device)
-    assert threads - {threading.get_ident()}, "nothing was recorded in another thread"
+    assert threads - {threading.get_ident()}, "nothing was captured in another thread"
     return outcomes
 
 
@@ -289,8 +289,8 @@ def test_performance_options_keep_the_result(case, size):
 
 
 @pytest.mark.gpu(1)
-def test_a_recorded_run_goes_on_from_a_checkpoint(tmp_path):
-    """With the weights and the momentum of the file, and not those of the steps that warm up."""
+def test_captured_run_resumes_from_checkpoint(tmp_path):
+    """It has the weights and the momentum of the file, not those of the warm-up steps."""
     first = Case(Single, performance=BOTH, save=str(tmp_path))
     run_world(1, run_cases, [first], "cuda", timeout=120)
     second = replace(first, save="", resume=str(tmp_path / "step_00000010.pt"))
@@ -299,7 +299,7 @@ def test_a_recorded_run_goes_on_from_a_checkpoint(tmp_path):
 
 
 @pytest.mark.gpu(2)
-def test_split_goes_on_from_a_checkpoint_of_one_gpu(tmp_path):
+def test_split_resumes_from_checkpoint_of_one_gpu(tmp_path):
     run_world(1, run_cases, [Case(Single, save=str(tmp_path))], "cuda", timeout=120)
     case = Case(Split, (devices(2), ("num_microbatches", 2)), resume=str(tmp_path / "step_00000010.pt"))
     outcome, expected = run_world(1, run_cases, [case], "cuda", timeout=120)[0][case], reference(case.reference())
@@ -367,7 +367,7 @@ def test_faults_on_gpus(strategy, fault, restarts, code, status, said, tmp_path)
         ("torchrun --standalone --nproc_per_node=2 train.py strategy=ddp device=cuda:0", "2 ranks on"),
     ],
 )
-def test_gpus_that_are_not_there(line, message, tmp_path):
+def test_missing_gpus_are_an_error_that_lists_the_available_ones(line, message, tmp_path):
     code, output = launch(line, *SMALL[:-2], f"runs_dir={tmp_path}", gpus=True)
     assert code != 0
     assert output.count(message) == 1, output

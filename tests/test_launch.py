@@ -135,7 +135,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "batch_size=": "batch_size=: must be an integer of at least 1",
     "batch_size=many": "batch_size=many: must be an integer of at least 1",
     "batch_size=0": "batch_size=0: must be an integer of at least 1",
-    "strategy=ddp batch_size=1": "batch_size=1: is the global batch and must divide by the 2 replicas that share it; use 2, or",
+    "strategy=ddp batch_size=1": "batch_size=1: is the global batch and must be divisible by the 2 replicas that share it; "
+    "use 2, or",
     "strategy=ddp batch_size=7": "use 6 or 8, or scaling=weak to give every replica 7",
     "name=${nobody}": "Interpolation key 'nobody' not found",
     "strategy=ddp device=cuda:7": "device=cuda:7: there is no such device",

@@ -1,4 +1,4 @@
-"""What makes steps faster leaves results alone; what cannot be had is said. On GPUs: test_gpu.py."""
+"""Performance options keep the results, and are disabled with a reason if not supported. On GPUs: test_gpu.py."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
     [(Case(Single), 1), (ddp(), 2), pytest.param(scratch("bucketed"), 2, marks=pytest.mark.slow)],
     ids=["single", "ddp", "scratch"],
 )
-def test_compiled_steps_end_at_the_same_weights(case, size):
+def test_compiled_steps_produce_the_same_weights(case, size):
     compiled = Case(**{**vars(case), "performance": COMPILED})
     outcome = run_world(size, run_cases, [compiled], timeout=240)[0][compiled]
     expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
@@ -59,27 +59,27 @@ def test_compiled_steps_end_at_the_same_weights(case, size):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        ("python train.py cuda_graph=true", "cuda_graph=true: left off, because there is no GPU"),
-        ("python train.py strategy=split compile=tuned", "compile=tuned: left off, because strategy=split cannot"),
+        ("python train.py cuda_graph=true", "cuda_graph=true is disabled: no GPU is available"),
+        ("python train.py strategy=split compile=tuned", "compile=tuned is disabled: not supported by strategy=split"),
         (
             "torchrun --standalone --nproc_per_node=2 train.py strategy=pipeline channels_last=true",
-            "channels_last=true: left off, because strategy=pipeline cannot",
+            "channels_last=true is disabled: not supported by strategy=pipeline",
         ),
     ],
 )
-def test_what_cannot_be_had_is_said_and_left_off(line, said, tmp_path):
+def test_unsupported_performance_option_is_disabled_and_logged(line, message, tmp_path):
     code, output = launch(line, *SMALL, "epochs=1", f"runs_dir={tmp_path}")
     assert code == 0, output
-    assert output.count(said) == 1, output
+    assert output.count(message) == 1, output
 
 
 ELSEWHERE = [scratch("flat"), scratch("bucketed"), ddp(view=True), ddp(accumulate=3, max_grad_norm=0.5)]
 
 
 def train_elsewhere(cases: list[Case]) -> dict:
-    """Every step in a thread of its own, as it is recorded where that chose the fastest kernels. Here is no stream to keep."""
+    """Take every step in another thread, as a step is captured in the one with the fastest kernels. CPUs have no streams."""
     torch.cuda.current_stream, torch.cuda.set_stream = lambda: None, lambda stream: None
     thread, compute, threads = NewThread(), Step.compute, set()
 
@@ -93,7 +93,7 @@ def train_elsewhere(cases: list[Case]) -> dict:
     return outcomes
 
 
-def test_a_step_may_be_taken_in_another_thread():
+def test_step_in_another_thread_produces_the_same_weights():
     one, other = run_world(2, train_elsewhere, ELSEWHERE)
     for case in ELSEWHERE:
         assert_equal(one[case], run_world(1, run_cases, [case.reference()])[0][case.reference()])
@@ -101,7 +101,7 @@ def test_a_step_may_be_taken_in_another_thread():
 
 
 class StandIn:
-    """For a CUDA graph, and for the events around its replays: in milliseconds[place of the graph]."""
+    """Replaces a CUDA graph and the events around its replays, which take milliseconds[index of the graph]."""
 
     milliseconds: ClassVar[list[float]]
     made: ClassVar[list] = []
@@ -122,7 +122,7 @@ class StandIn:
 
 
 @pytest.mark.parametrize("best", [0, 2, kernel_choice.MOST_THREADS - 1])
-def test_the_thread_that_chose_the_fastest_kernels_is_kept(best, monkeypatch):
+def test_fastest_thread_keeps_the_thread_with_the_fastest_kernels(best, monkeypatch):
     count, before = kernel_choice.MOST_THREADS, threading.active_count()
     monkeypatch.setattr(StandIn, "milliseconds", [1.0 if place == best else 2.0 for place in range(count)], raising=False)
     monkeypatch.setattr(StandIn, "made", [])
@@ -131,7 +131,7 @@ def test_the_thread_that_chose_the_fastest_kernels_is_kept(best, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(kernel_choice, "recording", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(kernel_choice, "capturing", lambda graph, pool: nullcontext())
     worked = []
     thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
     chosen, recorded = worked[: count - 1], [graph.thread for graph in StandIn.made]
@@ -157,8 +157,8 @@ def test_the_thread_that_chose_the_fastest_kernels_is_kept(best, monkeypatch):
 )
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
 @pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-12), (True, 0.02)], ids=["float64", "bf16"])
-def test_padded_channels_leave_a_convolution_alone(conv, written_as, memory_format, autocast, tolerance):
-    """Values, gradients and the strides of the weight's, where it is compiled; uncompiled it is torch's."""
+def test_padded_convolution_keeps_values_gradients_and_strides(conv, written_as, memory_format, autocast, tolerance):
+    """Both compiled and in eager mode, where it is torch's own convolution."""
     torch._dynamo.reset()
     dtype = torch.float32 if autocast else torch.float64
     model = nn.Sequential(deepcopy(conv).to(dtype, memory_format=memory_format))
@@ -191,7 +191,7 @@ def test_padded_channels_leave_a_convolution_alone(conv, written_as, memory_form
     assert all(size % 8 == 0 for size in shape)
 
 
-def test_no_images_are_no_rows():
+def test_convolution_of_an_empty_batch_is_empty():
     assert as_product(torch.ones(0, 1, 5, 6), torch.ones(20, 1, 3, 3), None, (0, 0)).shape == (0, 20, 3, 4)
 
 
@@ -206,13 +206,13 @@ def test_no_images_are_no_rows():
     ],
     ids=str,
 )
-def test_other_convolutions_stay(conv):
+def test_pad_convolutions_keeps_unsupported_convolutions(conv):
     model = nn.Sequential(conv)
     pad_convolutions(model)
     assert model[0] is conv
 
 
-def test_padded_convolutions_share_parameters_under_their_names():
+def test_pad_convolutions_keeps_parameters_and_their_names():
     model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.Sequential(nn.Conv2d(20, 50, 5, bias=False)), nn.Flatten()).eval()
     before, drawn = dict(model.named_parameters()), torch.get_rng_state()
     pad_convolutions(model)
@@ -225,7 +225,7 @@ def test_padded_convolutions_share_parameters_under_their_names():
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_what_a_step_is_compiled_with(device):
+def test_compile_step_sets_inductor_options_and_pads_on_cuda(device):
     fuses, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))
     strategy = SimpleNamespace(device=torch.device(device), module=model, compile=fuses.append)
     compile_step(SimpleNamespace(strategy=strategy), None, tuned=False, channels_last=True)
@@ -236,7 +236,7 @@ def test_what_a_step_is_compiled_with(device):
 @pytest.mark.parametrize(
     "performance", [COMPILED, PerformanceOptions(False, "tuned", False), PerformanceOptions(False, False, True)]
 )
-def test_switches_hold_for_the_training_and_are_restored(performance):
+def test_switches_are_set_for_training_and_restored(performance):
     def switches() -> tuple:
         return torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit, torch._dynamo.eval_frame._stance.stance
 
@@ -248,7 +248,7 @@ def test_switches_hold_for_the_training_and_are_restored(performance):
     assert switches() == before == (False, 8, "default")
 
 
-def test_a_graphs_stream_is_the_current_one_until_the_switches_are_left(monkeypatch):
+def test_cuda_graph_runs_on_a_side_stream_until_the_switches_are_left(monkeypatch):
     events, streams = [], ["default"]
 
     @contextmanager
@@ -264,11 +264,11 @@ def test_a_graphs_stream_is_the_current_one_until_the_switches_are_left(monkeypa
     with PerformanceOptions(True, False, False).switches(Runtime("cpu")):
         assert streams[-1] == "side"
     assert streams == ["default"]
-    assert events == ["side"], "what follows on the default stream must wait for the training"
+    assert events == ["side"], "the default stream must wait for the training"
 
 
 @needs_compiler
-def test_what_was_compiled_here_runs_in_a_new_thread(monkeypatch):
+def test_compiled_function_runs_in_a_new_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     layer, inputs = torch.nn.Linear(3, 2), torch.ones(4, 3)
@@ -286,11 +286,11 @@ def test_what_was_compiled_here_runs_in_a_new_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("hook", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
-def test_a_comm_hook_changes_the_result_a_little(hook, tmp_path):
+def test_comm_hook_changes_the_result_slightly(hook, tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
-    words = ["epochs=2", "model=lenet", f"runs_dir={tmp_path}", "optimizer.lr=0.05"]
+    overrides = ["epochs=2", "model=lenet", f"runs_dir={tmp_path}", "optimizer.lr=0.05"]
     for name in ("none", hook):
-        code, output = launch(line, *words, f"name={name}", f"strategy.comm_hook={name}")
+        code, output = launch(line, *overrides, f"name={name}", f"strategy.comm_hook={name}")
         assert code == 0, output
     exact, rounded = (read_metrics(tmp_path / name)[-1]["train_loss"] for name in ("none", hook))
     assert exact != rounded
@@ -299,7 +299,7 @@ def test_a_comm_hook_changes_the_result_a_little(hook, tmp_path):
 
 @pytest.mark.parametrize(("size", "ranks"), [(101, 3), (96, 4), (2, 4)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_indices_are_the_distributed_samplers(size, ranks, shuffle):
+def test_shard_indices_equal_those_of_distributed_sampler(size, ranks, shuffle):
     for rank in range(ranks):
         shard = Shard(range(size), ranks, rank, shuffle=shuffle, seed=3)
         shard.set_epoch(5)
@@ -309,7 +309,7 @@ def test_indices_are_the_distributed_samplers(size, ranks, shuffle):
 
 
 @pytest.mark.parametrize("augmented", [False, True])
-def test_the_next_epoch_is_drawn_ahead(augmented, monkeypatch):
+def test_look_ahead_draws_the_next_epoch(augmented, monkeypatch):
     expected = taken(augmented)
     expected.set_epoch(4)
     expected.deal()
@@ -332,8 +332,8 @@ def taken(augmented: bool) -> DeviceLoader:
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("samples", [0, 48])
-def test_taking_is_iterating(samples, augmented):
-    """What a graph does on the device: the batches of the eager loop, from the middle of an epoch, too."""
+def test_take_returns_the_batches_of_iterating(samples, augmented):
+    """A graph gathers the batches of the eager loop, also from the middle of an epoch."""
     loader = taken(augmented)
     loader.set_epoch(3, samples)
     eager = list(loader)
@@ -352,12 +352,12 @@ LAYOUTS = [
     torch.randn(8, 1, 3, 3).to(memory_format=torch.channels_last),
     torch.randn(5, 6, 7, 8).permute(3, 2, 1, 0),
     torch.randn(9, 4).t(),
-    torch.randn(300, 300),  # more than one piece
+    torch.randn(300, 300),  # more than one chunk
     torch.tensor(3.0),
 ]
 
 
-def test_gradients_that_travel_together_come_back_as_views():
+def test_unflatten_returns_views_of_the_flattened_gradients():
     together = flatten(LAYOUTS)
     back = unflatten(together, LAYOUTS)
     assert together.shape == (sum(tensor.numel() for tensor in LAYOUTS),)
@@ -379,7 +379,7 @@ def test_gradients_that_travel_together_come_back_as_views():
         ((1000 * MiB, 50 * MiB), ["stem"]),
     ],
 )
-def test_a_chain_is_cut_where_a_bucket_is_full(sizes, starts):
+def test_chain_pieces_are_cut_at_the_bucket_size(sizes, starts):
     chain = resnet18(1, 28, 10, None)
     names = {block: name for name, block in chain.named_children()}
     pieces = chain.pieces(*sizes)
@@ -388,7 +388,7 @@ def test_a_chain_is_cut_where_a_bucket_is_full(sizes, starts):
     assert all(sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes) for piece in pieces[1:])
 
 
-def test_a_chain_executed_in_pieces_keeps_its_result_and_its_names():
+def test_chain_executed_in_pieces_keeps_its_result_and_names():
     chain = Chain((1, 4, 4), flat=nn.Flatten(), fc1=nn.Linear(16, 8), fc2=nn.Linear(8, 4))
     images = torch.randn(3, 1, 4, 4)
     expected, names, calls = chain(images), list(chain.state_dict()), []
@@ -411,28 +411,28 @@ def bytes_of_buckets() -> list[int]:
         return [sum(parameter.nbytes for parameter in bucket.parameters) for bucket in strategy.buckets.buckets]
 
 
-def test_what_is_sent_last_is_small():
+def test_bucket_sent_last_is_small():
     last, rest = run_world(1, bytes_of_buckets)[0]
     assert last <= MiB < 40 * MiB < rest
 
 
-def test_what_has_no_parameters_has_no_bucket():
+def test_blocks_without_parameters_have_no_bucket():
     chain = Chain((1, 4, 4), flat=torch.nn.Flatten(), fc=torch.nn.Linear(16, 4))
     groups = [list(piece.parameters()) for piece in chain.pieces(1)]
     assert [len(group) for group in groups] == [0, 2]
     assert [bucket.parameters for bucket in Buckets(groups).buckets] == [groups[1]]
 
 
-def test_what_a_step_calls_is_free_of_hydra():
-    """Whose own partial looks up its policy at every call, 0.1 ms and more."""
+def test_partial_of_a_config_is_functools_partial():
+    """Hydra's own partial looks up its policy at every call, which takes 0.1 ms or more."""
     shape = build(OmegaConf.create({"_target_": "ddp_lab.training.schedule.cosine", "_partial_": True}))
     assert type(shape) is partial
     assert shape(0.5) == pytest.approx(0.5)
 
 
 @needs_compiler
-def test_taking_is_compiled_once_for_all_epochs():
-    """As cuda_graph.compile_step has it; what a new epoch deals lies where the old one's did."""
+def test_take_is_compiled_once_for_all_epochs():
+    """With the options of `compile_step`: each epoch writes its order to the same memory."""
     loader = taken(augmented=True)
     loader.compile(partial(torch.compile, dynamic=False, fullgraph=True))
     for epoch in (1, 2):
@@ -441,12 +441,14 @@ def test_taking_is_compiled_once_for_all_epochs():
         for turn, batch in zip(loader.turns(), list(loader), strict=True):
             with torch.compiler.set_stance("default" if epoch == 1 else "fail_on_recompile"):
                 inputs, targets = loader.take(turn.size)
-            assert torch.allclose(inputs, batch.inputs, rtol=0, atol=1e-6)  # compiled, a product and a sum may be one operation
+            assert torch.allclose(
+                inputs, batch.inputs, rtol=0, atol=1e-6
+            )  # compiled, a multiplication and an addition may be fused
             assert torch.equal(targets, batch.targets)
 
 
-def test_nan_is_injected_into_a_step_that_gathers_its_batches(tmp_path):
-    """Here no graph is captured, so that the other turns are computed in eager mode, too."""
+def test_fault_injects_nan_into_a_step_that_gathers_its_batches(tmp_path):
+    """No graph is captured here, so the other turns are computed in eager mode, too."""
     runtime, loader = Runtime("cpu"), taken(augmented=False)
     strategy = Single(runtime)
     strategy.setup(simple_cnn(1, 8, 10))
@@ -464,7 +466,7 @@ def test_nan_is_injected_into_a_step_that_gathers_its_batches(tmp_path):
 
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("start", [0, 7, LONGEST - 3])
-def test_a_tally_names_the_first_bad_step(start, in_graph):
+def test_tally_returns_the_first_step_that_is_not_finite(start, in_graph):
     tally = Tally(torch.device("cpu"))
     tally.in_graph = in_graph
     tally.begin(start)
@@ -476,7 +478,7 @@ def test_a_tally_names_the_first_bad_step(start, in_graph):
 
 
 @pytest.mark.slow
-def test_the_bench_measures_and_draws(tmp_path):
+def test_bench_measures_and_draws(tmp_path):
     line = "python scripts/bench.py --gpus 0 --repeats 2 --steps 8 --patience 100 --strategies ddp --loops tutorial accelerate"
     process = start(line, "ours eager", "kernels", "--json", str(tmp_path / "b.json"), cold=True)
     code, output = finish(process, timeout=240)

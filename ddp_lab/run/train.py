@@ -48,7 +48,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         log.warning(f"started again after {run_dir.failure}")
     decisions = Decisions(runtime)
     decisions.listen()
-    with Watchdog(run_dir, runtime, cfg.timeout) as watchdog, job.options.switches(runtime):
+    with job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
         return train_guarded(training, run_dir, watchdog, decisions, choices)

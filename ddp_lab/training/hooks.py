@@ -1,4 +1,4 @@
-"""Where others take part in the loop: what `fit` calls at its boundaries."""
+"""Extension points of the training loop: what `fit` calls between steps and epochs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -7,21 +7,29 @@ from ddp_lab.training.progress import Progress
 
 
 class Hooks:
-    """Does nothing; `resilience.guard.Guard` saves, compares and leaves here. Every method is called on all ranks alike."""
+    """Hooks that do nothing. `resilience.guard.Guard` overrides them to save checkpoints, compare replicas and stop the run.
+
+    Every method is called on all ranks at the same point.
+    """
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """Yields the batches of `loader`. `doing` is "training" or "evaluating"."""
+        """Yield the batches of `loader`. `doing` is "training" or "evaluating", for messages."""
         yield from loader
 
     def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
-        """Runs after every step. `here` completes `progress` by the sums so far; it is collective and waits for the device."""
+        """Run after every step.
+
+        Args:
+            progress: its `sums` and `seconds` are still those from before this launch's steps of the epoch.
+            here: returns the position with up-to-date `sums` and `seconds`. Collective; waits for the device.
+        """
 
     def check(self, progress: Progress) -> None:
-        """Runs after the last step of an epoch, before its evaluation."""
+        """Run after the last step of an epoch, before its evaluation."""
 
     def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """Yields the batches of an evaluation."""
+        """Yield the batches of an evaluation."""
         yield from self.batches("evaluating", loader, progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
-        """Runs after an evaluation, with `progress` at the beginning of the next epoch."""
+        """Run after an evaluation, with `progress` at the beginning of the next epoch."""

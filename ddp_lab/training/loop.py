@@ -1,4 +1,4 @@
-"""The training loop: one for all strategies. It knows no rank and no strategy's name."""
+"""The training loop, the same for all strategies and ranks."""
 
 import math
 import statistics
@@ -28,18 +28,30 @@ def fit(
     epochs: int,
     patience: int | None = None,
 ) -> Progress:
-    """Trains on from `progress` until `epochs` are done, or `patience` of them had no lower test loss than one before.
+    """Train from `progress` to the end, and evaluate and log after each epoch.
 
-    Evaluates and logs after each epoch. The seconds of an epoch are those of its training steps alone.
+    The duration of an epoch is that of its training steps only.
+
+    Args:
+        progress: position to continue from.
+        epochs: number of the last epoch.
+        patience: stop early after this many epochs in a row without a lower test loss; None: never.
+
+    Returns:
+        The position at the end.
+
+    Raises:
+        TrainingError: every batch of an epoch was skipped.
     """
-    durations = []
+    durations: list[float] = []
+    test_accuracy = samples = math.nan
     shown = next(iter(test_loader))
     while not is_over(progress, epochs, patience):
         progress = train_epoch(strategy, step, train_loader, logger, hooks, progress, epochs)
         hooks.check(progress)
         durations.append(progress.seconds)
         if progress.sums[2] == 0:
-            message = f"every batch of epoch {progress.epoch} was left out (on_nan=skip): lower optimizer.lr"
+            message = f"every batch of epoch {progress.epoch} was skipped (on_nan=skip): lower optimizer.lr"
             raise TrainingError(message, "not_finite")
         train_loss, train_accuracy, samples = means(progress.sums)
         test_loss, test_accuracy, _ = evaluate(strategy, hooks.evaluating(test_loader, progress))
@@ -59,21 +71,31 @@ def fit(
     if durations:
         logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
     if progress.epoch <= epochs:
-        log.info(f"stopped early: no lower test loss than epoch {progress.best_epoch}'s for {patience} epochs")
+        log.info(
+            f"stopped early: the test loss has not improved on epoch {progress.best_epoch} for {patience} epochs (patience)"
+        )
     return progress
 
 
 def train_epoch(
     strategy: Strategy, step: TrainStep, loader: Loader, logger: Logger, hooks: Hooks, before: Progress, epochs: int
 ) -> Progress:
-    """The steps of an epoch that are left, and where the run stands behind them."""
+    """Run the remaining steps of an epoch.
+
+    Args:
+        before: position to continue from.
+        epochs: number of the last epoch, for the progress bar.
+
+    Returns:
+        The position after the epoch's last step.
+    """
     loader.set_epoch(before.epoch, before.samples)
     strategy.train()
     step.tally.totals.zero_()
     progress, start = replace(before), time.perf_counter()
 
     def here() -> Progress:
-        """Collective; waits for the device."""
+        """Return the position after the last step, with its sums. Collective; waits for the device."""
         sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(step.tally.totals.clone()), strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
@@ -87,7 +109,7 @@ def train_epoch(
 
 
 def next_epoch(progress: Progress, test_loss: float) -> Progress:
-    """The beginning of the epoch behind an evaluated one."""
+    """Return the position at the beginning of the next epoch, after an evaluation with `test_loss`."""
     following = Progress(progress.epoch + 1, 0, progress.step, best_loss=progress.best_loss, best_epoch=progress.best_epoch)
     if math.isfinite(test_loss) and (progress.best_loss is None or test_loss < progress.best_loss):
         following.best_loss, following.best_epoch = test_loss, progress.epoch
@@ -95,13 +117,13 @@ def next_epoch(progress: Progress, test_loss: float) -> Progress:
 
 
 def is_over(progress: Progress, epochs: int, patience: int | None) -> bool:
-    """Whether all epochs are done, or none of the last `patience` had a test loss below the best before them."""
+    """Return whether all epochs are done, or the last `patience` epochs did not lower the test loss."""
     done = progress.epoch - 1
     return done >= epochs or (patience is not None and done - progress.best_epoch >= patience)
 
 
 def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> tuple[float, float, float]:
-    """Mean loss, accuracy and number of samples over all batches, each sample counted once."""
+    """Return the mean loss, the accuracy and the number of samples over all batches. Each sample counts once. Collective."""
     strategy.train(False)
     totals = torch.zeros(3, dtype=sum_dtype(strategy.device), device=strategy.device)
     for batch in batches:
@@ -110,5 +132,6 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> tuple[float, float
 
 
 def means(sums: list[float]) -> tuple[float, float, float]:
+    """Return the mean loss, the accuracy and the number of samples of [loss_sum, correct, count]."""
     loss_sum, correct, count = sums
     return loss_sum / count, correct / count, count

@@ -10,7 +10,14 @@ from ddp_lab.training.progress import Progress
 
 @dataclass(frozen=True)
 class Plan:
-    """Batch sizes in samples, `samples_at_once` of a rank's largest piece, `lr` after scaling."""
+    """The sizes of a run.
+
+    Attributes:
+        replicas: number of model copies that share a global batch.
+        global_batch_size: samples.
+        samples_at_once: samples of a full local batch, or of one micro-batch with gradient accumulation.
+        lr: learning rate after scaling.
+    """
 
     world_size: int
     replicas: int
@@ -33,21 +40,24 @@ class Plan:
         lr_scaling: Literal["none", "linear", "sqrt"],
         lr_base_batch_size: int,
     ) -> "Plan":
-        """Works out a run's numbers; the arguments in samples.
+        """Compute the sizes from the config.
 
-        With scaling=strong, `batch_size` is the global batch, however many replicas share it; with weak it is each replica's.
-        lr_scaling multiplies the learning rate by k = global batch / lr_base_batch_size ("linear", Goyal et al. 2017,
-        arXiv:1706.02677) or by its square root ("sqrt", Krizhevsky 2014, arXiv:1404.5997).
+        Args:
+            train_size: samples.
+            batch_size: samples of the global batch with scaling=strong, of each local batch with scaling=weak.
+            accumulate: number of gradient-accumulation steps.
+            lr_scaling: "linear" multiplies the learning rate by k = global batch size / `lr_base_batch_size` (Goyal et al.
+                2017, arXiv:1706.02677), "sqrt" by the square root of k (Krizhevsky 2014, arXiv:1404.5997).
 
         Raises:
-            ConfigError: the batch does not divide by the replicas, or is smaller.
+            ConfigError: the global batch is not divisible by the number of replicas.
         """
         batch_size *= replicas if scaling == "weak" else 1
         if batch_size % replicas:
             lower = batch_size // replicas * replicas
             nearest = " or ".join(str(size) for size in (lower, lower + replicas) if size)
             raise ConfigError(
-                f"batch_size={batch_size}: is the global batch and must divide by the {replicas} replicas that share it; "
+                f"batch_size={batch_size}: is the global batch and must be divisible by the {replicas} replicas that share it; "
                 f"use {nearest}, or scaling=weak to give every replica {batch_size}"
             )
         factor = batch_size / lr_base_batch_size
@@ -56,7 +66,10 @@ class Plan:
         return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr)
 
     def steps_before(self, progress: Progress) -> int:
-        """How far the learning-rate schedule is there: not the steps taken, where earlier launches had other batches."""
+        """Return the steps of the learning-rate schedule before `progress`.
+
+        This differs from `progress.step`, the steps taken, if an earlier launch had another batch size.
+        """
         return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(progress.samples / self.global_batch_size)
 
     def __str__(self) -> str:

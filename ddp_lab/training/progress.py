@@ -1,20 +1,20 @@
-"""Where a run stands: what a checkpoint remembers beside the tensors."""
+"""The position of a run: what a checkpoint holds besides tensors."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """The position of a run.
 
     Attributes:
-        epoch: the one being trained, from 1.
-        samples: of it that are trained on, all ranks together: a multiple of the batch size, or all.
-        step: optimizer steps taken since the beginning of the run.
+        epoch: epoch being trained, from 1.
+        samples: samples of this epoch that all ranks together have trained on: a multiple of the batch size, or all.
+        step: optimizer steps since the beginning of the run.
         sums: [loss_sum, correct, count] of this epoch's steps so far, over all ranks.
-        seconds: that these steps took.
-        lr: of the last of them.
-        best_loss, best_epoch: of the evaluations so far.
+        seconds: duration of these steps.
+        lr: learning rate of the last of them.
+        best_loss, best_epoch: lowest test loss so far, and its epoch; None and 0 before the first evaluation.
     """
 
     epoch: int = 1

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a shape over the whole run, counted in steps, behind an optional linear warm-up."""
+"""Learning-rate schedules: a shape over the whole run, counted in steps, after an optional linear warm-up."""
 
 import math
 from collections.abc import Callable
@@ -8,18 +8,27 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def constant(progress: float) -> float:
+    """Return 1 throughout the run."""
     return 1.0
 
 
 def cosine(progress: float) -> float:
-    """From 1 to 0 along half a cosine (Loshchilov and Hutter 2016, arXiv:1608.03983, one period)."""
+    """Return a factor that falls from 1 to 0 along half a cosine (Loshchilov and Hutter 2016, arXiv:1608.03983, one period)."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def make_scheduler(
     optimizer: torch.optim.Optimizer, shape: Callable[[float], float], total_steps: int, warmup_steps: int
 ) -> LambdaLR:
-    """Multiplies the learning rate by `shape(progress)`, progress from 0 to 1 over the steps that follow the warm-up."""
+    """Return a scheduler that multiplies the learning rate by a factor.
+
+    In warm-up step s (from 0) the factor is (s + 1) / (warmup_steps + 1). After it, the factor is `shape(progress)`.
+
+    Args:
+        shape: maps the progress after the warm-up, 0 to 1, to a factor.
+        total_steps: optimizer steps of the run, with the warm-up.
+        warmup_steps: optimizer steps of the warm-up.
+    """
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -1,50 +1,55 @@
-"""What the steps add up to, kept on the device: the host does not look at a step's loss, so it never waits for one."""
+"""Sums over the training steps, kept on the device, so that the host never waits for a step's loss."""
 
 import math
-from collections.abc import Callable
 
 import torch
 
-from ddp_lab.strategies.base import sum_dtype
+from ddp_lab.strategies.base import Fuse, sum_dtype
 
-LONGEST = 1000  # steps whose losses are remembered
+LONGEST = 1000  # steps whose losses are kept
 
 
 class Tally:
-    """
+    """The sums of this rank's steps, and the last losses.
+
     Args:
-        leave_out: a step whose loss is not finite does not count in `totals`.
+        skip_not_finite: a step whose loss is not finite does not count in `totals`.
 
     Attributes:
-        totals: [loss_sum, correct, count] of this rank's steps since somebody zeroed it, of `sum_dtype`.
-        in_graph: the place of the next loss is counted on the device, where a CUDA graph can count it, too.
+        totals: [loss_sum, correct, count] in `sum_dtype` since the training loop last zeroed it.
+        in_graph: whether steps are counted on the device, as a CUDA graph needs it, instead of on the host.
     """
 
-    def __init__(self, device: torch.device, leave_out: bool = False):
-        self.leave_out, self.in_graph = leave_out, False
+    def __init__(self, device: torch.device, skip_not_finite: bool = False):
+        self.skip_not_finite, self.in_graph = skip_not_finite, False
         self.totals = torch.zeros(3, dtype=sum_dtype(device), device=device)
-        self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # of step s at s % LONGEST
+        self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # that of step s at s % LONGEST
         self._step = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._add = self._add_eagerly
 
     @property
     def state(self) -> list[torch.Tensor]:
+        """The tensors that `add` changes."""
         return [self.totals, self._losses, self._place]
 
     def begin(self, step: int) -> None:
-        """Nothing so far, behind `step` steps."""
+        """Clear the sums. The next step is number `step` + 1."""
         self.totals.zero_()
         self._losses.zero_()
         self._step = step
         self._place.fill_(step % LONGEST)
 
-    def compile(self, fuse: Callable) -> None:
-        """Fuse the kernels of `add` by `fuse`, a torch.compile; for a tally whose steps are counted on the device."""
+    def compile(self, fuse: Fuse) -> None:
+        """Compile `add`. Only for a tally with `in_graph`; a step counted on the host would be compiled anew each time."""
         self._add = fuse(self._add_eagerly)
 
     def add(self, sums: torch.Tensor) -> None:
-        """The next step's [loss_sum, correct, count]. Two small kernels, as long as the host counts."""
+        """Count the next step.
+
+        Args:
+            sums: the step's [loss_sum, correct, count].
+        """
         self._add(sums)
 
     def _add_eagerly(self, sums: torch.Tensor) -> None:
@@ -54,12 +59,18 @@ class Tally:
         else:
             self._step += 1
             self._losses[self._step % LONGEST].copy_(sums[0], non_blocking=True)
-        self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.leave_out else sums
+        self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.skip_not_finite else sums
 
     def first_bad(self, step: int) -> torch.Tensor:
-        """The number of the first step up to `step` whose loss was not finite, since this was asked last; inf without one.
+        """Return the number of the first step whose loss was not finite, of those since the last call; inf without any.
 
-        At least every LONGEST steps. [], of `sum_dtype`, on the device; does not wait for it.
+        Call it at least every LONGEST steps. It does not wait for the device.
+
+        Args:
+            step: number of the last step.
+
+        Returns:
+            [], in `sum_dtype`, on the device.
         """
         places = torch.arange(LONGEST, dtype=self._losses.dtype, device=self._losses.device)
         numbers = step - (step - places) % LONGEST

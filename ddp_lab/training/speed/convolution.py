@@ -1,9 +1,11 @@
-"""Convolutions whose channels are no multiples of 8, written so that torch.compile can fuse what a GPU's tensor cores need.
+"""Convolutions whose channels are padded to multiples of 8, which tensor cores need, so that torch.compile fuses the padding.
 
-cuDNN pads such channels itself, in kernels of their own, before and behind each of a convolution's three products (outputs,
-gradient of the inputs, gradient of the weight); an image of one channel becomes eight times as large. LeNet's compiled step
-took about a quarter longer for it (docs/benchmarks-log.md). Padding that is written out can be fused with what is around it.
+Otherwise cuDNN pads such channels in separate kernels, before and after each of a convolution's three matrix multiplications
+(outputs, gradient of the inputs, gradient of the weight). Images of one channel become eight times as large. LeNet's compiled
+step took about a quarter longer for it (docs/benchmarks-log.md). Explicit padding is fused with the kernels around it.
 """
+
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,42 +13,57 @@ from torch import nn
 
 
 class PaddedConv2d(nn.Conv2d):
-    """A convolution that pads its channels to multiples of 8 where it is compiled; elsewhere it is an nn.Conv2d.
+    """A convolution that pads its channels to multiples of 8 when compiled; in eager mode it is an nn.Conv2d.
 
     Args:
-        conv: the layer that it takes the place of, and whose parameters it shares.
+        conv: layer to replace, for which `can_be_rewritten` holds; its parameters are shared.
     """
 
     def __init__(self, conv: nn.Conv2d):
-        shape = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation)
-        super().__init__(*shape, bias=conv.bias is not None, device="meta")  # meta: draws no random numbers
+        super().__init__(
+            conv.in_channels,
+            conv.out_channels,
+            pair(conv.kernel_size),
+            pair(conv.stride),
+            pair(conv.padding),
+            pair(conv.dilation),
+            bias=conv.bias is not None,
+            device="meta",  # draws no random numbers
+        )
         self.weight, self.bias = conv.weight, conv.bias
         self.train(conv.training)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():  # evaluation, batches of another size: nothing would fuse the padding
-            return super().forward(inputs)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():  # evaluation and other batch sizes, where nothing would fuse the padding
+            return super().forward(input)
         if self.in_channels == 1 and self.stride == self.dilation == (1, 1):
-            return as_product(inputs, self.weight, self.bias, self.padding)
+            return as_product(input, self.weight, self.bias, pair(self.padding))
         weight, bias = pad_to_eights(self.weight, 0, 1), None if self.bias is None else pad_to_eights(self.bias, 0)
-        outputs = F.conv2d(pad_to_eights(inputs, 1), weight, bias, self.stride, self.padding, self.dilation)
+        outputs = F.conv2d(pad_to_eights(input, 1), weight, bias, self.stride, self.padding, self.dilation)
         return outputs[:, : self.out_channels]
 
 
 def pad_convolutions(model: nn.Module) -> None:
-    """Replace, in `model`, the convolutions that padding speeds up. Parameters, their names and their order stay."""
+    """Replace the convolutions of `model` that padding makes faster. Parameters keep their names and their order."""
     for path, layer in list(model.named_modules()):
         if type(layer) is nn.Conv2d and (layer.in_channels % 8 or layer.out_channels % 8) and can_be_rewritten(layer):
             model.set_submodule(path, PaddedConv2d(layer))
 
 
+def pair(sizes: str | tuple[int, ...]) -> tuple[int, int]:
+    """Return a size of an nn.Conv2d with its exact type, which torch's annotation has for convolutions of any dimension."""
+    return cast("tuple[int, int]", sizes)
+
+
 def can_be_rewritten(conv: nn.Conv2d) -> bool:
+    """Return whether PaddedConv2d supports `conv`: no groups, zeros as padding, and its amount given in numbers."""
     return conv.groups == 1 and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
 
 
 def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]) -> torch.Tensor:
-    """A convolution as one product of matrices: a row for what each output pixel sees (im2col; Chellapilla et al. 2006, "High
-    performance convolutional neural networks for document processing").
+    """Compute a convolution as one matrix multiplication, with one row for the inputs of each output pixel (im2col).
+
+    Chellapilla et al. 2006, "High performance convolutional neural networks for document processing".
 
     Args:
         images: [n, 1, height, width].
@@ -59,7 +76,7 @@ def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     images = F.pad(images, (left, left, top, top))[:, 0]
     seen = images.unfold(1, rows, 1).unfold(2, columns, 1).flatten(3)
     n, h, w, _ = seen.shape
-    if weight.stride(1) == 1:  # channels last: so its gradient gets the same strides, which DDP's buckets want
+    if weight.stride(1) == 1:  # channels last: its gradient must get the same strides, for DDP's buckets
         weight = weight.permute(0, 2, 3, 1)
     matrix = pad_to_eights(weight.flatten(1), 0, 1)
     outputs = F.linear(pad_to_eights(seen, 3).flatten(0, 2), matrix, None if bias is None else pad_to_eights(bias, 0))
@@ -67,8 +84,8 @@ def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def pad_to_eights(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Zeros behind what is there, so that the sizes of these dimensions are multiples of 8."""
-    amounts = [0] * 2 * tensor.dim()  # as F.pad wants them: before and behind, the last dimension first
+    """Append zeros along `dims`, so that their sizes become multiples of 8."""
+    amounts = [0] * 2 * tensor.dim()  # of F.pad: before and after each dimension, the last dimension first
     for dim in dims:
         amounts[-2 * dim - 1] = -tensor.shape[dim] % 8
     return F.pad(tensor, amounts)

@@ -1,32 +1,37 @@
-"""A whole training step as one CUDA graph: gather, forward, backward, all-reduce, optimizer.
+"""A complete training step as one CUDA graph: gather, forward, backward, all-reduce, optimizer.
 
-Launched kernel by kernel, a step of LeNet takes the host ten times as long as the GPU. A graph is recorded once and
-replayed by one call; what changes from step to step (the batch, the learning rate) it reads from memory.
+In eager mode a step of LeNet takes the host ten times as long as the GPU. A graph is captured once and replayed by one call.
+It reads from memory what changes from step to step: the batch and the learning rate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import call
+from typing import Any, cast
 
 import torch
 
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Batch, Turn
+from ddp_lab.strategies.base import Fuse
 from ddp_lab.training.speed.convolution import pad_convolutions
-from ddp_lab.training.speed.kernel_choice import fastest_thread, recording
+from ddp_lab.training.speed.kernel_choice import Thread, capturing, fastest_thread
 from ddp_lab.training.speed.notice import working
 from ddp_lab.training.speed.switches import compiling
 from ddp_lab.training.step import Step
 
-WARM_UP = 11  # steps before a recording: DDP lays out its buckets anew in the first ones
+WARM_UP = 11  # steps before a capture: DDP rebuilds its buckets in the first ones
 
 
 class GraphStep:
-    """A `Step` for the turns of a DeviceLoader.
+    """A `Step` as CUDA graphs, one for each size of a DeviceLoader's batches.
 
     Args:
         step: all of it must run on the current stream, which must not be the default one (`Runtime.side_stream`).
+
+    Attributes:
+        rate: learning rate on the device, [], read by every replay.
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
@@ -39,11 +44,11 @@ class GraphStep:
     def lr(self) -> float:
         return self.step.lr
 
-    def record(self, choosing: float, first: str) -> None:
-        """Warms up, then captures a graph for each size of a batch, within `PerformanceOptions.switches`. Collective.
+    def capture(self, choosing: float, first: str) -> None:
+        """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN's choice of kernels is repeated, in new threads; 0: its first one is taken.
+            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads; 0: its first choice is kept.
             first: what the first steps do, for the notice about them: compile, or warm up.
         """
         self.loader.set_epoch(1)
@@ -51,26 +56,26 @@ class GraphStep:
         groups = self.step.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = self.rate  # read at every replay
-        with torch.autograd.set_multithreading_enabled(False):  # backward runs where it is called, with that thread's kernels
-            # Here, too: torch.compile asks for what only the thread has that imported it (an assertion of torch 2.11).
+            group["lr"] = self.rate  # read by every replay
+        with torch.autograd.set_multithreading_enabled(False):  # backward runs in its caller's thread, with its kernels
+            # Warm up in this thread first: torch.compile compiles only in the thread that imported it (asserted in torch 2.11).
             with working(first), compiling():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
-            self.thread = call  # kept: it keeps the kernels
+            self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used
             if choosing:
                 with working("choosing cuDNN's kernels"), unchanged(self.step):
                     self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), choosing)
             with working("capturing the training step as a CUDA graph"):
-                self.thread(partial(self._record, turns))
+                self.thread(partial(self._capture, turns))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _record(self, turns: list[Turn]) -> None:
+    def _capture(self, turns: list[Turn]) -> None:
         warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
         pool = torch.cuda.graph_pool_handle()
         for turn in turns:
             self.graphs[turn] = torch.cuda.CUDAGraph()
-            with recording(self.graphs[turn], pool):
+            with capturing(self.graphs[turn], pool):
                 self.step.compute(self.gather(turn))
 
     def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
@@ -79,16 +84,18 @@ class GraphStep:
         loader.look_ahead()
 
     def __call__(self, turn: Turn | Batch) -> None:
-        """Replay the graph of a turn. A batch, gathered before, is computed in eager mode."""
-        if turn in self.graphs:
+        """Replay the graph of a turn. A batch that was gathered before is computed in eager mode."""
+        if isinstance(turn, Batch):
+            self.step(turn)
+        elif turn in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.graphs[turn].replay()
             self.step.advance()
-        else:  # after a resume with another batch size there may be one; its kernels are chosen when it comes
-            self.step(turn if isinstance(turn, Batch) else self.gather(turn))
+        else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
+            self.step(self.gather(turn))
 
     def gather(self, turn: Turn) -> Batch:
-        """Return the next batch, whose size is the turn's, in place of replaying it."""
+        """Return the next batch, which has the turn's size."""
         return Batch(*self.loader.take(turn.size), turn.count)
 
     def _first_batch(self, turn: Turn) -> Batch:
@@ -96,28 +103,29 @@ class GraphStep:
         return self.gather(turn)
 
 
-# Inductor's combo kernels: small ones that do not wait for each other run as one, casts of the weights to bf16 for example.
+# Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
 # Not reductions: with them a step took 3 % longer (docs/benchmarks-log.md).
 COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
-# What `compile=tuned` has torch.compile try out: kernels for products and convolutions, and every fused kernel's shape.
+# With `compile=tuned` torch.compile times kernels for matrix multiplications and convolutions, and shapes of fused kernels.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
-# Where all convolutions of what it compiles have at most 64 channels (LeNet, or a piece with ResNet's first blocks) Inductor
-# would go back to channels first, and copy the gradients of the largest activations on the way.
+# Without it Inductor returns to channels first if all convolutions that it compiles have at most 64 channels (LeNet, or
+# ResNet's first blocks), and copies the gradients of the largest activations.
 CHANNELS_LAST = {"force_layout_optimization": True}
 
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> None:
-    """Everything of a step but its collectives. What is compiled is the first batch's shape; other sizes, and
-    evaluation, run as they are: compiling them would take as long again. On a GPU it pads the model's convolutions.
+    """Compile a step, except its collectives, for the shape of the first batch. On a GPU, pad the model's convolutions.
+
+    Other batch sizes and evaluation run in eager mode, because compiling them would take as long again.
 
     Args:
-        loader: of a step that is to be captured. Else its batches come from outside, and the optimizer and the tally are left
-            as they are (`Step.compile`).
-        tuned: tries out more kernels, which takes minutes.
-        channels_last: the model is in that format, and stays in it.
+        loader: loader of a step that will be captured. It is compiled, too, and so are the optimizer and the tally
+            (`Step.compile`). None: the step will be called with batches, and these three stay eager.
+        tuned: whether to time more kernels, which takes minutes.
+        channels_last: whether the model is in that format.
     """
     options = COMBO | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
-    fuse = partial(torch.compile, dynamic=False, options=options)
+    fuse = cast(Fuse, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
     step.strategy.compile(fuse)
@@ -127,7 +135,12 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
 
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
-    """Steps that do not count: behind them all is compiled, tuned and allocated, and the state is what it was. Collective."""
+    """Run steps that compile, tune and allocate everything, and restore the state after them. Collective.
+
+    Args:
+        batches: one function for each batch size, which returns a batch.
+        times: steps for each batch size, after `try_out`.
+    """
     with unchanged(step):
         for batch in batches:
             try_out(step, batch())
@@ -136,8 +149,10 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
 
 
 def try_out(step: Step, batch: Batch) -> None:
-    """The first forward and backward, in which kernels are timed and chosen. No gradients are summed in it: a collective
-    occupies a part of the GPU until the slowest rank is there, and kernels timed beside it would be misjudged."""
+    """Run forward and backward of one micro-batch, in which kernels are timed and chosen, without summing gradients.
+
+    A collective occupies a part of the GPU until the slowest rank arrives, so kernels timed beside it would be misjudged.
+    """
     inputs, targets, count = batch
     with step.strategy.no_sync():
         step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)
@@ -145,9 +160,11 @@ def try_out(step: Step, batch: Batch) -> None:
 
 
 @contextmanager
-def unchanged(step: Step) -> Iterator[None]:
-    """Puts weights, buffers, the optimizer's state and the tally back, in place. State that was not there yet becomes zeros,
-    which is what SGD and Adam begin with."""
+def unchanged(step: Step) -> Generator[None]:
+    """Restore weights, buffers, the optimizer's state and the tally, in place, when the body ends.
+
+    Optimizer state that the body created is set to zero, which is what SGD and Adam begin with.
+    """
     module, optimizer = step.strategy.module, step.optimizer
     held = [*module.parameters(), *module.buffers(), *step.tally.state]
     before = [tensor.detach().clone() for tensor in held]
@@ -162,6 +179,7 @@ def unchanged(step: Step) -> Iterator[None]:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Yield the parameter, the name and the value of each tensor of the optimizer's state."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):

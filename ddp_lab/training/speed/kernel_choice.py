@@ -1,7 +1,7 @@
-"""Which kernels cuDNN takes for a recorded step: it chooses several times, and the fastest choice is kept.
+"""Choosing cuDNN's kernels for a captured step: cuDNN chooses several times, and the fastest choice is kept.
 
-Of each convolution cuDNN keeps, for each thread, the kernel that was the fastest in ONE run of all it has. That is little to
-judge by: LeNet's forward and backward take 284 to 315 us with what it chooses (an H200, docs/benchmarks-log.md).
+For each convolution and thread, cuDNN keeps the kernel that was the fastest in ONE run of each. One run is a noisy
+measurement: LeNet's forward and backward take 284 to 315 us, depending on the choice (an H200, docs/benchmarks-log.md).
 """
 
 import statistics
@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-MOST_THREADS = 16  # that choose: each leaves cuBLAS's workspace behind, 32 MiB on an H200
+MOST_THREADS = 16  # each choosing thread keeps a cuBLAS workspace allocated, 32 MiB on an H200
 
-Thread = Callable[[Callable[[], Any]], Any]  # calls what it gets, somewhere; `operator.call` here
+Thread = Callable[[Callable[[], Any]], Any]  # calls a function in some thread; `operator.call`: in the current one
 
 
 class NewThread:
-    """A thread for the device and stream of this one, in which kernels are chosen anew."""
+    """A thread that uses the current thread's device and stream, and in which cuDNN chooses its kernels anew."""
 
     def __init__(self):
         stream = torch.cuda.current_stream()
 
-        def settle() -> None:  # both are this thread's own settings and end with it
+        def initialize() -> None:  # both settings belong to the new thread and end with it
             torch.cuda.set_stream(stream)
             torch.autograd.set_multithreading_enabled(False)
 
-        self.executor = ThreadPoolExecutor(1, initializer=settle)
+        self.executor = ThreadPoolExecutor(1, initializer=initialize)
 
     def __call__(self, task: Callable[[], Any]) -> Any:
         return self.executor.submit(copy_context().run, task).result()  # newer torch keeps its options in the context
@@ -40,9 +40,9 @@ class NewThread:
 
 
 def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> int:
-    """Its place. By the median of some rounds, because a GPU that was idle runs faster for a while."""
+    """Return the index of the fastest graph, by the median over rounds, because a GPU is faster for a while after idling."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    milliseconds = [[] for _ in graphs]
+    milliseconds: list[list[float]] = [[] for _ in graphs]
     for _ in range(rounds):
         for graph, taken in zip(graphs, milliseconds, strict=True):
             start.record()
@@ -56,30 +56,39 @@ def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int =
 
 
 def fastest_thread(work: Callable[[], None], seconds: float) -> Thread:
-    """That with the fastest kernels for `work`: this one, where they are chosen already, or one of those that could begin to
-    choose within so many seconds. Backward must run where it is called (`torch.autograd.set_multithreading_enabled`).
+    """Return the thread whose kernels are the fastest for `work`: the current one, which has chosen already, or a new one.
+
+    The backward pass must run in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`).
 
     Args:
-        work: on the device; what a CUDA graph can hold, and without collectives, because each rank chooses for itself.
+        work: queues work that a CUDA graph can capture, without collectives, because each rank chooses for itself.
+        seconds: time in which new threads are started; the last one is completed.
     """
-    threads, end = [call], time.perf_counter() + seconds
+    threads: list[Thread] = [call]
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end and len(threads) < MOST_THREADS:
-        threads.append(NewThread())
-        threads[-1](work)
+        thread = NewThread()
+        thread(work)
+        threads.append(thread)
     pool = torch.cuda.graph_pool_handle()
 
-    def sketch() -> torch.cuda.CUDAGraph:
+    def capture() -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with recording(graph, pool):
+        with capturing(graph, pool):
             work()
         return graph
 
-    fastest = threads[quickest([thread(sketch) for thread in threads])]  # in turn: they share the pool's memory
-    for thread in threads[1:]:
-        if thread is not fastest:
+    fastest = threads[quickest([thread(capture) for thread in threads])]  # sequentially: they share the pool's memory
+    for thread in threads:
+        if isinstance(thread, NewThread) and thread is not fastest:
             thread.close()
     return fastest
 
 
-def recording(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> AbstractContextManager:
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> AbstractContextManager[None]:
+    """Return a context that captures the current thread's work on the current stream.
+
+    Args:
+        pool: of torch.cuda.graph_pool_handle, whose type torch does not export; None: a pool of its own.
+    """
     return torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local")

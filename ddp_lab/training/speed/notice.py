@@ -1,10 +1,10 @@
-"""Notices about long work before the first step, on rank 0: what is being done, and for how long."""
+"""Notices on rank 0 about long work before the first step: what is being done, and for how long."""
 
 import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from ddp_lab.observe.logger import log
@@ -13,11 +13,11 @@ CLEAR = "\033[K"  # the rest of a terminal's line
 
 
 @contextmanager
-def working(what: str, tick: float = 1.0, interval: float = 30.0) -> Iterator[None]:
+def working(what: str, tick: float = 1.0, interval: float = 30.0) -> Generator[None]:
     """Show what is being done while the body runs, and log the seconds it took.
 
-    A terminal has a line that counts the seconds. Elsewhere the log has a line at the beginning and one every `interval`
-    seconds. Nothing is shown of what takes less than `tick` seconds, nor on ranks that log warnings alone: all but rank 0.
+    On a terminal, one line counts the seconds. Otherwise a line is logged at the beginning and one every `interval` seconds.
+    Nothing is shown if the body takes less than `tick` seconds, nor on ranks that log only warnings, which are all but rank 0.
 
     Args:
         what: in the form of "compiling the training step".
@@ -39,7 +39,7 @@ def working(what: str, tick: float = 1.0, interval: float = 30.0) -> Iterator[No
 
 
 def _show(what: str, start: float, done: threading.Event, tick: float, interval: float) -> None:
-    """Run in a thread of its own, which calls nothing of CUDA: another one may be capturing a graph."""
+    """Show the notices. This thread must not call CUDA, because another one may be capturing a graph."""
     if done.wait(tick):
         return
     if sys.stderr.isatty():

@@ -1,11 +1,12 @@
-"""What can make a step faster, on where it helps: one CUDA graph, torch.compile, channels_last."""
+"""The performance options of a training step: CUDA graph, torch.compile, channels_last."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Literal, NamedTuple
 
 import torch
 
+from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Loader
 from ddp_lab.models.chain import Chain
 from ddp_lab.observe.logger import log
@@ -16,7 +17,7 @@ from ddp_lab.training.speed.switches import compiling, cudnn_benchmark, eager_un
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
-CHOOSING = 2.0  # seconds for cuDNN's choices, where compiling takes many anyway
+CHOOSING = 2.0  # seconds for choosing cuDNN's kernels, if the step is compiled, which takes longer anyway
 
 
 class PerformanceOptions(NamedTuple):
@@ -27,20 +28,20 @@ class PerformanceOptions(NamedTuple):
     channels_last: bool
 
     def supported(self, strategy: Strategy, loader: str) -> "PerformanceOptions":
-        """Disables what is not supported, and logs why.
+        """Return the options that are supported, and log why others are disabled.
 
         Args:
-            loader: which one the batches come from, "device" or "workers".
+            loader: the config's `data.loader`, "device" or "workers".
         """
         reasons = {name: why_not(name, strategy, loader) for name, value in self._asdict().items() if value}
         for name, reason in reasons.items():
             if reason:
-                log.info(f"{name}={str(getattr(self, name)).lower()}: left off, because {reason}")
+                log.info(f"{name}={str(getattr(self, name)).lower()} is disabled: {reason}")
         return self._replace(**{name: False for name, reason in reasons.items() if reason})
 
     @contextmanager
-    def switches(self, runtime: Runtime) -> Iterator[None]:
-        """Hold torch's global switches that these options need. Enter it before `Strategy.setup`, leave it after training."""
+    def switches(self, runtime: Runtime) -> Generator[None]:
+        """Set torch's global switches for these options. Enter it before `Strategy.setup`, leave it after training."""
         with ExitStack() as stack:
             if self.cuda_graph:
                 stack.enter_context(runtime.side_stream())
@@ -51,11 +52,14 @@ class PerformanceOptions(NamedTuple):
             yield
 
     def shape(self, model: Chain) -> Chain:
-        """Before the strategy gets the model, within `switches`."""
+        """Set the memory format of the model. Called before `Strategy.setup`, within `switches`."""
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
     def settle(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Before the optimizer has a state. A graph wants Adam's step counters and the learning rate read on the GPU."""
+        """Have the optimizer read the learning rate and its step counters on the GPU, as a graph needs it.
+
+        Called before the optimizer has a state.
+        """
         for group in optimizer.param_groups if self.cuda_graph else []:
             if "capturable" in group:
                 group["capturable"] = True
@@ -64,13 +68,15 @@ class PerformanceOptions(NamedTuple):
         return optimizer
 
     def build(self, step: Step, loader: Loader) -> Step | GraphStep:
-        """The step to train with, compiled and recorded. Collective."""
+        """Return the step to train with, compiled and captured as these options ask. Collective."""
+        device_loader = loader if isinstance(loader, DeviceLoader) else None
+        assert device_loader is not None or not self.cuda_graph, "cuda_graph needs data.loader=device (see `supported`)"
         notice = f"compiling the training step (compile={str(self.compile).lower()})"
         if self.compile:
-            compile_step(step, loader if self.cuda_graph else None, self.compile == "tuned", self.channels_last)
-        if self.cuda_graph:
-            graph = GraphStep(step, loader)
-            graph.record(CHOOSING if self.compile else 0, notice if self.compile else "warming up the training step")
+            compile_step(step, device_loader if self.cuda_graph else None, self.compile == "tuned", self.channels_last)
+        if self.cuda_graph and device_loader is not None:
+            graph = GraphStep(step, device_loader)
+            graph.capture(CHOOSING if self.compile else 0, notice if self.compile else "warming up the training step")
             return graph
         if self.compile:
             loader.set_epoch(1)
@@ -81,18 +87,18 @@ class PerformanceOptions(NamedTuple):
 
 
 def why_not(name: str, strategy: Strategy, loader: str) -> str | None:
-    """Why an option is not supported here; None: it is."""
+    """Return why an option is not supported here, or None if it is."""
     if name not in strategy.performance_options:
-        return f"strategy={strategy.name} cannot"
+        return f"not supported by strategy={strategy.name}"
     device = strategy.device.type
     if name == "cuda_graph" and device != "cuda":
-        return "it needs an NVIDIA GPU" if device == "mps" else "there is no GPU"
+        return "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
     if name == "compile" and device == "mps":
-        return "torch.compile for mps is a prototype"
+        return "not supported on mps, where torch.compile is a prototype"
     if name == "channels_last" and device == "mps":
         return "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
     if name == "cuda_graph" and loader != "device":
-        return f"data.loader={loader} has the batches on the host; data.loader=device has them on the GPU"
+        return f"not supported by data.loader={loader}, which prepares batches on the host; use data.loader=device"
     if name == "cuda_graph" and strategy.batch_norm == "sync":
-        return "strategy.batch_norm=sync sends statistics inside forward and backward, which was never recorded"
+        return "not supported by strategy.batch_norm=sync, whose collectives inside forward and backward were never captured"
     return None
