@@ -19,7 +19,7 @@ from training import Case, Outcome, make_model, run_cases
 from worlds import run_world
 
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.resilience.checkpoint_files import in_order, write_whole
+from ddp_lab.resilience.checkpoint_files import in_order, write_atomically
 from ddp_lab.resilience.run_directory import write_json
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.progress import Progress
@@ -429,7 +429,7 @@ def test_resume_with_another_seed_logs_a_warning(tmp_path):
 
 
 WRITERS = {
-    "checkpoint": lambda path, step: write_whole(path, {"step": step}, path.with_suffix(".tmp")),
+    "checkpoint": lambda path, step: write_atomically(path, {"step": step}, path.with_suffix(".tmp")),
     "json": lambda path, step: write_json(path, {"step": step}),
 }
 
