@@ -164,13 +164,15 @@ def serve(listener: socket.socket) -> Request:
         if (keeper := os.fork()) == 0:
             listener.close()
             if (pid := os.fork()) == 0:
-                connection.close()
                 settle(request, files)
+                if request.owner is not None:  # not earlier: its owner could not wait for it yet, and would take it for ended
+                    connection.sendall(NUMBER.pack(os.getpid()))
+                connection.close()
                 return request
             for file in files:
                 os.close(file)
-            connection.sendall(NUMBER.pack(pid))
             if request.owner is None:
+                connection.sendall(NUMBER.pack(pid))
                 watch(pid, connection)
             os._exit(0)
         connection.close()

@@ -177,6 +177,8 @@ class Watchdog:
             text = f"Error on rank {self.rank} after another rank's failure, which is in failure.json:\n{text}"
         with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open("a") as file:
             file.write(text)
+        if not first and self.world_size > 1:
+            time.sleep(4 * BEAT)  # the rank that reported it is to exit first, so that torchrun's summary has its message
         self._stop.set()
 
     def _all_but(self, failed: dict[str, Any]) -> list[dict[str, Any]]:
