@@ -1,7 +1,7 @@
 # `make help` lists the targets. Each target installs what it needs into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 3  # on two cores: many tests wait for a timeout
+WORKERS ?= 2
 # A file's tests share worlds and launches, so one process runs all of them; conftest.py has the longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := test_config test_data test_models test_plot test_logger

@@ -53,13 +53,13 @@ class Job:
         output = self.out.read_text() if self.out.exists() else "(no output)"
         return f"{self.state()}\n{output[-6000:]}\n{self.cluster.logs()}"
 
-    def wait(self, what: str, condition, timeout: float = 60):
+    def wait(self, what: str, condition, timeout: float = 120):
         return wait_for(what, condition, timeout, self.report)
 
     def state(self) -> dict[str, str]:
         return self.cluster.job(self.id)
 
-    def end(self, timeout: float = 90) -> tuple[str, int]:
+    def end(self, timeout: float = 240) -> tuple[str, int]:
         """Wait for the end of the job and return its final state and exit code."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         state = self.wait("end of the job", lambda: (now := self.state())["JobState"] in over and now, timeout)
@@ -286,7 +286,7 @@ def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
     assert first.keys() == names, output
 
     cluster.run("scontrol", "release", first["strategy=ddp"])
-    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 60, report)
+    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 120, report)
     code, output = launch(SWEEP, *line, *hang)
     assert code == 0, output
     states = {"strategy=scratch": "PENDING", "strategy=ddp": "RUNNING", "strategy=single": "PENDING"}
@@ -294,7 +294,7 @@ def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
     assert submitted(output) == {}
     cluster.run("scancel", first["strategy=scratch"], first["strategy=single"])
     os.kill(json.loads((sweep / "strategy=ddp" / "ranks" / "0.json").read_text())["pid"], signal.SIGKILL)
-    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 60, report)
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 120, report)
 
     go = f"hydra.launcher.sbatch=[{output_option}]"
     code, output = launch(SWEEP, *line, go)
