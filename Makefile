@@ -19,7 +19,7 @@ train: .venv/installed ## train LeNet on the digits dataset with two ranks
 test: .venv/installed-dev ## run the tests, except the slow ones
 	$(PYTEST) -m "not slow"
 
-test-quick: .venv/installed-dev ## run the tests that start no launches, in about a minute
+test-quick: .venv/installed-dev ## run the tests that start no launches
 	$(PYTEST) -m "not slow" $(QUICK:%=tests/%.py)
 
 test-slow: .venv/installed-dev ## run the slow tests, which `make test` omits

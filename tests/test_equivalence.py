@@ -226,7 +226,8 @@ def test_batch_norm_differs_only_by_its_local_statistics(model, size):
     reference = alone(model)[local(model)[0].reference()]
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
-    assert largest_difference(ddp.weights, reference.weights) > 1e-3, "equal after all: then promise it"
+    least = 1e-3 if model == "narrow" else 1e-2
+    assert largest_difference(ddp.weights, reference.weights) > least, "equal after all: then promise it"
 
 
 def batch_norm_params(cases_of: Callable[[int, str], list[Case]]) -> list:
