@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+from select import select
 
 import pytest
 from launches import SMALL, finish, only_run, start
@@ -68,8 +69,11 @@ def test_terminal_line_counts_seconds_and_is_cleared(caplog, monkeypatch):
         with working("waiting", tick=0.2):
             time.sleep(1.8)
         monkeypatch.undo()
-        written = screen.read(4096).decode()
-    *lines, last = written.split("\r")[1:]
+        written = b""
+        # A terminal passes on what was written in pieces.
+        while not written.endswith(b"\r\033[K") and select([screen], [], [], 10)[0]:
+            written += screen.read(4096)
+    *lines, last = written.decode().split("\r")[1:]
     assert (lines[0], last) == ("waiting: 0 s\033[K", "\033[K")
     assert "waiting: 1 s\033[K" in lines
     assert notices(caplog) == ["waiting: took N s"]
