@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 2
 # A file's tests share worlds and launches, so one process runs all of them; conftest.py has the longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-QUICK := test_config test_data test_models test_plot test_logger
+QUICK := config data models observe/test_plot.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 
@@ -20,7 +20,7 @@ test: .venv/installed-dev ## run the tests, except the slow ones
 	$(PYTEST) -m "not slow"
 
 test-quick: .venv/installed-dev ## run the tests that start no launches
-	$(PYTEST) -m "not slow" $(QUICK:%=tests/%.py)
+	$(PYTEST) -m "not slow" $(QUICK:%=tests/%)
 
 test-slow: .venv/installed-dev ## run the slow tests, which `make test` omits
 	$(PYTEST) -m slow

@@ -8,18 +8,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launches import ROOT, SUPPORT
 
 # Ranks are forked from a server that has imported everything, so a world starts without the seconds of imports.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preload"])
 # The server finds `preload` only through PYTHONPATH: before Python 3.13 it does not inherit sys.path.
-HERE = Path(__file__).parent
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+SEARCH = [str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(SEARCH)
 
 
 def once(function: Callable) -> Callable:

@@ -6,9 +6,9 @@ The ranks that a forked agent or sweep starts are forked, too. They are its chil
 and die with it. Three things differ, so some tests start their launches cold: imports, the interpreter's finalization, and the
 seed of string hashes, which all forks share.
 
-`python tests/warm.py FD` runs the server on an inherited socket. `python tests/warm.py ask python|torchrun ARGUMENT...` runs
-the command as a fork of the server at $DDP_LAB_TESTS_WARM. `python tests/warm.py be torchrun ARGUMENT...` runs torchrun in its
-own process, which forks its ranks. Linux only.
+`warm.py FD` runs the server on an inherited socket. `warm.py ask python|torchrun ARGUMENT...` runs the command as a fork of the
+server at $DDP_LAB_TESTS_WARM. `warm.py be torchrun ARGUMENT...` runs torchrun in its own process, which forks its ranks.
+Linux only.
 """
 
 import atexit
@@ -31,7 +31,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-ROOT = Path(__file__).parent.parent
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
 ADDRESS = "DDP_LAB_TESTS_WARM"  # environment variable with the path of the server's socket, for pytest and its subprocesses
 STARTING = 60.0  # seconds that the server may take to import everything
 NUMBER = struct.Struct("q")
@@ -289,7 +290,7 @@ def stand_in(name: str, arguments: list[str]) -> NoReturn:
 def start_server(address: str) -> subprocess.Popen:
     """Start the server, which ends with this process. It already listens, but still imports, when this returns."""
     listener = socket.create_server(address, family=socket.AF_UNIX)
-    search = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = os.pathsep.join([str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = subprocess.Popen(
         [sys.executable, __file__, str(listener.fileno())],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search},
@@ -305,7 +306,7 @@ if __name__ == "__main__":
         stand_in(sys.argv[2], sys.argv[3:])
     if sys.argv[1] != "be":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tests")]
+    SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, SUPPORT)]
     import gc
 
     import preload  # noqa: F401

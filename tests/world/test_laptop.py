@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from configs import config
-from launches import read_metrics
+from launches import ROOT, read_metrics
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
@@ -28,7 +28,6 @@ from ddp_lab.training.tally import Tally
 from ddp_lab.world.process import is_alive, machine, start_time
 from ddp_lab.world.runtime import Runtime, find_device, list_devices
 
-ROOT = Path(__file__).parent.parent
 HIDE_PROC = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
 
 

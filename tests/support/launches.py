@@ -19,7 +19,8 @@ from pathlib import Path
 import torch.distributed as dist
 import warm as warm_launches
 
-ROOT = Path(__file__).parent.parent
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
 SMALL = [
     "data=synthetic",
     "data.dataset.train_size=100",
@@ -60,7 +61,7 @@ def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr:
     program, *arguments = line.split()
     command = [str(Path(sys.executable).with_name(program)), *arguments, *more]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    search = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     warm = warm_launches.ADDRESS in os.environ and warm_launches.program_of(command) and not (cold or gpus)
     popen = warm_launches.Warm if warm else subprocess.Popen

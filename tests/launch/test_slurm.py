@@ -14,7 +14,7 @@ import pytest
 import torch
 import warm
 import yaml
-from launches import ROOT, SMALL, launch, read_metrics
+from launches import ROOT, SMALL, SUPPORT, launch, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
 
 from ddp_lab.launch.sweep import quote
@@ -108,7 +108,7 @@ def shims(tmp_path_factory) -> Path:
 def forking(cluster, tmp_path_factory) -> dict[str, str]:
     """Return the environment variables of jobs whose torchrun forks its ranks."""
     folder = warm.agent_shims(tmp_path_factory.mktemp("agents") / "bin")
-    return {"PATH": f"{folder}:{cluster.env['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return {"PATH": f"{folder}:{cluster.env['PATH']}", "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
 
 
 @pytest.fixture(scope="module")
