@@ -32,8 +32,9 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 
 WITH_BATCH_NORM = {"samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False}
-# `make test` takes the narrow one; ResNet-18's ten million parameters take minutes, in `make test-slow`.
+# ResNet-18 has ten million parameters, so `make test` compares the narrow model and `make test-slow` ResNet-18, on 2 ranks.
 MODELS = ["narrow", pytest.param("resnet18", marks=pytest.mark.slow)]
+SIZES = [("narrow", 2), ("narrow", 3), ("narrow", 4), ("resnet18", 2)]
 
 
 def local(model: str) -> list[Case]:
@@ -150,8 +151,9 @@ def alone(model: str = "narrow") -> dict:
 def one_process(model: str) -> dict:
     """The outcomes of one process; of LeNet's cases, too, beside those of the narrow model."""
     own = [in_whole_batches(model), *(ONE if model == "narrow" else [])]
-    cases = [*own, *batch_norm_cases(2, model), *batch_norm_cases(4, model)]
+    cases = [*own, *batch_norm_cases(2, model)]
     if model == "narrow":
+        cases += batch_norm_cases(4, model)
         cases += [case for size in MODEL_PARALLEL for case in cases_for(size)]
     references = dict.fromkeys(case.reference() for case in cases)
     return run_world(1, run_cases, [*references, *own], timeout=300)[0]
@@ -217,8 +219,9 @@ def test_split_in_whole_batches_is_exact_with_batch_norm(model):
     assert alone(model)[case].evaluation == pytest.approx(alone(model)[case.reference()].evaluation, rel=1e-9)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "size"), [pytest.param(*pair, marks=[pytest.mark.slow] * (pair[0] == "resnet18")) for pair in SIZES]
+)
 def test_batch_norm_differs_only_by_its_local_statistics(model, size):
     """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`; scratch and ddp, which
     normalise alike, equal each other. What is promised against `single` is a loss within 5 % after the first steps."""
@@ -233,8 +236,7 @@ def test_batch_norm_differs_only_by_its_local_statistics(model, size):
 def batch_norm_params(cases_of: Callable[[int, str], list[Case]]) -> list:
     return [
         pytest.param(case, size, id=f"{name(case)}-{case.model}-on-{size}", marks=[pytest.mark.slow] * (model == "resnet18"))
-        for model in ("narrow", "resnet18")
-        for size in (2, 3, 4)
+        for model, size in SIZES
         for case in cases_of(size, model)
     ]
 
