@@ -1,6 +1,6 @@
-"""Measures training loops side by side: the tutorials', Accelerate's, Lightning Fabric's, ours, and the kernels alone.
+"""Measure training loops side by side: the tutorials', Accelerate's, Lightning Fabric's, ours, and the kernels alone.
 
-python scripts/bench.py                                       on the GPUs that are there, or small on the CPU
+python scripts/bench.py                                       on the available GPUs, or a small run on the CPU
 python scripts/bench.py --gpus 1 2 4 --json runs/bench.json
 
 Images a second of the training loop alone, made-up 28x28 images, `--batch` of them on each device: the median of `--repeats`,
@@ -62,7 +62,7 @@ CPU_OPTIONS = ["compile=true"]
 
 
 class Pictures(Dataset):
-    """As torchvision's datasets give them: PIL images, made tensors one by one."""
+    """PIL images that are converted to tensors one by one, like those of torchvision's datasets."""
 
     def __init__(self, size: int):
         self.images, self.targets = Synthetic(size, 1, 1, 28, 10).load().train
@@ -74,7 +74,7 @@ class Pictures(Dataset):
         return to_tensor(Image.fromarray(self.images[index, 0].numpy())), self.targets[index].item()
 
 
-def words(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, performance: list[str]) -> list[str]:
+def overrides(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, performance: list[str]) -> list[str]:
     size = arguments.batch * ranks * arguments.steps
     data = ["data=synthetic", "data.dataset.channels=1", f"data.dataset.train_size={size}", "data.dataset.test_size=64"]
     chosen = ["scratch", "strategy.algorithm=" + strategy.partition("-")[2]] if "-" in strategy else [strategy]
@@ -90,11 +90,11 @@ def words(model: str, strategy: str, arguments: argparse.Namespace, ranks: int, 
     ]
 
 
-# The loops of a world of ranks: each yields images a second, again and again, the first time to warm up.
+# The loops of a world of ranks: each yields images per second repeatedly. The first value is a warm-up.
 
 
 def repeated(step: Callable[[], None], steps: int, samples: int, device: torch.device) -> Iterator[float]:
-    """Runs `step` and times `steps` of them at once; `samples` of all ranks in each."""
+    """Time `steps` calls of `step` repeatedly, and yield samples per second; each call trains on `samples`, over all ranks."""
     while True:
         wait(device)
         start = time.perf_counter()
@@ -141,7 +141,7 @@ def tutorial(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) 
 
 
 def plain_step(model: nn.Module, optimizer, batches: Iterator, backward: Callable[[torch.Tensor], None]) -> None:
-    """As the helpers' guides write it."""
+    """Take one step as in the guides of Accelerate and Fabric."""
     inputs, targets = next(batches)
     optimizer.zero_grad()
     backward(F.cross_entropy(model(inputs), targets))
@@ -208,10 +208,10 @@ def bare(model: nn.Module, runtime: Runtime, arguments: argparse.Namespace) -> I
 
 
 def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Iterator[float]:
-    """The recorded step of `ours`, replayed on the first batches again and again."""
+    """Replay the captured step of `ours` on the first batches, and yield images per second."""
     strategy_name = arguments.strategy if runtime.world_size > 1 else "single"
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", words(name, strategy_name, arguments, runtime.world_size, GPU_OPTIONS))
+        cfg = compose("config", overrides(name, strategy_name, arguments, runtime.world_size, GPU_OPTIONS))
     OmegaConf.resolve(cfg)
     runtime.precision = cfg.precision
     job = prepare(cfg, runtime)
@@ -237,7 +237,7 @@ LOOPS = {"tutorial": tutorial, "accelerate": accelerate, "fabric": fabric, "bare
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One loop on this rank of a world."""
+    """Run one loop on this rank and, on rank 0, write its rates."""
     device = "auto" if arguments.gpus != [0] else "cpu"
     with Runtime(device, timeout=arguments.patience // 2) as runtime:
         if runtime.world_size > 1 or arguments.loop == "kernels":
@@ -259,7 +259,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def launch(arguments: argparse.Namespace, ranks: int, script: list[str], folder: Path) -> str | None:
-    """Runs a world of ranks to its end; the last line of what it said where it failed."""
+    """Run a world of ranks to its end. Return None, or the last error line of its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *script]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if arguments.gpus == [0]:
@@ -281,7 +281,7 @@ def launch(arguments: argparse.Namespace, ranks: int, script: list[str], folder:
 
 
 def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, strategy: str) -> dict:
-    """One row of the table."""
+    """Return one row of the table."""
     row = {"model": model, "devices": ranks, "loop": loop, "strategy": strategy, "batch": arguments.batch}
     missing = {"accelerate": "accelerate", "fabric": "lightning_fabric"}.get(loop)
     if missing and find_spec(missing) is None:
@@ -297,10 +297,10 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
                 f"runs_dir={folder}",
                 "name=run",
                 "checkpoint.every_epochs=1000",
-                f"timeout={arguments.patience // 2}",  # compiling, `tuned`, is a standstill of minutes
+                f"timeout={arguments.patience // 2}",  # compile=tuned takes minutes without progress
             ]
             problem = launch(
-                arguments, ranks, ["train.py", *words(model, strategy, arguments, ranks, performance), *more], folder
+                arguments, ranks, ["train.py", *overrides(model, strategy, arguments, ranks, performance), *more], folder
             )
             metrics = folder / "run" / "metrics.jsonl"
             lines = metrics.read_text().splitlines()[1:] if metrics.exists() else []
@@ -320,7 +320,7 @@ def measure(arguments: argparse.Namespace, model: str, ranks: int, loop: str, st
 
 
 def table(rows: list[dict]) -> str:
-    """Rates, against the tutorial's of the same number of devices, against one device, against the kernels alone."""
+    """Return the rates as a table, relative to the tutorial on as many devices, to one device, and to the kernels alone."""
     found = {(row["model"], row["devices"], row["loop"], row["strategy"]): row.get("rate") for row in rows}
 
     def of(row: dict, devices: int, loop: str) -> float | None:
@@ -342,7 +342,7 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """For each model: the loops' rates on the most devices, and how ours grows with the devices."""
+    """Plot, for each model, the loops' rates on the most devices, and the rate of `ours` by number of devices."""
     plots = []
     measured = [row for row in rows if "rate" in row]
     for model in dict.fromkeys(row["model"] for row in measured):

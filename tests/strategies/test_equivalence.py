@@ -1,4 +1,4 @@
-"""The proof: every strategy at every world size ends where `single` ends."""
+"""Every strategy produces the same weights as `single`, at every world size."""
 
 from collections.abc import Callable
 
@@ -72,27 +72,27 @@ def three_steps(size: int, model: str) -> list[Case]:
     """In float64: rounding grows so fast through twenty BatchNorm layers that a single float32 run of three steps is 1e-2 away
     where a ReLU tips over."""
     case = WITH_BATCH_NORM | {"model": model}
-    # The last batch of 61 samples is filled up with repeated ones; in that of 49 some ranks have no other.
+    # The last batch of 61 samples is padded with repeated ones; in that of 49 some ranks have only padding.
     partial, almost_empty = case | {"samples": 61}, case | {"samples": 49}
     cases = [ddp("sync", **partial), scratch(batch_norm="sync", **almost_empty), fsdp(batch_norm="sync", **almost_empty)]
     return whole_batches(size, **case) + cases
 
 
 class Forgetful(Scratch):
-    """Scratch without its one idea."""
+    """Scratch that does not sum the gradients."""
 
     def reduce_gradients(self):
         pass
 
 
 class OwnNorm(Pipeline):
-    """Clips by the norm of the own stage's gradient."""
+    """Clips by the norm of this rank's stage only."""
 
     gradient_norm = Strategy.gradient_norm
 
 
 class OwnShardNorm(FSDP):
-    """Clips by the norm of the own shards."""
+    """Clips by the norm of this rank's shards only."""
 
     def gradient_norm(self):
         return torch.stack([parameter.grad.to_local().norm() for parameter in self.parameters()]).norm()
@@ -167,7 +167,7 @@ def on_every_size() -> list:
     ]
 
 
-def test_the_reference_moves_and_is_clipped_and_augmented():
+def test_reference_trains_clips_and_augments():
     start = make_model("lenet", SEED).state_dict()
     moved = largest_difference(alone()[REFERENCE].weights, start)
     assert moved > 0.01, "a run in which nothing happens proves nothing"
@@ -176,12 +176,12 @@ def test_the_reference_moves_and_is_clipped_and_augmented():
 
 
 @pytest.mark.parametrize("case", ONE, ids=name)
-def test_one_process(case):
+def test_one_process_equals_single(case):
     assert_equal(alone()[case], alone()[case.reference()])
 
 
 @pytest.mark.parametrize(("case", "size"), on_every_size())
-def test_several_processes(case, size):
+def test_several_processes_equal_single(case, size):
     outcomes = [rank[case] for rank in (slow_world if is_slow(case, size) else world)(size)]
     assert_equal(outcomes[0], alone()[case.reference()])
     for outcome in outcomes[1:]:
@@ -191,7 +191,7 @@ def test_several_processes(case, size):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", WRONG, ids=name)
-def test_the_matrix_can_fail(case, size):
+def test_wrong_strategies_differ_from_single(case, size):
     outcome = world(size)[0][case]
     assert largest_difference(outcome.weights, alone()[case.reference()].weights) > 1e-4
 
@@ -213,7 +213,7 @@ def test_replicas_of_resnet18_stay_equal(case):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_split_in_whole_batches_is_exact_with_batch_norm(model):
+def test_split_without_micro_batches_equals_single_with_batch_norm(model):
     case = in_whole_batches(model)
     assert largest_difference(alone(model)[case].weights, alone(model)[case.reference()].weights) <= 1e-9
     assert alone(model)[case].evaluation == pytest.approx(alone(model)[case.reference()].evaluation, rel=1e-9)
@@ -246,13 +246,13 @@ def of_model(case: Case) -> str:
 
 
 @pytest.mark.parametrize(("case", "size"), batch_norm_params(one_step))
-def test_batch_norm_over_the_whole_batch_takes_singles_step(case, size):
+def test_sync_batch_norm_equals_single_after_one_step(case, size):
     model = of_model(case)
     assert_equal(world_of(model, size)[0][case], alone(model)[case.reference()])
 
 
 @pytest.mark.parametrize(("case", "size"), batch_norm_params(three_steps))
-def test_batch_norm_over_the_whole_batch_stays_with_single(case, size):
+def test_sync_batch_norm_equals_single_after_three_steps(case, size):
     model = of_model(case)
     assert_stays(world_of(model, size)[0][case], alone(model)[case.reference()])
 

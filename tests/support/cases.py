@@ -21,7 +21,7 @@ CLIPPED = {"max_grad_norm": 0.1}
 # In float64: in float32, of 97 samples, a ReLU of the seventh step lay 2e-8 below zero on one rank and 3e-8 above it on two,
 # and the weights ended 3e-5 apart; in float64 6e-17.
 AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
-HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # what 4 does not divide: 50 channels, 10 units
+HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
 def scratch(algorithm: str = "flat", batch_norm: str = "local", **case) -> Case:
@@ -74,7 +74,7 @@ ONE = [
     Case(DP, (("devices", None),), accumulate=2),
     split(None, 1),
     split(None, 4),
-    split(3, 5),  # 24 does not divide by 5
+    split(3, 5),  # 24 is not divisible by 5
     split(4, 24, **ALMOST_EMPTY),
     split(2, 3, accumulate=3, **CLIPPED),
 ]
@@ -102,7 +102,7 @@ MODEL_PARALLEL = {
     2: [
         *(pipeline(schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble")),
         pipeline("gpipe", m=1),
-        pipeline("1f1b", m=5, **ALMOST_EMPTY),  # 24 does not divide by 5
+        pipeline("1f1b", m=5, **ALMOST_EMPTY),  # 24 is not divisible by 5
         pipeline("gpipe", m=24, cut=("fc2",), loader="workers"),
         pipeline("1f1b", accumulate=3, **CLIPPED),
         pipeline("interleaved1f1b", stages=4, accumulate=2, **CLIPPED),

@@ -15,7 +15,7 @@ from training import MODELS, largest_difference
 
 from ddp_lab.data.datasets import Synthetic
 
-SEED, EPOCHS, BATCH, PIECES, SHIFT = 5, 2, 20, 2, 2
+SEED, EPOCHS, BATCH, ACCUMULATE, SHIFT = 5, 2, 20, 2, 2
 MEAN, STD = 0.3, 0.4
 LR, MOMENTUM, WEIGHT_DECAY, LARGEST_NORM = 0.03 * math.sqrt(BATCH / 5), 0.8, 0.01, 0.7
 WARMUP = 3  # steps: half an epoch of six
@@ -28,7 +28,7 @@ CHANGED = [
     "lr_scaling=sqrt",
     "lr_base_batch_size=5",
     "warmup_epochs=0.5",
-    f"accumulate={PIECES}",
+    f"accumulate={ACCUMULATE}",
     f"max_grad_norm={LARGEST_NORM}",
     "optimizer.lr=0.03",
     f"optimizer.momentum={MOMENTUM}",
@@ -42,14 +42,14 @@ CHANGED = [
 
 
 def moved(image: torch.Tensor, down: int, right: int, mirrored: int) -> torch.Tensor:
-    """One image, cut out of a larger one with a border of zeros."""
+    """Return one image, shifted and perhaps mirrored, by cropping it from a copy with a border of zeros."""
     _, height, width = image.shape
     bordered = F.pad(image.flip(-1) if mirrored else image, (SHIFT, SHIFT, SHIFT, SHIFT))
     return bordered[:, SHIFT - down :, SHIFT - right :][:, :height, :width]
 
 
 def moves(samples: int, epoch: int) -> list[tuple[int, int, int]]:
-    """Each sample's, from a seed of (seed, epoch)."""
+    """Return (down, right, mirrored) of each sample, drawn from a seed of (seed, epoch)."""
     digest = hashlib.sha256(f"augment seed={SEED} epoch={epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
     down, right = torch.randint(-SHIFT, SHIFT + 1, (2, samples), generator=generator)
@@ -69,8 +69,8 @@ def train_by_hand(model: torch.nn.Module, train, test, cosine: bool) -> list[dic
         for index in order.split(BATCH):
             images = normal(torch.stack([moved(train.images[i], *movement[i]) for i in index.tolist()]))
             model.zero_grad()
-            for piece, targets in zip(images.chunk(PIECES), train.targets[index].chunk(PIECES), strict=True):
-                logits = model(piece)
+            for micro_batch, targets in zip(images.chunk(ACCUMULATE), train.targets[index].chunk(ACCUMULATE), strict=True):
+                logits = model(micro_batch)
                 loss = F.cross_entropy(logits, targets, reduction="sum")
                 (loss / len(index)).backward()
                 loss_sum, correct = loss_sum + loss.item(), correct + (logits.argmax(1) == targets).sum().item()
