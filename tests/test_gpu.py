@@ -1,4 +1,4 @@
-"""The equivalence matrix and the launch lines on real GPUs, NCCL between the ranks; each test is skipped with fewer GPUs than it needs.
+"""The equivalence matrix and the launch commands on GPUs, with NCCL. A test is skipped with fewer GPUs than it needs.
 
 python -m pytest -m gpu
 """
