@@ -51,7 +51,7 @@ OUTCOME, COMPARE, LOGGER = "scripts/slurm/outcome.py", "scripts/compare.py", "dd
 FILES, GUARD, RUN_DIR = (f"ddp_lab/resilience/{name}.py" for name in ("checkpoint_files", "guard", "run_directory"))
 
 BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
-MATRIX = "tests/strategies/test_equivalence.py::test_several_processes[{}]"
+MATRIX = "tests/strategies/test_equivalence.py::test_several_processes_equal_single[{}]"
 
 # One paragraph for each error and not one line for each argument.
 # fmt: off
@@ -119,7 +119,8 @@ ERRORS = [
           "        self.optimizer.zero_grad()\n", "", BY_HAND.format("lenet")),
     Error("the learning rate of the next step is reported", STEP,
           '        self.lr = self.optimizer.param_groups[0]["lr"]\n        self.scheduler.step()\n',
-          '        self.scheduler.step()\n        self.lr = self.optimizer.param_groups[0]["lr"]\n', BY_HAND.format("lenet")),
+          '        self.scheduler.step()\n        self.lr = self.optimizer.param_groups[0]["lr"]\n',
+          BY_HAND.format("batch_norm")),
     Error("a skipped batch stays in BatchNorm's statistics", STEP,
           "            buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))",
           "            pass",

@@ -106,6 +106,7 @@ def test_elastic_restart_of_a_sharded_model_ends_with_the_same_weights(strategy,
         code, output = launch(line, *overrides(tmp_path, name, *more))
         assert code == 0, output
     assert "started again after error: rank 1 on" in output
+    assert "resumed from" in output
     assert_same_end(tmp_path / "cut", tmp_path / "whole")
 
 
