@@ -137,9 +137,11 @@ def test_preempted_job_is_requeued_and_ends_with_the_same_weights(cluster, forki
 
 
 @pytest.mark.slow
-def test_job_preempted_by_a_higher_partition_is_requeued_and_ends_with_the_same_weights(cluster, undisturbed, tmp_path):
+def test_job_preempted_by_a_higher_partition_is_requeued_and_ends_with_the_same_weights(
+    cluster, forking, undisturbed, tmp_path
+):
     """Slurm sends SIGTERM to the step's processes but not to the script. resume=never applies only to the first start."""
-    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, "resume=never")
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, "resume=never", **forking)
     job.train(epochs=2)
     wanted = ["--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/wanted.out", "--wrap=true"]
     cluster.run("sbatch", *wanted)
@@ -149,8 +151,8 @@ def test_job_preempted_by_a_higher_partition_is_requeued_and_ends_with_the_same_
 
 
 @pytest.mark.slow
-def test_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW)
+def test_cancelled_job_saves_and_is_not_requeued(cluster, forking, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, **forking)
     job.train(epochs=2)
     cluster.run("scancel", job.id)
     cluster.run("scancel", job.id)  # a second cancellation must not interrupt the save
@@ -161,8 +163,8 @@ def test_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_failed_job_has_state_failed(cluster, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, "inject=raise@rank=1,step=5")
+def test_failed_job_has_state_failed(cluster, forking, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, "inject=raise@rank=1,step=5", **forking)
     state, code = job.end()
     assert (state, code) == ("FAILED", 1), job.report()
     assert json.loads((job.dir / "failure.json").read_text())["rank"] == 1
@@ -170,8 +172,8 @@ def test_failed_job_has_state_failed(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_elastic_restart_on_two_nodes_ends_with_the_same_weights(cluster, undisturbed, tmp_path):
-    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, "inject=crash@rank=2,step=17", MAX_RESTARTS="1")
+def test_elastic_restart_on_two_nodes_ends_with_the_same_weights(cluster, forking, undisturbed, tmp_path):
+    job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, "inject=crash@rank=2,step=17", MAX_RESTARTS="1", **forking)
     assert_as_undisturbed(job, undisturbed)
     assert job.state()["Restarts"] == "0"
 
@@ -218,6 +220,7 @@ def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
     assert outcome("7.1") == (0, "none\n")
 
 
+@pytest.mark.slow
 def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_path):
     """Slurm considers a node that does not respond dead and starts its job on the other node, but the job is still running."""
     overrides = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]

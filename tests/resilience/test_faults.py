@@ -62,7 +62,7 @@ def undisturbed(tmp_path_factory) -> dict[int, Path]:
     return {size: folder / f"run-{size}" for size in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5, 6, 8, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 5, 6, 15))])
 def test_run_killed_at_any_step_resumes_to_the_same_end(step, tmp_path, undisturbed):
     line = overrides(tmp_path, "killed", "checkpoint.every_steps=2", f"inject=crash@rank=0,step={step}")
     code, _ = launch("python train.py", *line)
@@ -85,7 +85,9 @@ def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undist
     assert_same_end(tmp_path / "moved", undisturbed[1], tolerance=1e-6)
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("crash", 4), pytest.param("segfault", 2, marks=pytest.mark.slow), ("raise", 2)])
+@pytest.mark.parametrize(
+    ("fault", "ranks"), [("crash", 4), *(pytest.param(fault, 2, marks=pytest.mark.slow) for fault in ("segfault", "raise"))]
+)
 def test_elastic_restart_ends_with_the_same_weights(fault, ranks, tmp_path, undisturbed):
     """With more than two ranks the order of addition affects the sum, and must be the same after the restart."""
     line = DDP.replace("--standalone --nproc_per_node=2", f"--standalone --max-restarts=3 --nproc_per_node={ranks}")
@@ -201,7 +203,7 @@ SYNC = " ".join(["strategy=ddp", "strategy.batch_norm=sync", *NARROW])
     "more",
     [
         "strategy=fsdp",
-        SYNC,
+        pytest.param(SYNC, marks=pytest.mark.slow),
         *(pytest.param(f"strategy={name}", marks=pytest.mark.slow) for name in ("tp strategy.tp=1", "pipeline")),
     ],
 )
@@ -264,7 +266,7 @@ def test_on_nan_skip_continues_after_a_loss_that_is_not_finite(line, tmp_path):
     assert all(record["train_loss"] is not None for record in read_metrics(tmp_path / "skipped"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_preemption_of_one_rank_saves_and_the_run_resumes(number, tmp_path, undisturbed):
     """One rank receives the signal; all ranks exit after the same step. The run is then started again."""
     line = overrides(tmp_path, "preempted", "inject=slow@rank=0,step=8")

@@ -1,12 +1,14 @@
 """Every strategy produces the same weights as `single`, at every world size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from cases import (
+    ALMOST_EMPTY,
     AUGMENTED,
     CLIPPED,
+    HALF,
     MODEL_PARALLEL,
     ONE,
     REFERENCE,
@@ -34,7 +36,7 @@ from ddp_lab.strategies.single import Single
 WITH_BATCH_NORM = {"samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False}
 # ResNet-18 has ten million parameters, so `make test` compares the narrow model and `make test-slow` ResNet-18, on 2 ranks.
 MODELS = ["narrow", pytest.param("resnet18", marks=pytest.mark.slow)]
-SIZES = [("narrow", 2), ("narrow", 3), ("narrow", 4), ("resnet18", 2)]
+MODELS_ON = [("narrow", 2), ("narrow", 3), ("narrow", 4), ("resnet18", 2)]
 
 
 def local(model: str) -> list[Case]:
@@ -105,12 +107,28 @@ WRONG = [
 ]
 
 
-# Two and three ranks take all of these in `make test`, one rank and four take these alone, and the rest in `make test-slow`.
-ONCE = [REPLICAS[0], REPLICAS[3], REPLICAS[5], REPLICAS[9], REPLICAS[10], REPLICAS[13], SHARDED[2], SHARDED[3]]
+# `make test` compares all cases on two ranks, and these on the other world sizes; `make test-slow` has the rest.
+ONCE = [
+    *(REPLICAS[i] for i in (0, 3, 5, 9, 10, 13)),
+    *SHARDED[2:],
+    pipeline("1f1b"),
+    pipeline("1f1b", m=7, **ALMOST_EMPTY),
+    pipeline("1f1b", m=5, **CLIPPED),
+    ddp_pipeline(1, "gpipe"),
+    ddp_pipeline(2, "1f1b", m=5, **ALMOST_EMPTY),
+    ddp_pipeline(2, "1f1b", cut=("fc1",), accumulate=2, loader="workers", **CLIPPED),
+    ddp_pipeline(2, "interleaved1f1b", **CLIPPED),
+    ddp_pipeline(3, "1f1b"),
+    tp(1, **CLIPPED),
+    tp(2, accumulate=2, **CLIPPED),
+    tp(4, HALF),
+]
 
 
 def is_slow(case: Case, size: int) -> bool:
-    return size in (1, 4) and case in REPLICAS + SHARDED and case not in ONCE
+    if case.model != "lenet":
+        return case.model != "narrow" or size == 3
+    return size != 2 and case not in ONCE
 
 
 def cases_for(size: int) -> list[Case]:
@@ -122,25 +140,16 @@ def batch_norm_cases(size: int, model: str) -> list[Case]:
 
 
 @once
-def world(size: int) -> list[dict]:
-    """The outcomes of the cases of `make test`, for each rank."""
-    cases = [case for case in cases_for(size) if not is_slow(case, size)]
-    more = batch_norm_cases(size, "narrow") + WRONG if 1 < size < 8 else []
-    return run_world(size, run_cases, cases + more, timeout=300)
+def world(size: int, slow: bool) -> list[dict]:
+    """The outcomes of the cases of `make test`, or of `make test-slow`, for each rank."""
+    cases = cases_for(size) + (batch_norm_cases(size, "narrow") + WRONG if 1 < size < 8 else [])
+    cases += batch_norm_cases(2, "resnet18") if size == 2 else []
+    return run_world(size, run_cases, [case for case in cases if is_slow(case, size) == slow], timeout=600)
 
 
-@once
-def slow_world(size: int) -> list[dict]:
-    return run_world(size, run_cases, [case for case in cases_for(size) if is_slow(case, size)], timeout=300)
-
-
-@once
-def resnet18_world(size: int) -> list[dict]:
-    return run_world(size, run_cases, batch_norm_cases(size, "resnet18"), timeout=600)
-
-
-def world_of(model: str, size: int) -> list[dict]:
-    return world(size) if model == "narrow" else resnet18_world(size)
+def outcomes(case: Case, size: int) -> list[Outcome]:
+    """The case's outcome on each of `size` ranks."""
+    return [rank[case] for rank in world(size, is_slow(case, size))]
 
 
 def alone(model: str = "narrow") -> dict:
@@ -159,11 +168,16 @@ def one_process(model: str) -> dict:
     return run_world(1, run_cases, [*references, *own], timeout=300)[0]
 
 
-def on_every_size() -> list:
+def params(pairs: Iterable[tuple[Case, int]]) -> list:
+    """Return the parameters (case, size) of a test; slow ones are marked."""
     return [
-        pytest.param(case, size, id=f"{name(case)}-on-{size}", marks=[pytest.mark.slow] * is_slow(case, size))
-        for size in MODEL_PARALLEL
-        for case in cases_for(size)
+        pytest.param(
+            case,
+            size,
+            id=f"{name(case)}{f'-{case.model}' * (case.model != 'lenet')}-on-{size}",
+            marks=[pytest.mark.slow] * is_slow(case, size),
+        )
+        for case, size in pairs
     ]
 
 
@@ -180,36 +194,29 @@ def test_one_process_equals_single(case):
     assert_equal(alone()[case], alone()[case.reference()])
 
 
-@pytest.mark.parametrize(("case", "size"), on_every_size())
+@pytest.mark.parametrize(("case", "size"), params((case, size) for size in MODEL_PARALLEL for case in cases_for(size)))
 def test_several_processes_equal_single(case, size):
-    outcomes = [rank[case] for rank in (slow_world if is_slow(case, size) else world)(size)]
-    assert_equal(outcomes[0], alone()[case.reference()])
-    for outcome in outcomes[1:]:
-        assert outcome.sums == outcomes[0].sums
-        assert outcome.evaluation == outcomes[0].evaluation
+    first, *others = outcomes(case, size)
+    assert_equal(first, alone()[case.reference()])
+    for outcome in others:
+        assert outcome.sums == first.sums
+        assert outcome.evaluation == first.evaluation
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", WRONG, ids=name)
+@pytest.mark.parametrize(("case", "size"), params((case, size) for case in WRONG for size in (2, 3, 4)))
 def test_wrong_strategies_differ_from_single(case, size):
-    outcome = world(size)[0][case]
+    outcome = outcomes(case, size)[0]
     assert largest_difference(outcome.weights, alone()[case.reference()].weights) > 1e-4
 
 
-def assert_replicas_are_equal(outcomes: list[Outcome]) -> None:
-    for outcome in outcomes[1:]:
-        assert outcome.digest == outcomes[0].digest
+REPLICATED = [(case, size) for size in (2, 3) for case in [*REPLICAS, *local("narrow")]]
+REPLICATED += [(case, 2) for case in local("resnet18")]
 
 
-@pytest.mark.parametrize("case", [*REPLICAS, *local("narrow")], ids=lambda case: f"{name(case)}-{case.model}")
-def test_replicas_stay_equal(case):
-    assert_replicas_are_equal([rank[case] for rank in world(3)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", local("resnet18"), ids=name)
-def test_replicas_of_resnet18_stay_equal(case):
-    assert_replicas_are_equal([rank[case] for rank in resnet18_world(2)])
+@pytest.mark.parametrize(("case", "size"), params(REPLICATED))
+def test_replicas_stay_equal(case, size):
+    first, *others = outcomes(case, size)
+    assert {outcome.digest for outcome in others} == {first.digest}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -220,12 +227,12 @@ def test_split_without_micro_batches_equals_single_with_batch_norm(model):
 
 
 @pytest.mark.parametrize(
-    ("model", "size"), [pytest.param(*pair, marks=[pytest.mark.slow] * (pair[0] == "resnet18")) for pair in SIZES]
+    ("model", "size"), [pytest.param(*on, marks=[pytest.mark.slow] * is_slow(local(on[0])[0], on[1])) for on in MODELS_ON]
 )
 def test_batch_norm_differs_only_by_its_local_statistics(model, size):
     """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`; scratch and ddp, which
     normalise alike, equal each other. What is promised against `single` is a loss within 5 % after the first steps."""
-    scratch, ddp = (world_of(model, size)[0][case] for case in local(model))
+    scratch, ddp = (outcomes(case, size)[0] for case in local(model))
     reference = alone(model)[local(model)[0].reference()]
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
@@ -233,28 +240,22 @@ def test_batch_norm_differs_only_by_its_local_statistics(model, size):
     assert largest_difference(ddp.weights, reference.weights) > least, "equal after all: then promise it"
 
 
-def batch_norm_params(cases_of: Callable[[int, str], list[Case]]) -> list:
-    return [
-        pytest.param(case, size, id=f"{name(case)}-{case.model}-on-{size}", marks=[pytest.mark.slow] * (model == "resnet18"))
-        for model, size in SIZES
-        for case in cases_of(size, model)
-    ]
+def with_batch_norm(cases_of: Callable[[int, str], list[Case]]) -> list:
+    return params((case, size) for model, size in MODELS_ON for case in cases_of(size, model))
 
 
-def of_model(case: Case) -> str:
-    return "narrow" if case.model == "narrow" else "resnet18"
+def reference_of(case: Case) -> Outcome:
+    return alone("narrow" if case.model == "narrow" else "resnet18")[case.reference()]
 
 
-@pytest.mark.parametrize(("case", "size"), batch_norm_params(one_step))
+@pytest.mark.parametrize(("case", "size"), with_batch_norm(one_step))
 def test_sync_batch_norm_equals_single_after_one_step(case, size):
-    model = of_model(case)
-    assert_equal(world_of(model, size)[0][case], alone(model)[case.reference()])
+    assert_equal(outcomes(case, size)[0], reference_of(case))
 
 
-@pytest.mark.parametrize(("case", "size"), batch_norm_params(three_steps))
+@pytest.mark.parametrize(("case", "size"), with_batch_norm(three_steps))
 def test_sync_batch_norm_equals_single_after_three_steps(case, size):
-    model = of_model(case)
-    assert_stays(world_of(model, size)[0][case], alone(model)[case.reference()])
+    assert_stays(outcomes(case, size)[0], reference_of(case))
 
 
 def assert_stays(outcome: Outcome, reference: Outcome) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from cases import assert_equal, ddp, scratch
-from launches import SMALL, finish, launch, read_metrics, start
+from launches import SMALL, finish, launch, main_in_world, read_metrics, start
 from omegaconf import OmegaConf
 from PIL import Image
 from torch import nn
@@ -287,11 +287,9 @@ def test_compiled_function_runs_in_a_new_thread(monkeypatch):
 
 @pytest.mark.parametrize("hook", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_comm_hook_changes_the_result_slightly(hook, tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
-    overrides = ["epochs=2", "model=lenet", f"runs_dir={tmp_path}", "optimizer.lr=0.05"]
+    overrides = [*SMALL, "strategy=ddp", "epochs=2", "model=lenet", "model.init_std=null", f"runs_dir={tmp_path}"]
     for name in ("none", hook):
-        code, output = launch(line, *overrides, f"name={name}", f"strategy.comm_hook={name}")
-        assert code == 0, output
+        run_world(2, main_in_world, *overrides, f"name={name}", f"strategy.comm_hook={name}")
     exact, rounded = (read_metrics(tmp_path / name)[-1]["train_loss"] for name in ("none", hook))
     assert exact != rounded
     assert rounded == pytest.approx(exact, rel=0.3)
