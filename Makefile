@@ -1,7 +1,7 @@
 # `make help` lists the targets. Each target installs what it needs into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 2
+WORKERS ?= 3
 # A file's tests share worlds and launches, so one process runs all of them; conftest.py has the longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := config data models observe/test_plot.py observe/test_logger.py

@@ -11,11 +11,12 @@ import warm
 pytest.register_assert_rewrite("cases", "run_checks")
 
 # These files take the longest. Each file runs in a single pytest process, so they start first.
-FIRST = ["test_equivalence.py", "test_faults.py", "test_tutorial.py", "test_slurm.py", "test_speed.py", "test_checkpoint.py"]
+FIRST = ["faults", "equivalence", "tutorial", "slurm", "launch", "checkpoint", "sweep", "doctor", "profile", "compare", "speed"]
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+    names = [f"test_{name}.py" for name in FIRST]
+    items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
 
 
 def pytest_configure(config):

@@ -218,6 +218,7 @@ def test_profile_reports_a_run_that_ends_too_early(tmp_path):
     assert "profile=true: disabled: 10 steps are left, but the profiler needs 16" in output
 
 
+@pytest.mark.slow
 def test_profile_spans_several_short_epochs(tmp_path):
     """With three steps per epoch and evaluations between, each step of the trace contains the request of its own batch only."""
     more = ["epochs=6", "data.dataset.train_size=6", "batch_size=2"]

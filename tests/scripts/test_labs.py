@@ -14,6 +14,7 @@ from scripts import lab_overlap
 from scripts.lanes import Thread, once
 
 
+@pytest.mark.slow
 def test_lab_allreduce_prints_and_draws_all_algorithms(tmp_path):
     line = "torchrun --standalone --nproc_per_node=3 scripts/lab_allreduce.py --largest 16 --repeat 3 --batch 24"
     code, output = launch(line, "--out", str(tmp_path / "lab"))
@@ -35,6 +36,7 @@ def test_lab_allreduce_refuses_one_rank():
     assert "error: an all-reduce needs at least 2 ranks, got 1; use torchrun" in output
 
 
+@pytest.mark.slow
 def test_lab_scaling_rules_scales_the_rate_by_each_rule(tmp_path):
     line = f"python scripts/lab_scaling_rules.py --ks 1 4 --out {tmp_path} --"
     code, output = launch(line, *SMALL[:-2], "batch_size=25", "epochs=3", "optimizer.lr=0.02")
@@ -180,6 +182,7 @@ def test_copy_that_starts_too_early_is_detected(threads, monkeypatch):
         lab_overlap.with_copies(threads, 32, 2, 1)
 
 
+@pytest.mark.slow
 def test_book_loop_keeps_one_network_object(tmp_path):
     line = "python scripts/book_loop.py --smoke --keep --lazy --batches 32 64 --lrs 0.1 0.2 --seeds 0 --json"
     code, output = launch(line, str(tmp_path / "runs.jsonl"))

@@ -130,6 +130,7 @@ def test_rank_ends_with_its_agent_without_prctl():
             os.kill(rank, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_where_proc_is_hidden(tmp_path):
     if not shutil.which("unshare") or subprocess.run([*HIDE_PROC, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount in a namespace of its own")
