@@ -247,7 +247,7 @@ def scaling(ran: list[Result]) -> list[Curve]:
 
 def diagnoses(results: list[Result]) -> list[str]:
     """Return the diagnosis of each profiled run as one line."""
-    return [f"{result.name}: {'. '.join(result.profile['verdict'])}" for result in results if result.profile]
+    return [f"{result.name}: {'. '.join(result.profile['diagnosis'])}" for result in results if result.profile]
 
 
 def html_row(tag: str, row: Sequence[str]) -> str:

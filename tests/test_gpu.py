@@ -347,8 +347,8 @@ def test_decisions_do_not_wait_for_the_gpu():
 def test_faults_on_gpus(strategy, fault, restarts, code, status, said, tmp_path):
     """NCCL waits for ever where gloo notices that a peer is gone."""
     line = f"torchrun --standalone --nproc_per_node=2 --max-restarts={restarts} train.py strategy={strategy}"
-    words = [f"runs_dir={tmp_path}", "timeout=5", f"inject={fault}@rank=1,step=8", "epochs=200"]
-    ended, output = launch(line, *SMALL, *words, gpus=True)
+    overrides = [f"runs_dir={tmp_path}", "timeout=5", f"inject={fault}@rank=1,step=8", "epochs=200"]
+    ended, output = launch(line, *SMALL, *overrides, gpus=True)
     assert ended == code, output
     assert said in output
     assert json.loads((only_run(tmp_path) / "status.json").read_text())["status"] == status

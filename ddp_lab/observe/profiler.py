@@ -144,7 +144,7 @@ class Profiled:
             row |= summarise(row)
         diagnosis = diagnose(rows, self.graph, self.bubble)
         kept = {key: [rank[key] for rank in ranks] for key in ("peak_memory_bytes", "bytes_per_step")}
-        (self.folder / "summary.json").write_text(json.dumps({"rows": rows, "verdict": diagnosis, **kept}, indent=1))
+        (self.folder / "summary.json").write_text(json.dumps({"rows": rows, "diagnosis": diagnosis, **kept}, indent=1))
         self.logger.draw_at_close(partial(draw, rows), self.folder / "time_split.png")
         text = table(rows)
         log.info(f"milliseconds of a step, the medians of {RECORD - 1} (traces for ui.perfetto.dev: {self.folder})\n{text}")

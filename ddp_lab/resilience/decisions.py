@@ -23,7 +23,7 @@ PERIOD = 0.5  # approximate seconds between two exchanges
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Agreement:
     """The result of an exchange, the same on every rank.
 
     Attributes:
@@ -93,14 +93,14 @@ class Decisions:
         """Return whether an exchange follows step `step`; the same on every rank."""
         return step >= self._next
 
-    def after(self, step: int, unwritten: bool) -> Verdict | None:
+    def after(self, step: int, unwritten: bool) -> Agreement | None:
         """Exchange after step `step`, if it is `due`. Collective.
 
         Args:
             unwritten: whether this rank failed to write the last checkpoint.
 
         Returns:
-            The verdict on CPUs. On GPUs that of the previous exchange, so as not to wait; None at the first one.
+            The result of this exchange on CPUs, and on GPUs that of the previous exchange, so as not to wait; None at the first one.
         """
         earlier, self._pending = self._pending, self._exchange(step, unwritten)
         if self.runtime.device.type != "cuda":
@@ -110,23 +110,23 @@ class Decisions:
             return None
         return self._read(earlier, step)
 
-    def now(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Verdict:
+    def now(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Agreement:
         """Exchange about all steps so far and about the weights. Collective; waits for the device.
 
         Args:
             weights: the tensors of this rank that are checked for values that are not finite.
 
         Returns:
-            The verdict of this exchange, combined with that of an earlier one that has not been read yet.
+            The result of this exchange, combined with that of an earlier one that has not been read yet.
         """
         earlier, self._pending = self._pending, None
-        verdict = self._read(self._exchange(step, unwritten, weights), step)
-        before = self._read(earlier, step) if earlier is not None else verdict
-        return Verdict(
-            before.not_finite or verdict.not_finite,
-            before.preempted or verdict.preempted,
-            before.unwritten or verdict.unwritten,
-            verdict.ruined,
+        agreed = self._read(self._exchange(step, unwritten, weights), step)
+        before = self._read(earlier, step) if earlier is not None else agreed
+        return Agreement(
+            before.not_finite or agreed.not_finite,
+            before.preempted or agreed.preempted,
+            before.unwritten or agreed.unwritten,
+            agreed.ruined,
         )
 
     def _exchange(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> HostCopy:
@@ -145,8 +145,8 @@ class Decisions:
             dist.all_reduce(combined, op=dist.ReduceOp.MAX)
         return HostCopy(combined)
 
-    def _read(self, result: HostCopy, step: int) -> Verdict:
+    def _read(self, result: HostCopy, step: int) -> Agreement:
         first, ruined, preempted, unwritten, steps = result.read()
         self._next = step + int(-steps)
         not_finite = None if first == -math.inf else divmod(int(-first), self.runtime.world_size)
-        return Verdict(not_finite, bool(preempted), bool(unwritten), bool(ruined))
+        return Agreement(not_finite, bool(preempted), bool(unwritten), bool(ruined))

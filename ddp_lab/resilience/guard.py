@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.logger import log
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.resilience.decisions import Decisions, Verdict
+from ddp_lab.resilience.decisions import Decisions, Agreement
 from ddp_lab.resilience.replicas import first_difference
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.strategies.base import Strategy, local
@@ -151,8 +151,8 @@ class Guard(Hooks):
     def _boundary(self, number: int, progress: Progress, here: Callable[[], Progress]) -> None:
         if self.decisions.due(number):
             self.watchdog.at("deciding")
-            verdict = self.decisions.after(number, self.checkpoints.problem is not None)
-            if verdict and self._must_leave(verdict, progress):
+            agreed = self.decisions.after(number, self.checkpoints.problem is not None)
+            if agreed and self._must_leave(agreed, progress):
                 self._save_and_leave(here())
 
     def _compare_replicas(self, step: int) -> None:
@@ -175,9 +175,9 @@ class Guard(Hooks):
         held = [local(tensor) for tensor in self.strategy.module.state_dict().values()] if weights else []
         return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None, held), progress)
 
-    def _must_leave(self, verdict: Verdict, progress: Progress) -> bool:
-        if verdict.not_finite:
-            step, rank = verdict.not_finite
+    def _must_leave(self, agreed: Agreement, progress: Progress) -> bool:
+        if agreed.not_finite:
+            step, rank = agreed.not_finite
             what = f"the loss of step {step} (epoch {progress.epoch}) is not finite, on rank {rank} first"
             if self.settings.on_nan == "stop":
                 raise TrainingError(
@@ -188,16 +188,16 @@ class Guard(Hooks):
                 )
             if self.watchdog.rank == 0:
                 log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
-        if verdict.ruined:
+        if agreed.ruined:
             raise TrainingError(
                 f"after step {progress.step} some weights are not finite; they are not saved. Lower "
                 "optimizer.lr or set max_grad_norm",
                 "not_finite",
             )
-        if verdict.unwritten and self.settings.on_error == "stop":
+        if agreed.unwritten and self.settings.on_error == "stop":
             raise TrainingError(
                 f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. "
                 "With checkpoint.on_error=continue training continues after such a failure",
                 "checkpoint",
             )
-        return verdict.preempted
+        return agreed.preempted

@@ -142,7 +142,7 @@ class Buckets:
 
     A hook on each parameter runs when its gradient is complete. The last gradient of a bucket launches the bucket's
     all-reduce. The backward pass goes from the last layer to the first, so the last layers' bucket is complete first. Only the
-    all-reduce of the first layers' bucket has no computation left to hide behind.
+    all-reduce of the first layers' bucket has no computation left that could hide it.
 
     Args:
         groups: parameters of each bucket; groups without parameters are ignored.

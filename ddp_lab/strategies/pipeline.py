@@ -11,7 +11,7 @@ gpipe                  all forward passes, then all backward passes, as drawn ab
 1f1b                   begins each backward pass as early as possible, and so keeps the activations of at most p micro-batches
                        on p ranks (Narayanan et al. 2019, PipeDream)
 interleaved1f1b        several stages per rank: a smaller bubble, more messages
-loopedbfs              the same, each stage with all micro-batches in turn
+loopedbfs              the same, each stage with all micro-batches one after another
 interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle times
 """
 

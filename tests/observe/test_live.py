@@ -25,12 +25,12 @@ def served(url: str, holds, deadline: float) -> object:
 def test_tensorboard_shows_a_run_while_it_trains(tmp_path):
     """TensorBoard is started by the Makefile's command, with another port and directory."""
     (line,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if "/tensorboard --logdir runs" in line)
-    words = line.split("/")[-1].replace("--logdir runs", f"--logdir {tmp_path}")
+    command = line.split("/")[-1].replace("--logdir runs", f"--logdir {tmp_path}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     run = start("python train.py", *SMALL, "epochs=100000", "checkpoint.every_epochs=1000", f"runs_dir={tmp_path}", "name=live")
-    board = start(f"{words} --port {port}")
+    board = start(f"{command} --port {port}")
     try:
         url = f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run=live&tag=accuracy/test"
         first = served(url, lambda points: len(points) > 1, time.monotonic() + 100)

@@ -188,7 +188,7 @@ def test_profile_writes_summary_traces_and_picture(tmp_path):
         assert all(step["communication"] + step["waiting"] > 0 for step in row["steps"]), "the all-reduce is missing"
     parameters = sum(parameter.numel() for parameter in simple_cnn(3, 28, 10).parameters())
     assert summary["bytes_per_step"] == [4 * parameters] * 2, "not the bytes of the gradients"
-    assert all(line in output for line in summary["verdict"])
+    assert all(line in output for line in summary["diagnosis"])
     with gzip.open(folder / "rank1.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count(STEP) == RECORD
@@ -199,21 +199,21 @@ def test_profile_writes_summary_traces_and_picture(tmp_path):
 def test_profile_names_a_straggler(tmp_path):
     summary, _ = profiled(tmp_path, DDP.replace("=2", "=3"), "strategy._target_=crash.Straggling")
     assert min(summary["rows"], key=lambda row: row["waiting"])["rank"] == 1
-    assert any(line.startswith("straggler: rank 1 (cpu)") for line in summary["verdict"])
+    assert any(line.startswith("straggler: rank 1 (cpu)") for line in summary["diagnosis"])
 
 
 def test_profile_compares_a_pipelines_bubble_with_the_formula(tmp_path):
     summary, _ = profiled(tmp_path, DDP.replace("ddp", "pipeline"), "strategy.num_microbatches=4")
-    assert summary["verdict"][0].startswith("bubble: the busiest rank, ")
-    assert summary["verdict"][0].endswith("formula 20%")
+    assert summary["diagnosis"][0].startswith("bubble: the busiest rank, ")
+    assert summary["diagnosis"][0].endswith("formula 20%")
 
 
 def test_profile_reports_a_run_that_ends_too_early(tmp_path):
-    words = [*SMALL, "epochs=4", f"runs_dir={tmp_path}", "name=run", "profile=true"]
-    code, output = launch("python train.py", *words, "inject=sigterm@rank=0,step=10")
+    overrides = [*SMALL, "epochs=4", f"runs_dir={tmp_path}", "name=run", "profile=true"]
+    code, output = launch("python train.py", *overrides, "inject=sigterm@rank=0,step=10")
     assert "profile=true: this launch ended before its 16th step; there is no profile" in output
     assert "record_function" not in output
-    code, output = launch("python train.py", *words)
+    code, output = launch("python train.py", *overrides)
     assert code == 0, output
     assert "profile=true: disabled: 10 steps are left, but the profiler needs 16" in output
 

@@ -55,7 +55,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`samples` is chosen so that the last batch is ragged: it neither fills nor divides by 2, 3 or 4."""
+    """`samples` is chosen so that the last batch is partial, and its size is not divisible by 2, 3 or 4."""
 
     strategy: type[Strategy]
     options: tuple[tuple[str, Any], ...] = ()
