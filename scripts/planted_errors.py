@@ -4,7 +4,7 @@ python scripts/planted_errors.py              all errors; half an hour on two bu
 python scripts/planted_errors.py seed plan    the errors whose name or file contains one of these
 python scripts/planted_errors.py --markdown   print the table of docs/testing.md and run nothing
 
-Each error is one replacement in one file, and each is listed with the least expensive test that fails because of it. First all those
+Each error is one replacement in one file, listed with the least expensive test that fails because of it. First all those
 tests must pass in a copy without errors. Exit code 0: they pass there, and each error is caught by its test.
 """
 

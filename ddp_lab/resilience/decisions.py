@@ -100,7 +100,7 @@ class Decisions:
             unwritten: whether this rank failed to write the last checkpoint.
 
         Returns:
-            The result of this exchange on CPUs, and on GPUs that of the previous exchange, so as not to wait; None at the first one.
+            On CPUs the result of this exchange. On GPUs that of the previous one, so as not to wait; None at the first one.
         """
         earlier, self._pending = self._pending, self._exchange(step, unwritten)
         if self.runtime.device.type != "cuda":

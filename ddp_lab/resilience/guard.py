@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.logger import log
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.resilience.decisions import Decisions, Agreement
+from ddp_lab.resilience.decisions import Agreement, Decisions
 from ddp_lab.resilience.replicas import first_difference
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.strategies.base import Strategy, local
