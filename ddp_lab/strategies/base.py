@@ -8,15 +8,14 @@ from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm
+from ddp_lab.strategies.sums import add_up, loss_sum, measure, sums
 from ddp_lab.world.runtime import Runtime
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
@@ -46,56 +45,10 @@ class Fuse(Protocol):
         ...
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that sums over samples are kept in: float64, or float32 on mps, which has no float64.
-
-    In float32 a count is exact up to 2**24 samples, and a loss sum keeps about six digits.
-    """
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy summed over the samples whose target is not IGNORE, [].
-
-    Without such samples it is 0, where a mean would be NaN.
-
-    Args:
-        logits: [b, classes].
-        targets: [b].
-    """
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # bf16's 8 bits are too coarse for a sum
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
     to_local = getattr(tensor, "to_local", None)  # not isinstance: importing DTensor loads 500 modules
     return tensor if to_local is None else to_local()
-
-
-def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return [loss_sum, correct, count] in `sum_dtype`, on the device.
-
-    Sums can be added over steps and ranks. They are divided once, on the host.
-
-    Args:
-        loss: `loss_sum` of the logits and targets.
-    """
-    correct = (logits.argmax(1) == targets).sum()
-    count = (targets != IGNORE).sum()
-    dtype = sum_dtype(loss.device)
-    return torch.stack([loss.detach().to(dtype), correct.to(dtype), count.to(dtype)])
-
-
-def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of one or more tensors of the same shape, added in their order."""
-    return sum(tensors[1:], tensors[0])
-
-
-def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss to backpropagate, [], which is the summed loss over `divisor`, and [loss_sum, correct, count]."""
-    loss = loss_sum(logits, targets)
-    return loss / divisor, sums(loss, logits, targets)
 
 
 class Strategy(ABC):

@@ -28,8 +28,9 @@ from ddp_lab.config.types import Count
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.base import Strategy, add_up, loss_sum, sums
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.sums import add_up, loss_sum, sums
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from torch import nn
 from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.base import Strategy, add_up, loss_sum, sums
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sums import add_up, loss_sum, sums
 from ddp_lab.world.runtime import Runtime, find_device
 
 

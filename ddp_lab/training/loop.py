@@ -11,7 +11,8 @@ import torch
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.observe.logger import Logger, log
-from ddp_lab.strategies.base import Strategy, sum_dtype
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sums import sum_dtype
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
