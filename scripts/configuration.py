@@ -31,7 +31,7 @@ EXPERIMENTS = "`experiment` sets keys of the run and of several groups at once; 
 
 
 class Row(NamedTuple):
-    """A key in a table: its default is the one in conf/."""
+    """A key in a table. The default is the one in conf/."""
 
     key: str
     default: str
