@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 3
-# A file's tests share worlds and launches, so one process runs all of them; conftest.py has the longest first.
+# The tests of a file share worlds and launches, so one process runs all of them. conftest.py starts the longest files first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := config data models observe/test_plot.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.

@@ -3,18 +3,19 @@
 python scripts/bench.py                                       on the available GPUs, or a small run on the CPU
 python scripts/bench.py --gpus 1 2 4 --json runs/bench.json
 
-Images a second of the training loop alone, made-up 28x28 images, `--batch` of them on each device: the median of `--repeats`,
-and half the range between the quartiles in percent. All run one after the other on the same machine.
+The table has the throughput of the training loop alone in images per second, for made-up 28x28 images, `--batch` of them on
+each device: the median of `--repeats`, and half the range between the quartiles in percent. All loops run sequentially on the
+same machine.
 
 tutorial      DistributedDataParallel, float32, 4 DataLoader workers, `loss.item()` at every step
-accelerate    the same by Hugging Face Accelerate, bf16; where it is installed
-fabric        the same by Lightning Fabric, bf16; where it is installed
-bare          hand-written, eager, float32, images on the device: the kernels of `ours eager` and nothing else
-ours eager    train.py with its defaults, and the other loops' learning rate
+accelerate    the same with Hugging Face Accelerate, bf16; if it is installed
+fabric        the same with Lightning Fabric, bf16; if it is installed
+bare          hand-written, eager, float32, images on the device: only the kernels of `ours eager`
+ours eager    train.py with its defaults, but with the learning rate of the other loops
 ours          train.py with cuda_graph, compile, channels_last and bf16 (float32 on the CPU, where bf16 is slower)
 kernels       the graph of `ours`, replayed without the loop
 
-Launches of train.py are read from their metrics.jsonl; the first epoch does not count.
+The rates of train.py are read from metrics.jsonl, without the first epoch.
 """
 
 import argparse
@@ -85,12 +86,12 @@ def overrides(model: str, strategy: str, arguments: argparse.Namespace, ranks: i
         *chosen[1:],
         f"batch_size={arguments.batch}",
         "scaling=weak",
-        "optimizer.lr=0.01",  # as the other loops': with dead ReLUs a CPU computes with denormal numbers, slowly
+        "optimizer.lr=0.01",  # as in the other loops; with dead ReLUs a CPU computes slowly, with denormal numbers
         *performance,
     ]
 
 
-# The loops of a world of ranks: each yields images per second repeatedly. The first value is a warm-up.
+# The loops, which run on every rank: each yields images per second repeatedly. The first value is a warm-up.
 
 
 def repeated(step: Callable[[], None], steps: int, samples: int, device: torch.device) -> Iterator[float]:
@@ -252,7 +253,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         measured = [next(rates) for _ in range(arguments.repeats)]
         if runtime.rank == 0:
             Path(arguments.json).write_text(json.dumps(measured))
-        os._exit(0)  # DataLoader's workers, and groups that other libraries opened, are not waited for
+        os._exit(0)  # do not wait for DataLoader's workers and for process groups that other libraries opened
 
 
 # The launches.
@@ -369,19 +370,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpus = torch.cuda.device_count()
     parser.add_argument(
-        "--gpus", type=int, nargs="+", default=[1, gpus] if gpus > 1 else [min(gpus, 1)], help="0: the CPU, 1 and 2 ranks"
+        "--gpus", type=int, nargs="+", default=[1, gpus] if gpus > 1 else [min(gpus, 1)], help="0: the CPU, with 1 and 2 ranks"
     )
     parser.add_argument("--models", nargs="+", default=["lenet", "resnet18"] if gpus else ["lenet"], choices=MODELS)
     parser.add_argument(
-        "--strategies", nargs="+", default=["ddp", "scratch-flat"], help="on several devices; scratch-ALGORITHM"
+        "--strategies", nargs="+", default=["ddp", "scratch-flat"], help="strategies on several devices; scratch-ALGORITHM"
     )
-    parser.add_argument("--batch", type=int, default=256 if gpus else 64, help="on each device")
-    parser.add_argument("--steps", type=int, default=235 if gpus else 20, help="in a repeat of ours; others take a quarter")
+    parser.add_argument("--batch", type=int, default=256 if gpus else 64, help="samples on each device")
+    parser.add_argument(
+        "--steps", type=int, default=235 if gpus else 20, help="per repeat of `ours`; the others take a quarter"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=4 if gpus else 0, help="DataLoader processes of a rank")
+    parser.add_argument("--workers", type=int, default=4 if gpus else 0, help="DataLoader processes of each rank")
     parser.add_argument("--patience", type=int, default=600, help="seconds that a launch may take")
     parser.add_argument("--loops", nargs="+", default=[*LOOPS, "ours eager", "ours", "kernels"])
-    parser.add_argument("--json", default=None, help="where the numbers go, and beside them a plot")
+    parser.add_argument("--json", default=None, help="file for the numbers; a plot is written beside it")
     parser.add_argument("--loop", help=argparse.SUPPRESS)
     parser.add_argument("--strategy", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -6,9 +6,9 @@
     python scripts/book_loop.py --smoke                                  seconds on a CPU, on random images
 
 The script is a reference for experiment=book_resnet18. It uses nn.DataParallel, plain SGD, cross-entropy, shuffled batches and
-a partial last batch. Only the network is from ddp_lab: a new one has the weights with which
-`train.py experiment=book_resnet18 seed=N` begins. The images stay on the device instead of in
-DataLoader processes. Every run prints one line and appends a line of JSON to --json.
+a partial last batch. Only the network is from ddp_lab: a new one has the weights with which `train.py experiment=book_resnet18
+seed=N` begins. The images are kept on the device instead of being loaded by DataLoader processes. Every run prints one line and
+appends a line of JSON to --json.
 """
 
 import argparse

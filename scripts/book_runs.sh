@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The textbooks' runs on as many GPUs as are visible: scripts/book_runs.sh [overrides], e.g. data.root=/path runs_dir=/path
+# Run the experiments of Dive into Deep Learning on the visible GPUs, with the given overrides of train.py:
+#   scripts/book_runs.sh data.root=/path
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
@@ -14,7 +15,7 @@ for n in 1 2 4; do
     CUDA_VISIBLE_DEVICES=$(first "$n") python3 train.py experiment=book_resnet18 name="book_resnet18-$n" "$@"
 done
 python3 train.py experiment=simple_cnn name=simple_cnn "$@"
-# How far micro-batches let the stages of a split model overlap: seconds an epoch for 1 and more of them.
+# How much micro-batches let the stages of strategy=split overlap: seconds per epoch for 1 to 16 of them.
 if [ "$gpus" -ge 2 ]; then
     for m in 1 2 4 8 16; do
         CUDA_VISIBLE_DEVICES=0,1 python3 train.py strategy=split strategy.num_microbatches="$m" model=resnet18 data=fashion_mnist \

@@ -5,16 +5,16 @@ python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epoch
 
 Arguments after -- are Hydra overrides of train.py and apply to all strategies. All have the same seed, hence the same initial
 weights, and the same GLOBAL batch, hence the same samples in every step. `--out` gets a run directory per strategy
-(`tensorboard --logdir OUT` compares them), report.md, report.html, which needs no network, and the plots.
+(`tensorboard --logdir OUT` compares them), report.md, report.html (self-contained) and the plots.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
 sent          bytes per step that a rank passes to collectives and sends
-time split    of a step, mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch are recorded for
-              it (profile=true). In the throughput and in the plot by seconds, the first epoch therefore counts as the median
-              of the later epochs, if there are any
+time split    where the time of a step goes, mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch
+              are recorded for it (profile=true), which is slower. The throughput therefore excludes the first epoch, and the
+              plot by seconds shows it with the median time of the later epochs, if there are any
 difference    largest difference of any weight from that of `single`, after the first epoch and at the end. Sums of float32 in
-              another order round differently, and training makes that grow; models with BatchNorm differ by more
+              another order round differently, and training makes the difference grow; models with BatchNorm differ by more
               (docs/strategies.md)
 """
 
@@ -90,7 +90,7 @@ class Entry(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name of its directory, bar and curve."""
+        """The name of the strategy's directory, bar and curve."""
         return self.name if self.ranks is None else f"{self.name}-{self.ranks}"
 
 

@@ -27,11 +27,11 @@ Written by `python scripts/configuration.py` from `ddp_lab/config/schema.py`, th
 Any key can be set on the command line as `key=value`. A group is chosen as `group=option`, and its keys are set as
 `group.key=value`. `null` means none. A list is written as `[a,b]`.
 """
-EXPERIMENTS = "`experiment` sets keys of the run and of several groups at once; `conf/experiment/` says which and why.\n"
+EXPERIMENTS = "`experiment` sets keys of the run and of several groups at once; see the comments in `conf/experiment/`.\n"
 
 
 class Row(NamedTuple):
-    """A key in a table: its default is the one in conf/."""
+    """A key in a table. The default is the one in conf/."""
 
     key: str
     default: str

@@ -8,8 +8,9 @@ and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost
 library's smallest and largest call, so only the rows between them are predictions.
 
 The second table has the time of a step of LeNet, whose gradients are summed after the backward pass or, in buckets, during it.
-This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce be made more efficient? By fewer messages
-(flat), without a rank that all others wait for (ring), and by overlapping communication with computation (bucketed).
+This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce be made more efficient? By sending fewer
+messages (flat), by avoiding one rank that all others wait for (ring), and by overlapping communication with computation
+(bucketed).
 """
 
 import argparse

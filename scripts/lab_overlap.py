@@ -7,21 +7,21 @@ Work on the same queue (a stream) runs in the order of issue. Work on different 
 
 1. Matrix multiplications on two devices. Sequential: the host waits for the first device before it issues the second's work.
 Concurrent: the host issues both, then waits; this should take as long as one device. Exercise: when is the work too small for a
-second device? When the one host takes longer to issue the work than the device to compute it. The ratio of sequential to
+second device? When the host takes longer to issue the work than the device takes to compute it. The ratio of sequential to
 concurrent time is near 2 for large matrices and falls to 1. With one GPU, two of its streams are used instead; large
 multiplications fill the GPU, so their ratio is 1.
 
 2. Matrix multiplications, and a copy of each result to the host. Three conditions let copy i overlap with multiplication i+1.
 `non_blocking=True`: otherwise the host waits for copy i before it issues multiplication i+1. Pinned memory: the copy engine
 needs pages that do not move; to pageable memory the driver copies through a pinned buffer of its own and blocks the host
-meanwhile. A second stream: on the compute stream, multiplication i+1 is queued after copy i in any case. Copy i has to
+meanwhile. A second stream: on the compute stream, multiplication i+1 would run after copy i. On the second stream copy i must
 wait for the event recorded after multiplication i, or it would copy incomplete data; the script checks all copies.
 
 3. Exercise: do independent operations run in parallel on one device? Not on one stream. On several streams they do, if they are
 too small to fill the device and are queued faster than they run. Eight chains of small multiplications run on 1 to 8 streams.
-`queued` issues them after a gate, a long multiplication that all wait for, and counts from the gate's end, so it measures the
-device alone. `issued` counts from the first call, and shows what remains of the gain when Python issues the multiplications one
-by one.
+`queued` issues them while a gate runs, a long multiplication that all chains wait for. It counts from the gate's end, so it
+measures the device alone. `issued` counts from the first call. It shows what remains of the gain when Python issues the
+multiplications one by one.
 
 Without a GPU torch's calls are synchronous. A thread with one core then takes the place of a device or stream, and copies are
 plain copies.
@@ -42,7 +42,7 @@ from ddp_lab.observe.plot import Boxes, Curve, bars, beside, curves, timeline
 from scripts.lanes import Lane, Run, Work, lane, once, repeated
 
 CHAINS, LINKS, SMALL = 8, 32, 128  # number of independent chains, multiplications per chain, size of their matrices
-GATE = 4  # multiplications of the default size, which must last until all chains are issued
+GATE = 4  # number of multiplications of the default size; they must take longer than issuing all chains
 SIZE = {"cuda": 4096, "cpu": 512}
 
 
@@ -57,12 +57,12 @@ def load(where: Lane, size: int, boxes: int, each: int, label: str = "matmul") -
     Args:
         where: the lane.
         size: rows and columns of the matrices.
-        boxes: number of works, each a box of the timeline.
-        each: multiplications per work.
+        boxes: number of calls of `issue`, each a box of the timeline.
+        each: multiplications per call.
         label: label of the boxes.
 
     Returns:
-        A function that takes the handle after which the works may start, and returns the handle of the last one.
+        A function that takes the handle after which the work may start, and returns the handle of the last call.
     """
     matrix = torch.randn(size, size, device=where.device)
     result = torch.empty_like(matrix)
@@ -86,7 +86,7 @@ def on_two(pair: list[Lane], size: int, boxes: int, each: int) -> dict[str, Work
 
 
 def sweep(pair: list[Lane], size: int, matmuls: int, repeat: int) -> dict[int, tuple[float, float]]:
-    """Return the sequential and concurrent seconds by size. All multiplications are one box, so the host records two events."""
+    """Return the sequential and concurrent seconds by size. All multiplications are one box, to record only two events."""
     found: dict[int, tuple[float, float]] = {}
     for one in [size >> k for k in (5, 4, 3, 2, 1) if size >> k >= 8] + [size]:
         variants = on_two(pair, one, 1, matmuls)

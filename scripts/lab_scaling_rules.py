@@ -1,4 +1,4 @@
-"""Lab: accuracy with k times the batch, with the learning rate unchanged, times k, or times the square root of k.
+"""Lab: accuracy with k times the batch size, and the learning rate unchanged, times k, or times the square root of k.
 
 python scripts/lab_scaling_rules.py                                    LeNet on the digits, batches of 64, 128, 256 and 512
 python scripts/lab_scaling_rules.py --ks 1 2 4 8 16 -- model=resnet18 data=fashion_mnist epochs=10 batch_size=256

@@ -48,7 +48,7 @@ class Lane:
         Args:
             label: label of its box in a timeline.
             work: the function to call.
-            after: return value of another `issue`, on any lane, after which the work may start; None: no such condition.
+            after: return value of another `issue`, on any lane, whose work must be done first; None: no condition.
 
         Returns:
             A handle of this work, for another work's `after`.
@@ -66,7 +66,7 @@ class Lane:
 
 
 class Stream(Lane):
-    """A CUDA stream. Two events per work time it by the device's clock, which takes the host a few microseconds."""
+    """A CUDA stream. Two events time each piece of work by the device's clock, which costs the host a few microseconds."""
 
     def __init__(self, name: str, device: torch.device):
         super().__init__(name, device)

@@ -1,11 +1,11 @@
 """Plant errors in copies of this tree, one at a time, and report which test catches each.
 
-python scripts/planted_errors.py              all errors; half an hour on two busy cores
+python scripts/planted_errors.py              all errors; an hour on two busy cores
 python scripts/planted_errors.py seed plan    the errors whose name or file contains one of these
 python scripts/planted_errors.py --markdown   print the table of docs/testing.md and run nothing
 
-Each error is one replacement in one file, listed with the least expensive test that fails because of it. First all those
-tests must pass in a copy without errors. Exit code 0: they pass there, and each error is caught by its test.
+Each error is one replacement in one file, listed with the least expensive test that fails because of it. First, all those tests
+are run in a copy without errors. Exit code 0: all of them pass there, and each error is caught by its test.
 """
 
 import argparse
@@ -32,8 +32,8 @@ class Error:
     Attributes:
         name: what is wrong with it.
         file: where, relative to the root of the project.
-        old, new: the text that is replaced, which occurs exactly once in the file, and its replacement.
-        test: the id of the test that fails.
+        old, new: the text that is replaced, which must occur exactly once in the file, and its replacement.
+        test: the id of the test that must fail.
     """
 
     name: str
@@ -53,7 +53,7 @@ FILES, GUARD, RUN_DIR = (f"ddp_lab/resilience/{name}.py" for name in ("checkpoin
 BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
 MATRIX = "tests/strategies/test_equivalence.py::test_several_processes_equal_single[{}]"
 
-# One paragraph for each error and not one line for each argument.
+# Without the formatter, which would write each argument on its own line.
 # fmt: off
 ERRORS = [
     Error("the seed is ignored when the model is made", JOB,
@@ -247,7 +247,7 @@ def plant(error: Error, root: Path) -> None:
     """Apply the replacement.
 
     Raises:
-        ValueError: the old text does not occur exactly once, or the new one is no Python.
+        ValueError: the old text does not occur exactly once, or the changed file is not valid Python.
     """
     path = root / error.file
     source = path.read_text()
@@ -262,7 +262,7 @@ def plant(error: Error, root: Path) -> None:
 
 
 def run_tests(root: Path, tests: list[str], limit: float = LIMIT) -> dict[str, str]:
-    """Return pytest's word for each test: PASSED, FAILED or ERROR; "no result" where it was skipped, not found or not ended."""
+    """Return the outcome of each test: PASSED, FAILED or ERROR; "no result" if it was skipped, not found or timed out."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *tests],
         cwd=root,
@@ -287,7 +287,7 @@ def run_tests(root: Path, tests: list[str], limit: float = LIMIT) -> dict[str, s
 
 
 def failing_without_error(tests: list[str]) -> list[str]:
-    """Return the tests that do not pass in a copy of this tree, a file at a time, so that its tests share their fixtures."""
+    """Return the tests that do not pass in a copy of this tree. They run file by file, so that tests share fixtures."""
     failing = []
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
@@ -298,7 +298,7 @@ def failing_without_error(tests: list[str]) -> list[str]:
 
 
 def is_caught(error: Error) -> bool:
-    """Plant the error in a copy of this tree, run its test there, and print what became of it."""
+    """Plant the error in a copy of this tree and run its test there. Print and return whether the test caught it."""
     with tempfile.TemporaryDirectory() as folder:
         plant(error, copy_tree(Path(folder)))
         start = time.perf_counter()

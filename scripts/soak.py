@@ -3,8 +3,9 @@
 make soak                                      20 launches
 python scripts/soak.py --launches 5 --seed 1
 
-Each launch has two ranks, of which a random one is killed, segfaults or raises. Prints one line per launch: the fault, the exit
-code, and whether the final weights are bit-identical to those of the run without a fault. Exit code 1 if any launch fails.
+Each launch has two ranks. A random one of them is killed, segfaults or raises an exception. Prints one line per launch: the
+fault, the exit code, and whether the final weights are bit-identical to those of the run without a fault. Exit code 1 if any
+launch fails.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def weights(runs_dir: str, name: str) -> dict[str, torch.Tensor]:
     """Load the weights of the last step's checkpoint.
 
     Raises:
-        OSError: the run did not get that far.
+        OSError: the run did not reach its last step.
     """
     return torch.load(Path(runs_dir) / name / "checkpoints" / f"step_{STEPS:08d}.pt", weights_only=True)["model"]
 
@@ -43,7 +44,7 @@ def weights(runs_dir: str, name: str) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=20, help="number of launches")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the faults; default: the time")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the faults; default: the time")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")
     chance = random.Random(arguments.seed)

@@ -10,7 +10,7 @@ import warm
 # Helper modules with asserts: pytest rewrites them to show the values in a failed assert.
 pytest.register_assert_rewrite("cases", "run_checks")
 
-# These files take the longest. Each file runs in a single pytest process, so they start first.
+# These files take the longest and therefore start first. Each file runs in a single pytest process.
 FIRST = ["faults", "equivalence", "tutorial", "slurm", "launch", "checkpoint", "sweep", "doctor", "profile", "compare", "speed"]
 
 

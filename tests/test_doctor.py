@@ -64,7 +64,7 @@ def on_two_nodes(function, line: str):
     rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
     node = str(rank // half)
     os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": node}
-    preflight.TOKEN_WAIT = 0.5  # in seconds; the tests use no network file system
+    preflight.TOKEN_WAIT = 0.5  # seconds; enough, because the tests use no network file system
     return function(line.replace("NODE", node))
 
 
@@ -97,7 +97,7 @@ def test_doctor_reports_ok_for_every_check(tmp_path):
 def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp batch_size=7"
     code, output = launch(line, f"runs_dir={tmp_path}")
-    assert code == 1, output  # torchrun's own
+    assert code == 1, output  # torchrun's exit code
     for about in CHECKS[:-1]:
         assert output.count(f" {about}: ") == 1, output
     assert "ok       strategy: ddp on 2 ranks: dp 2\n" in output
@@ -150,7 +150,7 @@ def test_doctor_warns_if_a_strategy_for_several_ranks_has_one(tmp_path):
     assert finding(told, "strategy").startswith("warning  strategy: ddp has only one rank, so nothing is distributed. Use")
 
 
-NETWORK = {  # environment variables of two ranks whose store is run_world's: an excerpt of the message
+NETWORK = {  # environment variables of two ranks that use the store of run_world: an excerpt of the message
     "unresolvable": ({"MASTER_ADDR": NOWHERE}, f"MASTER_ADDR={NOWHERE}: does not resolve on "),
     "silent": ({"MASTER_PORT": "9"}, "MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not accept connections from "),
     "busy": ({"TORCHELASTIC_USE_AGENT_STORE": None}, "cannot be opened (Address already in use). Start torchrun with"),

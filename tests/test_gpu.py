@@ -80,7 +80,7 @@ BY_SIZE = [
     for size, cases in MODEL_PARALLEL.items()
     for case in [*(REPLICAS if size < 8 else []), *cases]
 ]
-# In float64, because in float32 a rounding error can push a ReLU over its edge:
+# In float64, because in float32 a rounding error can change the sign of a ReLU's input:
 # after one step the first layers' weights were 3e-5 apart in all strategies that sum over ranks, and 4e-16 in float64.
 ONE_STEP = {"model": "resnet18", "samples": 24, "epochs": 1, "dtype": torch.float64}
 SYNC = [scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **ONE_STEP), fsdp(batch_norm="sync", **ONE_STEP)]
@@ -183,8 +183,8 @@ def with_options(performance: PerformanceOptions, *cases: Case) -> list[Case]:
 
 
 ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat", "bucketed", "ring")]
-# The fused optimizer of a graph wants float32. Compiled kernels round otherwise, which 15 steps in float32 made 4e-6 of, and
-# float64 3e-17 (an H200): a ReLU on its edge.
+# The fused optimizer of a graph requires float32. Compiled kernels round differently, which changes the sign of a ReLU's input:
+# after 15 steps the weights differ by 4e-6 in float32, and by 3e-17 in float64 (an H200).
 MOVED = AUGMENTED | {"shift": 2, "dtype": torch.float32}
 PLAIN = [Case(Single), Case(Single, **CLIPPED, accumulate=3)]
 ALONE = [case for performance in (GRAPH, FUSED, BOTH) for case in with_options(performance, *PLAIN)]
@@ -201,7 +201,7 @@ TOGETHER = [
 
 
 def run_elsewhere(cases: list[Case], device: str) -> dict:
-    """Run the cases, capturing every graph in the last thread that chose kernels, never in the one that compiled."""
+    """Run the cases and capture every graph in the last thread that chose kernels, never in the thread that compiled."""
     capture, threads = GraphStep._capture, set()
 
     def noted(step, turns):
@@ -221,7 +221,7 @@ def graphed(size: int) -> list[dict]:
     return run_world(size, run_elsewhere, ALONE if size == 1 else TOGETHER, "cuda", timeout=300)
 
 
-# Its collectives inside forward and backward break the compiled graph; in one of the two batches some ranks have no sample.
+# Synchronised BatchNorm's collectives break the compiled graph; in one of the two batches some ranks have no sample.
 COMPILED_SYNC = with_options(FUSED, scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **EMPTY))
 
 
@@ -237,7 +237,7 @@ def test_compiled_synchronised_batch_norm_takes_one_gpus_step(case, size):
 
 
 def results_of(model: nn.Module, images: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> list[torch.Tensor]:
-    """Outputs and all gradients, in float64; with autocast if `dtype` is bf16."""
+    """Return the outputs and all gradients in float64; computed with autocast if `dtype` is bf16."""
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     model, inputs = deepcopy(model).to(wide), images.to(wide, memory_format=torch.channels_last).requires_grad_()
     if compiled:
@@ -257,7 +257,7 @@ def results_of(model: nn.Module, images: torch.Tensor, dtype: torch.dtype, compi
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 def test_padded_convolutions_round_like_eager_ones(conv, dtype):
-    """Compiled and padded they are no further from float64 than cuDNN's own are."""
+    """Compiled, padded convolutions differ from float64 by no more than cuDNN's convolutions do."""
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = nn.Sequential(conv, nn.ReLU()).to("cuda", memory_format=torch.channels_last)
@@ -290,7 +290,7 @@ def test_performance_options_keep_the_result(case, size):
 
 @pytest.mark.gpu(1)
 def test_captured_run_resumes_from_checkpoint(tmp_path):
-    """It has the weights and the momentum of the file, not those of the warm-up steps."""
+    """The run resumes with the weights and the momentum of the file, not with those of the warm-up steps."""
     first = Case(Single, performance=BOTH, save=str(tmp_path))
     run_world(1, run_cases, [first], "cuda", timeout=120)
     second = replace(first, save="", resume=str(tmp_path / "step_00000010.pt"))
@@ -308,7 +308,7 @@ def test_split_resumes_from_checkpoint_of_one_gpu(tmp_path):
 
 
 def decide_without_waiting() -> int:
-    """Fails where a step's decisions make the host wait for the GPU; the number of exchanges in 300 steps."""
+    """Return the number of exchanges in 300 steps. Raise an error if a step's decisions make the host wait for the GPU."""
     runtime = Runtime("cuda")
     decisions = Decisions(runtime)
     sums = torch.ones(3, dtype=torch.float64, device=runtime.device)
@@ -345,7 +345,7 @@ def test_decisions_do_not_wait_for_the_gpu():
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_faults_on_gpus(strategy, fault, restarts, code, status, said, tmp_path):
-    """NCCL waits for ever where gloo notices that a peer is gone."""
+    """NCCL waits forever for a rank that has died, while gloo detects it."""
     line = f"torchrun --standalone --nproc_per_node=2 --max-restarts={restarts} train.py strategy={strategy}"
     overrides = [f"runs_dir={tmp_path}", "timeout=5", f"inject={fault}@rank=1,step=8", "epochs=200"]
     ended, output = launch(line, *SMALL, *overrides, gpus=True)
@@ -371,4 +371,4 @@ def test_missing_gpus_are_an_error_that_lists_the_available_ones(line, message, 
     code, output = launch(line, *SMALL[:-2], f"runs_dir={tmp_path}", gpus=True)
     assert code != 0
     assert output.count(message) == 1, output
-    assert "cuda:0 (NVIDIA" in output, "the message lists what is there"
+    assert "cuda:0 (NVIDIA" in output, "the message does not list the available GPUs"

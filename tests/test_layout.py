@@ -59,14 +59,14 @@ def test_imports_of_finds_modules_imported_from_packages_too():
 
 
 def test_no_test_file_imports_another():
-    """Shared code is in tests/support."""
+    """Code that several test files use belongs in tests/support."""
     trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in sorted((ROOT / "tests").rglob("*.py"))}
     imports = {name: [node.module or "" for node in tree if isinstance(node, ast.ImportFrom)] for name, tree in trees.items()}
     assert not {name: modules for name, modules in imports.items() if any(module.startswith("test_") for module in modules)}
 
 
 def test_folders_of_tests_are_rooms():
-    """Tests of files beside the rooms, or of all rooms, are in tests/ itself."""
+    """Tests of files outside the rooms, or of all rooms, are in tests/ itself."""
     folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     assert folders - {".", "scripts"} <= set(ORDER)
 

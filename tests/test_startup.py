@@ -1,4 +1,4 @@
-"""Which modules a start imports. The tests read sys.modules of a new interpreter; durations depend on the machine's load."""
+"""train.py imports only what it needs. The tests read sys.modules, because durations depend on the machine's load."""
 
 import json
 import subprocess

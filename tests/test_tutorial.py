@@ -1,4 +1,4 @@
-"""Runs every command of docs/tutorial.md and compares the output with the one in the text.
+"""Run every command of docs/tutorial.md and compare the output with the one in the text.
 
 ```bash blocks are run in order, in one fresh copy of the working tree, on the CPU. Each is followed by an ```output block with
 everything that the command prints. In it a line `...` stands for any lines, and `...` within a line for any text. Numbers must
@@ -68,7 +68,7 @@ def same_line(shown: str, real: str, timings: bool = False) -> bool:
 
 
 def missing(shown: str, real: str, timings: bool = False) -> str | None:
-    """Return the first shown line that is missing in the real output, or not at its place; None if the output matches."""
+    """Return the first shown line that is missing or misplaced in the real output; None if the output matches."""
     lines, at, floating = real.splitlines(), 0, False
     for line in shown.splitlines():
         if line == "...":

@@ -79,7 +79,7 @@ def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
 
 
 def test_default_run_reaches_95_percent_accuracy(tmp_path):
-    """The command of `make train`."""
+    """The command is that of `make train`."""
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=ddp", f"runs_dir={tmp_path}", cold=True)
     assert code == 0, output
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
@@ -232,7 +232,7 @@ def test_python_prints_only_the_message(line, message):
 
 def test_torchrun_summary_shows_the_message_once(tmp_path):
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=split", f"runs_dir={tmp_path}")
-    assert code == 1  # torchrun's own, whatever its workers' exit codes are
+    assert code == 1  # torchrun's exit code, whatever the exit codes of its workers are
     assert output.count("error: strategy=split: runs in one process, but 2 ranks were started") == 1
     assert "exitcode  : 2" in output
     assert "ConfigError" not in output

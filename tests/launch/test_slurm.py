@@ -1,6 +1,6 @@
-"""Jobs of a real Slurm: scripts/slurm/train.sbatch on two nodes with two ranks each.
+"""Jobs of a real Slurm cluster: scripts/slurm/train.sbatch on two nodes with two ranks each.
 
-Both nodes are on this machine (slurm_cluster.py). Killing, requeueing and losing jobs is done by Slurm itself.
+Both nodes are on this machine (slurm_cluster.py). Slurm itself kills, requeues and loses the jobs.
 """
 
 import json
@@ -89,7 +89,7 @@ def parent(pid: int) -> int:
 
 
 def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
-    """Assert that a job finished every epoch once, with the same weights as an undisturbed one."""
+    """Assert that a job trained every epoch once and ended with the same weights as an undisturbed one."""
     assert job.end() == ("COMPLETED", 0), job.report()
     assert job.status()["status"] == "finished"
     assert [line["epoch"] for line in read_metrics(job.dir)] == list(range(1, EPOCHS + 1))
@@ -100,7 +100,7 @@ def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
 
 @pytest.fixture(scope="module")
 def shims(tmp_path_factory) -> Path:
-    """The folder of forked `python` and `torchrun`, for jobs that are not signalled: their ranks do not descend from slurmd."""
+    """Return a PATH folder for jobs that receive no signals: the processes of its commands do not descend from slurmd."""
     return warm.shims(tmp_path_factory.mktemp("shims") / "bin")
 
 
@@ -179,7 +179,7 @@ def test_elastic_restart_on_two_nodes_ends_with_the_same_weights(cluster, forkin
 
 
 def test_overrides_reach_train_py_unchanged(cluster, tmp_path):
-    """The fake torchrun records its arguments. Its exit code 0 is no success: no rank has recorded that it finished."""
+    """The fake torchrun records its arguments. Its exit code 0 is no success: no rank recorded the end of the run."""
     programs = tmp_path / "bin"
     programs.mkdir()
     recorded = tmp_path / "arguments.json"
@@ -242,7 +242,7 @@ def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_
         assert (job.dir / "metrics.jsonl").read_text() == before
         assert job.status()["status"] == "running"
     finally:
-        os.kill(torchrun, signal.SIGKILL)  # and with it the ranks, which Slurm has forgotten
+        os.kill(torchrun, signal.SIGKILL)  # this ends the ranks, too, which Slurm no longer knows
         os.kill(daemon, signal.SIGKILL)
         cluster.start_node(node)
     job.wait("end of the lost node's ranks", lambda: not Path(f"/proc/{writer}").exists(), 20)

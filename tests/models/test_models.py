@@ -148,7 +148,7 @@ def test_book_resnet18_computes_the_network_of_section_13_6():
             if parameter.dim() == 1:
                 parameter.add_(
                     torch.rand_like(parameter)
-                )  # with scales of one and shifts of zero a swapped pair would go unnoticed
+                )  # with scales of one and shifts of zero a swapped pair would not be detected
     images = torch.rand(4, 1, 28, 28, dtype=torch.float64)
     expected = book_forward({name: tensor.clone() for name, tensor in model.state_dict().items()}, images)
     assert torch.allclose(model(images), expected, rtol=1e-9, atol=0)

@@ -13,7 +13,7 @@ from launches import ROOT, SMALL, start
 
 
 def served(url: str, holds, deadline: float) -> object:
-    """Return the server's JSON answer as soon as `holds` is true for it."""
+    """Return the server's JSON answer as soon as `holds` returns true for it."""
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=5) as answer:
             if holds(found := json.load(answer)):

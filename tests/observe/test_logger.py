@@ -89,7 +89,7 @@ def test_close_draws_pictures_and_logs_those_that_fail(tmp_path):
     assert (tmp_path / "train.log").read_text().count("ERROR") == 1
 
 
-EPOCH = {  # no two alike
+EPOCH = {  # all values differ
     "train_loss": 1.5,
     "train_accuracy": 0.25,
     "test_loss": float("nan"),
@@ -109,7 +109,7 @@ def record_an_epoch(run_dir) -> None:
 
 
 def test_epoch_is_recorded_under_its_names(tmp_path):
-    """In strict JSON, which has no NaN, and in TensorBoard."""
+    """The epoch is recorded in strict JSON, which has no NaN, and in TensorBoard."""
 
     def refuse(constant: str):
         pytest.fail(f"{constant} is no JSON")

@@ -220,7 +220,7 @@ def test_profile_reports_a_run_that_ends_too_early(tmp_path):
 
 @pytest.mark.slow
 def test_profile_spans_several_short_epochs(tmp_path):
-    """With three steps per epoch and evaluations between, each step of the trace contains the request of its own batch only."""
+    """With evaluations between epochs of three steps, each step of the trace contains only the request of its own batch."""
     more = ["epochs=6", "data.dataset.train_size=6", "batch_size=2"]
     summary, _ = profiled(tmp_path, "python train.py", *more)
     assert len(summary["rows"][0]["steps"]) == RECORD - 1

@@ -1,4 +1,4 @@
-"""Resuming is exact, works between any two strategies, and refuses damaged and foreign files."""
+"""Checkpoints: a resume is exact, works between any two strategies, and refuses damaged and foreign files."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ def first_launch(folder: Path, ranks: int, overrides: tuple[str, ...]) -> Path:
 
 
 def train(tmp_path: Path, name: str, *overrides: str, ranks: int = 1) -> dict:
-    """Start or resume a run and return its newest checkpoint. The tests share first launches, each of which gets a copy."""
+    """Start or resume a run and return its newest checkpoint. First launches are shared: each test gets a copy of the run."""
     run_dir = tmp_path / name
     if run_dir.exists() or "resume=" in str(overrides):
         start(run_dir, ranks, overrides)
@@ -90,7 +90,7 @@ def test_strategy_resumes_the_run_of_another(first, second, tmp_path):
 
 
 CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}  # files that every launch changes
-MOVES = {  # each writes a checkpoint, and each resumes from every other one: the case and its ranks
+MOVES = {  # case and number of ranks; each writes a checkpoint, and each resumes from every other one's
     "single@1": (Case(Single, epochs=2), 1),
     "scratch@2": (scratch(epochs=2), 2),
     "ddp@4": (ddp(epochs=2), 4),
@@ -102,7 +102,7 @@ MOVES = {  # each writes a checkpoint, and each resumes from every other one: th
 
 
 class Moved(NamedTuple):
-    """The outcomes on each rank of two epochs without an interruption, and of runs that resumed after the first epoch."""
+    """Each rank's outcomes of two epochs without an interruption, and of runs that resumed after the first epoch."""
 
     straight: dict[str, list[Outcome]]
     files: dict[str, dict]  # the checkpoint after epoch 1
@@ -110,7 +110,7 @@ class Moved(NamedTuple):
 
 
 def run_by_size(cases: dict) -> dict:
-    """Run each case on its number of ranks, with one world for all cases of a size. Return the outcomes of its ranks."""
+    """Run each case on its number of ranks, with one world for all cases of a size. Return each case's outcomes by rank."""
     outcomes = {}
     for size in sorted({ranks for _, ranks in cases.values()}):
         here = {key: case for key, (case, ranks) in cases.items() if ranks == size}
@@ -120,7 +120,7 @@ def run_by_size(cases: dict) -> dict:
 
 
 def is_slow(source: str, target: str) -> bool:
-    """`make test` compares every strategy as a source and as a target."""
+    """Return whether neither is `single`: `make test` has every strategy as a source and as a target."""
     return "single@1" not in (source, target)
 
 
@@ -153,7 +153,7 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(source, tmp_path):
     written, expected = files[source], files["single@1"]
     assert written["model"].keys() == expected["model"].keys()
     assert written["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-    groups, expected_groups = (  # tp needs another `foreach`, which is how a step is computed and no part of its state
+    groups, expected_groups = (  # tp sets another `foreach`, which affects how a step is computed and is not part of the state
         [{key: value for key, value in group.items() if key != "foreach"} for group in state["optimizer"]["param_groups"]]
         for state in (written, expected)
     )
@@ -163,7 +163,7 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(source, tmp_path):
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_every_strategy_resumes_from_every_other(source, target, tmp_path):
-    """The end is that of `single` without an interruption in weights, momentum and sums, and the same on all ranks."""
+    """Weights, momentum and sums end as those of `single` without an interruption, and are the same on all ranks."""
     runs = moved(tmp_path.parent, is_slow(source, target))
     reference = runs.straight["single@1"][0]
     first, *others = runs.resumed[source, target]
@@ -186,7 +186,7 @@ def test_finished_run_is_not_changed(tmp_path):
 
 
 def test_run_without_its_last_checkpoint_ends_the_same(tmp_path):
-    """As after a kill between the metrics and the checkpoint of the last epoch; with a schedule over the whole run."""
+    """This is the state after a kill between the metrics and the checkpoint of the last epoch. The schedule spans the run."""
     overrides = "epochs=3", "scheduler=cosine", "warmup_epochs=0.5"
     whole = train(tmp_path, "cut", *overrides)
     records = read_metrics(tmp_path / "cut")
@@ -264,13 +264,13 @@ def test_another_batch_size_keeps_the_position_in_the_schedule(tmp_path):
 
 
 def test_kill_between_a_file_and_its_hash_loses_nothing(tmp_path):
-    """Between the two renames of write_atomically. A partial file of another save is removed."""
+    """The kill is between the two renames of write_atomically. A partial file of another save is removed."""
     train(tmp_path, "cut", "epochs=2")
     whole = train(tmp_path, "whole", "epochs=3")
     folder = tmp_path / "cut" / "checkpoints"
     digest = folder / "step_00000010.pt.sha256"
     digest.rename(folder / "step_00000010.sha256.tmp")
-    digest.write_text(f"{64 * '0'}  step_00000010.pt\n")  # of an earlier file under that name
+    digest.write_text(f"{64 * '0'}  step_00000010.pt\n")  # the hash of an earlier file of that name
     (folder / "step_00000011.tmp").write_bytes(b"partial")
     assert_same(whole, train(tmp_path, "cut", "epochs=3"), tolerance=0)
     log = (tmp_path / "cut" / "train.log").read_text()
@@ -356,7 +356,7 @@ def test_hash_file_passes_sha256sum(tmp_path):
 
 
 def save_on_a_slow_disk(folder) -> tuple[list[float], dict, dict]:
-    """Save twice. Return the seconds that each save blocks training, the weights at the first one, and those in its file."""
+    """Save twice. Return the seconds that each save blocks training, and the first one's weights in memory and in its file."""
     fsync = os.fsync
     os.fsync = lambda file: (time.sleep(1.0), fsync(file))
     runtime = Runtime("cpu")
@@ -444,7 +444,7 @@ def test_only_the_last_two_checkpoints_are_kept(tmp_path):
 
 
 def test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked(tmp_path):
-    """The last epoch is saved in any case."""
+    """The last epoch is always saved."""
     train(tmp_path, "run", "epochs=5", "checkpoint.every_epochs=2", "checkpoint.keep=3")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
     assert names == ["step_00000010.pt", "step_00000020.pt", "step_00000025.pt"]
@@ -467,7 +467,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_files_are_replaced_and_never_written_in_place(write, tmp_path):
-    """A process that has the earlier file open still reads all of it. So a kill at any moment leaves one of the two files."""
+    """A process that has the old file open still reads all of it. So a kill at any time leaves the old or the new file."""
     path = tmp_path / "file.pt"
     write(path, 1)
     before = path.read_bytes()
@@ -478,6 +478,6 @@ def test_files_are_replaced_and_never_written_in_place(write, tmp_path):
 
 
 def test_checkpoints_are_ordered_by_step():
-    """Also where a step has more digits than file names are padded to."""
+    """This holds even if a step has more digits than the zero-padded file names."""
     paths = [Path(f"step_{step:08d}.pt") for step in (5, 99_999_999, 100_000_000)]
     assert in_order(reversed(paths)) == paths

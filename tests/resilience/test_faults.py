@@ -1,4 +1,4 @@
-"""Faults in real processes: what remains of a run, what is reported, and that nothing hangs.
+"""Faults in real processes: the run resumes, the fault is reported, and nothing hangs.
 
 The faults are injected (ddp_lab/resilience/fault_injection.py) or real signals.
 """
@@ -77,7 +77,7 @@ def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undist
     assert launch("python train.py", *line, "inject=crash@rank=0,step=4")[0] == -signal.SIGKILL
     code, output = launch(DDP, *line, "data.loader=workers", "inject=raise@rank=1,step=8")
     assert code == 1
-    # Not always step 3: the file of a step is written while the next step computes.
+    # Not always step 3, because a step's file is written while the next step is computed.
     assert re.search(r"resumed from .*: epoch 1, (24|48|72) samples into it, step [123]$", output, re.MULTILINE), output
     code, output = launch("torchrun --standalone --nproc_per_node=3 train.py strategy=scratch", *line)
     assert code == 0, output
@@ -89,7 +89,7 @@ def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undist
     ("fault", "ranks"), [("crash", 4), *(pytest.param(fault, 2, marks=pytest.mark.slow) for fault in ("segfault", "raise"))]
 )
 def test_elastic_restart_ends_with_the_same_weights(fault, ranks, tmp_path, undisturbed):
-    """With more than two ranks the order of addition affects the sum, and must be the same after the restart."""
+    """With more than two ranks the order of addition affects the sum, so it must be the same after the restart."""
     line = DDP.replace("--standalone --nproc_per_node=2", f"--standalone --max-restarts=3 --nproc_per_node={ranks}")
     code, output = launch(line, *overrides(tmp_path, "restarted", "checkpoint.every_steps=2", f"inject={fault}@rank=1,step=8"))
     assert code == 0, output
@@ -102,7 +102,7 @@ def test_elastic_restart_ends_with_the_same_weights(fault, ranks, tmp_path, undi
     "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp strategy.tp=2", "fsdp"))]
 )
 def test_elastic_restart_of_a_sharded_model_ends_with_the_same_weights(strategy, tmp_path):
-    """`resume=never` is for the first start alone."""
+    """`resume=never` applies only to the first start."""
     line = f"torchrun --standalone --max-restarts=1 --nproc_per_node=2 train.py strategy={strategy}"
     for name, more in (("whole", ()), ("cut", ("checkpoint.every_steps=2", "resume=never", "inject=crash@rank=1,step=8"))):
         code, output = launch(line, *overrides(tmp_path, name, *more))
@@ -153,7 +153,7 @@ def test_frozen_rank_is_named(tmp_path):
 
 
 def test_rank_frozen_after_a_collective_is_named_and_not_those_waiting_in_it():
-    """This happened: rank 1 was frozen when gloo had delivered the sum there, but not yet on rank 0."""
+    """This has happened: rank 1 was frozen when gloo had delivered the sum to it, but not yet to rank 0."""
     waiting = {"rank": 0, "step": 16, "doing": "loading", "waits": True, "since": 0.0}
     frozen = {"rank": 1, "step": 16, "doing": "deciding", "waits": False, "since": 0.1}
     assert min([waiting, frozen], key=suspicion) is frozen
@@ -175,7 +175,7 @@ def test_heartbeat_of_a_rank_that_loads_for_long_shows_loading(tmp_path):
 
 
 def test_rank_with_fewer_steps_ends_the_launch(tmp_path):
-    """Its collectives are matched with others of its peers, and gloo aborts."""
+    """The rank's collectives are matched with different ones of the other ranks, and gloo aborts."""
     started = time.monotonic()
     code, output = launch(DDP, "strategy._target_=crash.Lazy", *overrides(tmp_path, "lazy", "timeout=5"))
     assert time.monotonic() - started < 40
@@ -239,7 +239,7 @@ def test_loss_not_finite_stops_all_ranks_at_the_same_step(tmp_path):
 
 
 def test_weights_not_finite_are_not_saved(tmp_path):
-    """The loss of an epoch's last step does not show it: it was computed with the weights before the step."""
+    """The loss of the epoch's last step is finite, because it was computed with the weights before the step."""
     line = overrides(tmp_path, "ruined", "optimizer.lr=1e38", "data.dataset.train_size=24", "optimizer.weight_decay=1e30")
     code, output = launch("python train.py", *line)
     assert code == 1
@@ -328,7 +328,7 @@ def test_sigterm_without_torchrun_exits_with_75(tmp_path):
 
 
 def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
-    """A scheduler sends it to all processes of a launch. The ranks still need batches for the step at which they leave."""
+    """A scheduler may send it to all processes of a launch. The ranks need batches until the step at which they stop."""
     process = start(
         "python train.py", *overrides(tmp_path, "mine", "epochs=100000", "data.loader=workers", "data.num_workers=2")
     )
@@ -379,7 +379,7 @@ def test_full_disk_keeps_the_last_valid_checkpoint(choice, tmp_path):
 
 
 def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
-    """Training is over before its write has failed."""
+    """The write fails only after training has ended."""
     code, output = launch("python train.py", *overrides(tmp_path, "full", "inject=disk_full@rank=0,step=12"))
     assert code == 1, output
     assert f"step_{3 * STEPS:08d}.pt could not be written" in output

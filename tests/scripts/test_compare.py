@@ -1,4 +1,4 @@
-"""scripts/compare.py: the runs, the table and the HTML report, which is opened in a browser."""
+"""Tests of scripts/compare.py: the runs, the table and the HTML report, which is opened in a browser."""
 
 import shutil
 import statistics
@@ -17,7 +17,7 @@ STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline"]
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Return the report's directory and the output for three ranks, under which strategies that need pairs cannot run."""
+    """Return the report's directory and the output for three ranks, on which strategies for even numbers cannot run."""
     out = tmp_path_factory.mktemp("compare")
     code, output = launch(
         f"python scripts/compare.py --ranks 3 --out {out} --strategies",
@@ -33,7 +33,7 @@ def report(tmp_path_factory):
 
 
 def rows_of(output: str) -> dict[str, list[str]]:
-    """The cells of the table by strategy."""
+    """Return the cells of the table by strategy."""
     lines = ([cell.strip() for cell in line.split("|")] for line in output.splitlines())
     return {row[1]: row[2:-1] for row in lines if len(row) == 13}
 
@@ -78,7 +78,7 @@ def result_of(entry: Entry, seconds: list[float], rates: list[float], after_one:
 
 
 def test_rows_compare_every_strategy_with_single():
-    """The first epoch, which allocates and tunes, counts for no speed."""
+    """The first epoch, which allocates and tunes, is excluded from the throughput."""
     results = [
         result_of(Entry("single", [], None, 1), [9.0, 4.0, 4.0], [10.0, 100.0, 100.0], 0.0, 0.0),
         result_of(Entry("ddp", [], 2, 2), [9.0, 2.5, 2.5], [10.0, 160.0, 160.0], 1e-3, 2e-3),
@@ -132,7 +132,7 @@ def test_compare_refuses_unknown_strategies():
 
 
 def test_compare_refuses_a_directory_that_is_not_empty(tmp_path):
-    """The numbers of other runs would be mistaken for those of this report."""
+    """Otherwise numbers of other runs could be mistaken for those of this report."""
     (tmp_path / "other").touch()
     code, output = launch(f"python scripts/compare.py --out {tmp_path}")
     assert (code, output) == (1, f"error: --out {tmp_path}: is not empty; use another folder\n")

@@ -1,4 +1,4 @@
-"""The labs: they run to their end, and their tables and pictures are complete."""
+"""The labs run without errors, and their tables and pictures are complete."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The list of scripts/planted_errors.py fits this tree. Planting them all takes too long for `make test`."""
+"""The list of scripts/planted_errors.py matches the code. Planting all errors takes too long for `make test`."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_table_is_in_the_documentation():
 
 
 def test_outcomes_are_those_of_pytest(tmp_path):
-    """A test that is skipped, or that does not end, catches nothing."""
+    """A test that is skipped or times out has no result."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text(
         "import pytest, time\n"

@@ -48,7 +48,7 @@ def in_whole_batches(model: str) -> Case:
 
 
 def whole_batches(size: int, **case) -> list[Case]:
-    """The cases in which BatchNorm's statistics are the whole batch's: synchronised, or of a batch that nobody cuts."""
+    """Return the cases in which BatchNorm's statistics are those of the global batch."""
     cases = [scratch(batch_norm="sync", **case), ddp("sync", **case), fsdp(batch_norm="sync", **case)]
     if size % 2 == 0:
         cases.append(tp(2, batch_norm="sync", **case))
@@ -62,7 +62,7 @@ def one_step(size: int, model: str) -> list[Case]:
         cases += [pipeline("gpipe", m=1, **case), ddp_pipeline(1, "gpipe", m=1, batch_norm="sync", **case)]
     if size == 2 and model == "resnet18":
         book = case | {"model": "book_resnet18"}  # convolutions with biases, shortcuts without BatchNorm
-        # tp in float64: in float32 a ReLU tips over and one weight ends 2e-5 apart, in float64 3e-16.
+        # tp in float64: in float32 the sign of a ReLU's input changes and a weight differs by 2e-5, in float64 by 3e-16.
         exact = book | {"dtype": torch.float64}
         cases += [scratch(batch_norm="sync", **book), ddp("sync", **book), tp(2, batch_norm="sync", **exact)]
     if size == 4:
@@ -71,10 +71,13 @@ def one_step(size: int, model: str) -> list[Case]:
 
 
 def three_steps(size: int, model: str) -> list[Case]:
-    """In float64: rounding grows so fast through twenty BatchNorm layers that a single float32 run of three steps is 1e-2 away
-    where a ReLU tips over."""
+    """Return cases of three steps in float64.
+
+    Rounding errors grow fast through twenty BatchNorm layers: in float32, after three steps, weights differ by up to 1e-2 if
+    the sign of a ReLU's input changes.
+    """
     case = WITH_BATCH_NORM | {"model": model}
-    # The last batch of 61 samples is padded with repeated ones; in that of 49 some ranks have only padding.
+    # With 61 samples the last batch has padding; with 49, some ranks have only padding in it.
     partial, almost_empty = case | {"samples": 61}, case | {"samples": 49}
     cases = [ddp("sync", **partial), scratch(batch_norm="sync", **almost_empty), fsdp(batch_norm="sync", **almost_empty)]
     return whole_batches(size, **case) + cases
@@ -88,13 +91,13 @@ class Forgetful(Scratch):
 
 
 class OwnNorm(Pipeline):
-    """Clips by the norm of this rank's stage only."""
+    """A pipeline that clips by the norm of this rank's stage only."""
 
     gradient_norm = Strategy.gradient_norm
 
 
 class OwnShardNorm(FSDP):
-    """Clips by the norm of this rank's shards only."""
+    """FSDP that clips by the norm of this rank's shards only."""
 
     def gradient_norm(self):
         return torch.stack([parameter.grad.to_local().norm() for parameter in self.parameters()]).norm()
@@ -141,14 +144,14 @@ def batch_norm_cases(size: int, model: str) -> list[Case]:
 
 @once
 def world(size: int, slow: bool) -> list[dict]:
-    """The outcomes of the cases of `make test`, or of `make test-slow`, for each rank."""
+    """Return the outcomes of the cases of `make test` or of `make test-slow`, for each rank."""
     cases = cases_for(size) + (batch_norm_cases(size, "narrow") + WRONG if 1 < size < 8 else [])
     cases += batch_norm_cases(2, "resnet18") if size == 2 else []
     return run_world(size, run_cases, [case for case in cases if is_slow(case, size) == slow], timeout=600)
 
 
 def outcomes(case: Case, size: int) -> list[Outcome]:
-    """The case's outcome on each of `size` ranks."""
+    """Return the case's outcome on each of `size` ranks."""
     return [rank[case] for rank in world(size, is_slow(case, size))]
 
 
@@ -158,7 +161,7 @@ def alone(model: str = "narrow") -> dict:
 
 @once
 def one_process(model: str) -> dict:
-    """The outcomes of one process; of LeNet's cases, too, beside those of the narrow model."""
+    """Return the outcomes of cases in one process. LeNet's cases run together with those of the narrow model."""
     own = [in_whole_batches(model), *(ONE if model == "narrow" else [])]
     cases = [*own, *batch_norm_cases(2, model)]
     if model == "narrow":
@@ -230,14 +233,17 @@ def test_split_without_micro_batches_equals_single_with_batch_norm(model):
     ("model", "size"), [pytest.param(*on, marks=[pytest.mark.slow] * is_slow(local(on[0])[0], on[1])) for on in MODELS_ON]
 )
 def test_batch_norm_differs_only_by_its_local_statistics(model, size):
-    """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`; scratch and ddp, which
-    normalise alike, equal each other. What is promised against `single` is a loss within 5 % after the first steps."""
+    """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`.
+
+    scratch and ddp use the same statistics and equal each other. Their loss is within 5 % of that of `single` after the first
+    steps.
+    """
     scratch, ddp = (outcomes(case, size)[0] for case in local(model))
     reference = alone(model)[local(model)[0].reference()]
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
     least = 1e-3 if model == "narrow" else 1e-2
-    assert largest_difference(ddp.weights, reference.weights) > least, "equal after all: then promise it"
+    assert largest_difference(ddp.weights, reference.weights) > least, "the weights are equal after all"
 
 
 def with_batch_norm(cases_of: Callable[[int, str], list[Case]]) -> list:

@@ -1,4 +1,4 @@
-"""The cases of the equivalence matrix, by strategy and world size, and how the outcomes of two are compared."""
+"""The cases of the equivalence matrix, by strategy and world size, and the comparison of two outcomes."""
 
 import pytest
 import torch
@@ -15,17 +15,17 @@ from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.tp import TP
 
 REFERENCE = Case(Single)
-# The last batch of 97 samples has one: with two ranks and more, some rank has only a repetition, which must not count.
+# With 97 samples the last batch has one sample. With two or more ranks, some rank has only padding, which must not count.
 ALMOST_EMPTY = {"samples": 97}
 CLIPPED = {"max_grad_norm": 0.1}
-# In float64: in float32, of 97 samples, a ReLU of the seventh step lay 2e-8 below zero on one rank and 3e-8 above it on two,
-# and the weights ended 3e-5 apart; in float64 6e-17.
+# In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
+# above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
 AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
 def scratch(algorithm: str = "flat", batch_norm: str = "local", **case) -> Case:
-    """Buckets of at least 16 KiB: LeNet has three."""
+    """Return a case of `scratch` whose buckets have at least 16 KiB, so that LeNet has three."""
     return Case(Scratch, (("algorithm", algorithm), ("bucket_mb", 1 / 64), ("batch_norm", batch_norm)), **case)
 
 

@@ -1,4 +1,4 @@
-"""Configs as train.py gets them."""
+"""Configs as train.py receives them."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ class Drifting(DDP):
 
 
 class Lazy(DDP):
-    """DDP in which rank 1 takes part only in every third step after the sixth, as by a bug that makes its epochs shorter."""
+    """DDP in which rank 1 takes part only in every third step after step 6, as by a bug that makes its epochs shorter."""
 
     steps = 0
 

@@ -125,7 +125,7 @@ def main_in_world(*overrides: str) -> None:
 def refusal_in_world(line: str) -> tuple[object, str]:
     """Run train.py with overrides that it rejects; return the exit code and what this rank wrote to stderr.
 
-    A process group must not be opened.
+    An AssertionError is raised if a process group is opened.
     """
 
     def opened(*args, **kwargs):

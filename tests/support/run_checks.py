@@ -1,4 +1,4 @@
-"""What every finished run directory must hold."""
+"""Checks of the content of a finished run's directory."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
-    """The run directory holds what is promised, each thing once."""
+    """Assert that the run directory contains all promised files, and each record once."""
     found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
     kept = {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json", "curves.png"}
     assert found == kept

@@ -80,7 +80,7 @@ def wait_for(what: str, condition: Callable[[], Any], timeout: float = 120, more
 
 
 def find(program: str, search: str) -> str | None:
-    """Return the path of a program. Debian calls slurmctld slurmctld-wlm, for example; slurmctld may be an alternative."""
+    """Return the path of a program. Debian may install it under another name, for example slurmctld as slurmctld-wlm."""
     return shutil.which(program, path=search) or shutil.which(f"{program}-wlm", path=search)
 
 
@@ -155,7 +155,7 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(conf)
         munge = self.folder / "munge"
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
-        # --force: munged wants a socket that all users can reach, but pytest's folders are closed to other users.
+        # --force: munged requires a socket that all users can reach, but other users cannot enter pytest's folders.
         self._start("munged", "--foreground", "--force", *files, f"--socket={munge / 'socket'}")
         wait_for("socket of munged", (munge / "socket").exists, 10, self.logs)
         self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])
@@ -187,7 +187,7 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         if "slurmctld" in self.daemons:
             for node in set(NODES) - set(self.daemons):
-                self.start_node(node)  # to end the processes that the killed one left
+                self.start_node(node)  # it ends the processes that the killed one left
             self._ask("scancel", "--user", getpass.getuser())
             self._ask("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
             deadline = time.monotonic() + 30

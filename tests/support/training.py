@@ -1,4 +1,4 @@
-"""A short training run under any strategy, for comparing what strategies compute."""
+"""Short training runs under any strategy, to compare the results of strategies."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ OFF = PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
 
 
 def narrow_resnet(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """ResNet-18's kinds of layers, six times: what twenty of them prove of BatchNorm in a tenth of the time."""
+    """Return a network of six layers of ResNet-18's kinds. It tests BatchNorm as well as twenty, in a tenth of the time."""
     return Chain(
         (in_channels, image_size, image_size),
         stem=nn.Sequential(nn.Conv2d(in_channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
@@ -55,7 +55,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`samples` is chosen so that the last batch is partial, and its size is not divisible by 2, 3 or 4."""
+    """A training run. By default the last batch is partial, and its size is not divisible by 2, 3 or 4."""
 
     strategy: type[Strategy]
     options: tuple[tuple[str, Any], ...] = ()
@@ -71,13 +71,13 @@ class Case:
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.float32
     save: str = ""  # folder for checkpoints
-    keep_momentum: bool = True  # gigabytes add up where many ResNets are compared
+    keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
     resume: str = "never"
     performance: PerformanceOptions = OFF
-    start: int = 0  # added to the seed on ranks other than 0: their start must not matter
+    start: int = 0  # added to the initial weights on ranks other than 0, which must not affect the result
 
     def reference(self) -> "Case":
-        """The run on one device that this one must equal."""
+        """Return the run on one device whose results this one must equal."""
         return replace(
             self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0, performance=OFF
         )
@@ -85,11 +85,11 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Of one rank; the tensors are rank 0's alone."""
+    """The result of a run on one rank. Only rank 0 has the tensors."""
 
     weights: dict[str, torch.Tensor]
     momentum: dict[str, torch.Tensor]
-    digest: str  # of what this rank holds of the model
+    digest: str  # hash of this rank's part of the model
     sums: list[list[float]]  # of each training epoch
     evaluation: tuple[float, float, float]  # loss, accuracy, samples
 
@@ -109,12 +109,12 @@ def make_model(name: str, seed: int) -> Chain:
 
 
 def target(function: Callable | type, **options: Any) -> dict[str, Any]:
-    """A config group that names `function`."""
+    """Return a config group whose `_target_` is `function`."""
     return {"_target_": f"{function.__module__}.{function.__qualname__}", **options}
 
 
 def config_of(case: Case) -> DictConfig:
-    """The config by which train.py would run the case. Every key that changes numbers is other than its default."""
+    """Return the config with which train.py would run the case. Most keys that change numbers differ from their defaults."""
     model, channels, image_size = MODELS[case.model]
     options = {key: dict(value) if key == "plan" else value for key, value in case.options}
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
@@ -149,7 +149,7 @@ def config_of(case: Case) -> DictConfig:
                 "mean": [0.5],
                 "std": [0.2],
             },
-            # init_std=null, torch's own: LeNet's in the book is so small that every gradient is nearly zero.
+            # None: torch's initial weights. LeNet's default ones are so small that every gradient is nearly zero.
             "model": target(model, init_std=None),
             "strategy": target(case.strategy, **options),
             "optimizer": target(torch.optim.SGD, lr=case.lr, momentum=0.9, _partial_=True),
@@ -159,7 +159,7 @@ def config_of(case: Case) -> DictConfig:
 
 
 class Recorder(Hooks, Logger):
-    """Remembers what `fit` reports of each epoch, and saves where the case says so."""
+    """Record what `fit` reports of each epoch, and save checkpoints if the case requires it."""
 
     def __init__(self, checkpoints: Checkpoints, save: bool):
         self.checkpoints, self.saves = checkpoints, save
@@ -179,7 +179,7 @@ class Recorder(Hooks, Logger):
 
 
 def run_case(runtime: Runtime, case: Case) -> Outcome:
-    """Trains by what train.py trains by: `prepare`, `materialize` and `fit`. With several ranks their group must be open."""
+    """Train with the functions of train.py: `prepare`, `materialize` and `fit`. Several ranks need an open process group."""
     job = prepare(config_of(case), runtime)
     if case.start and runtime.rank:
         with torch.no_grad():
@@ -193,13 +193,13 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     recorder = Recorder(checkpoints, bool(case.save))
     training.fit(recorder, recorder, progress)
     evaluation = evaluate(strategy, job.loaders[1])
-    assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "evaluated again, the same model is another"
+    assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
     state = strategy.state_dict(training.optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
     whole = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
     if runtime.rank == 0 and whole:
         assert largest_difference(own, state["model"]) == 0
-    weights = own if whole else state["model"]  # of a sharded or cut model the checkpoint, which rank 0 alone has
+    weights = own if whole else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
     momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
     weights, momentum = (weights, momentum) if runtime.rank == 0 else ({}, {})
@@ -207,16 +207,17 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
 
 
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
-    """All cases in this rank's world, one after the other.
+    """Run all cases in this rank's world, one after the other.
 
-    Without cuDNN: it chooses the algorithm by the size of the local batch, and some lose two digits of float32 (measured on
-    an H200: gradients 2e-6 from float64's at batch 24, 1e-8 at batch 6), enough to push a ReLU over its edge.
+    cuDNN is disabled, because it chooses the algorithm by the size of the local batch, and some algorithms lose two digits of
+    float32 (on an H200 gradients differ from float64's by 2e-6 at batch 24 and by 1e-8 at batch 6). This is enough to change
+    the sign of a ReLU's input.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.enabled = False
     with Runtime(device, timeout=30) as runtime:
         if runtime.world_size > 1 or any(not case.strategy.one_process for case in cases):
-            runtime.open_group()  # once for all of them
+            runtime.open_group()  # once for all cases
         outcomes = {}
         for case in cases:
             with default_dtype(case.dtype), case.performance.switches(runtime):

@@ -166,7 +166,7 @@ def serve(listener: socket.socket) -> Request:
             listener.close()
             if (pid := os.fork()) == 0:
                 settle(request, files)
-                if request.owner is not None:  # not earlier: its owner could not wait for it yet, and would take it for ended
+                if request.owner is not None:  # only now, because its owner can wait for it only after becoming its parent
                     connection.sendall(NUMBER.pack(os.getpid()))
                 connection.close()
                 return request
@@ -282,7 +282,7 @@ def stand_in(name: str, arguments: list[str]) -> NoReturn:
         os.execv(command[0], command)
     inherited = dict.fromkeys(("p2cread", "c2pwrite", "errwrite"), -1)
     connection = ask({"args": command, "env": None, "cwd": None, "start_new_session": False, **inherited}, os.environ[ADDRESS])
-    receive(connection)  # the process's id
+    receive(connection)  # the process id
     code = os.waitstatus_to_exitcode(receive(connection))
     sys.exit(code if code >= 0 else 128 - code)  # as in a shell
 

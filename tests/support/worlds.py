@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from launches import ROOT, SUPPORT
 
-# Ranks are forked from a server that has imported everything, so a world starts without the seconds of imports.
+# Ranks are forked from a server that has imported everything, so a world starts without seconds of imports.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preload"])
 # The server finds `preload` only through PYTHONPATH: before Python 3.13 it does not inherit sys.path.
@@ -23,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(SEARCH)
 
 
 def once(function: Callable) -> Callable:
-    """Decorate like functools.cache, but cache an AssertionError too, so that a failing world runs only once."""
+    """Cache results like functools.cache, and AssertionErrors too, so that a failing world runs only once."""
 
     @functools.cache
     def outcome(*args):

@@ -1,4 +1,4 @@
-"""Long work before the first step is announced: in the log, and on a terminal."""
+"""Notices of long work before the first step, in the log and on a terminal."""
 
 import logging
 import os
@@ -70,7 +70,7 @@ def test_terminal_line_counts_seconds_and_is_cleared(caplog, monkeypatch):
             time.sleep(1.8)
         monkeypatch.undo()
         written = b""
-        # A terminal passes on what was written in pieces.
+        # What is read from a terminal may be split into pieces.
         while not written.endswith(b"\r\033[K") and select([screen], [], [], 10)[0]:
             written += screen.read(4096)
     *lines, last = written.decode().split("\r")[1:]

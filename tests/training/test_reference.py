@@ -1,7 +1,7 @@
-"""train.py against a training loop written by hand, which shares nothing with it but the networks and the images.
+"""Compare train.py with a training loop written by hand, which shares only the networks and the images with it.
 
-The other end-to-end tests compare runs of train.py with each other, so they cannot see an error that all of them have. Here
-every key that changes numbers is set to something else than its default.
+The other end-to-end tests compare runs of train.py with each other, so they cannot detect an error that all runs have.
+Here every key that changes numbers differs from its default.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def moves(samples: int, epoch: int) -> list[tuple[int, int, int]]:
 
 
 def train_by_hand(model: torch.nn.Module, train, test, cosine: bool) -> list[dict[str, float]]:
-    """SGD with Nesterov's momentum, in plain PyTorch and float64; the metrics of each epoch."""
+    """Train with SGD and Nesterov momentum in plain PyTorch and float64. Return the metrics of each epoch."""
     normal = lambda images: (images.double() / 255 - MEAN) / STD  # noqa: E731
     velocity = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     steps, step, records = math.ceil(len(train.targets) / BATCH) * EPOCHS, 0, []

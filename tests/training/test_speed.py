@@ -83,8 +83,8 @@ ELSEWHERE = [scratch("flat"), scratch("bucketed"), ddp(view=True), ddp(accumulat
 
 
 def train_elsewhere(cases: list[Case]) -> dict:
-    """Take every step in another thread, as a step is captured in the one with the fastest kernels. CPUs have no streams."""
-    torch.cuda.current_stream, torch.cuda.set_stream = lambda: None, lambda stream: None
+    """Take every step in another thread, because a step is captured in the thread with the fastest kernels."""
+    torch.cuda.current_stream, torch.cuda.set_stream = lambda: None, lambda stream: None  # CPUs have no streams
     thread, compute, threads = NewThread(), Step.compute, set()
 
     def elsewhere(step: Step, batch) -> None:
@@ -105,7 +105,7 @@ def test_step_in_another_thread_produces_the_same_weights():
 
 
 class StandIn:
-    """Replaces a CUDA graph and the events around its replays, which take milliseconds[index of the graph]."""
+    """A stand-in for a CUDA graph and the events around its replays, which take milliseconds[index of the graph]."""
 
     milliseconds: ClassVar[list[float]]
     made: ClassVar[list] = []
@@ -162,7 +162,7 @@ def test_fastest_thread_keeps_the_thread_with_the_fastest_kernels(best, monkeypa
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
 @pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-12), (True, 0.02)], ids=["float64", "bf16"])
 def test_padded_convolution_keeps_values_gradients_and_strides(conv, written_as, memory_format, autocast, tolerance):
-    """Both compiled and in eager mode, where it is torch's own convolution."""
+    """The convolution is tested compiled and in eager mode, where it is torch's own."""
     torch._dynamo.reset()
     dtype = torch.float32 if autocast else torch.float64
     model = nn.Sequential(deepcopy(conv).to(dtype, memory_format=memory_format))
@@ -335,7 +335,7 @@ def taken(augmented: bool) -> DeviceLoader:
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("samples", [0, 48])
 def test_take_returns_the_batches_of_iterating(samples, augmented):
-    """A graph gathers the batches of the eager loop, also from the middle of an epoch."""
+    """A graph reads the same batches as the eager loop, also from the middle of an epoch."""
     loader = taken(augmented)
     loader.set_epoch(3, samples)
     eager = list(loader)
@@ -434,7 +434,7 @@ def test_partial_of_a_config_is_functools_partial():
 
 @needs_compiler
 def test_take_is_compiled_once_for_all_epochs():
-    """With the options of `compile_step`: each epoch writes its order to the same memory."""
+    """The options are those of `compile_step`. Each epoch writes its sample order to the same memory."""
     loader = taken(augmented=True)
     loader.compile(partial(torch.compile, dynamic=False, fullgraph=True))
     for epoch in (1, 2):
@@ -445,12 +445,12 @@ def test_take_is_compiled_once_for_all_epochs():
                 inputs, targets = loader.take(turn.size)
             assert torch.allclose(
                 inputs, batch.inputs, rtol=0, atol=1e-6
-            )  # compiled, a multiplication and an addition may be fused
+            )  # the compiler may fuse a multiplication and an addition
             assert torch.equal(targets, batch.targets)
 
 
 def test_fault_injects_nan_into_a_step_that_gathers_its_batches(tmp_path):
-    """No graph is captured here, so the other turns are computed in eager mode, too."""
+    """No graph is captured in this test, so all turns are computed in eager mode."""
     runtime, loader = Runtime("cpu"), taken(augmented=False)
     strategy = Single(runtime)
     strategy.setup(simple_cnn(1, 8, 10))

@@ -137,7 +137,7 @@ def test_two_ranks_train_where_proc_is_hidden(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     overrides = ["strategy=ddp", "device=cpu", "epochs=2", f"runs_dir={tmp_path}", "name=run", "inject='slow@rank=1,step=3'"]
     ended = subprocess.run([*HIDE_PROC, *launch, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr  # the slow step takes 3 s, during which rank 0 checks the other rank six times
+    assert ended.returncode == 0, ended.stderr  # during the slow step of 3 s, rank 0 checks the other rank six times
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2]
     assert not (tmp_path / "run" / "failure.json").exists()
 

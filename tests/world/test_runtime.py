@@ -1,4 +1,4 @@
-"""Runtime: agreement of the ranks before the process group exists, devices, process group, meshes, precision."""
+"""Tests of Runtime: agreement of ranks before the process group exists, devices, process group, meshes, precision."""
 
 import math
 import os
@@ -105,7 +105,7 @@ def test_missing_rank_is_detected_at_the_timeout():
     with pytest.raises(AssertionError, match="rank 0: Traceback") as error:
         run_world(2, use_group, 1, timeout=60)
     assert time.monotonic() - start < 30
-    assert "3000ms" in str(error.value), "detected when the missing rank exited, not by the timeout"
+    assert "3000ms" in str(error.value), "must be detected when the missing rank exits, not by the timeout"
 
 
 def test_missing_device_is_reported():
@@ -151,14 +151,14 @@ def test_rank_missing_from_a_mesh_group_is_detected_at_the_timeout():
     with pytest.raises(AssertionError, match="rank 2: Traceback") as error:
         run_world(4, use_mesh, 3, 3, timeout=60)
     assert time.monotonic() - start < 30
-    assert "3000ms" in str(error.value), "detected when the missing rank exited, not by the timeout"
-    assert "rank 0: " not in str(error.value), "the other pipeline is complete"
-    assert "rank 1: " not in str(error.value), "the other pipeline is complete"
+    assert "3000ms" in str(error.value), "must be detected when the missing rank exits, not by the timeout"
+    assert "rank 0: " not in str(error.value), "must not be named: its pipeline is complete"
+    assert "rank 1: " not in str(error.value), "must not be named: its pipeline is complete"
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory) -> float:
-    """The training loss in float32, which is the same under every strategy."""
+    """Return the training loss in float32, which is the same under every strategy."""
     folder = tmp_path_factory.mktemp("float32")
     run_world(1, main_in_world, *SMALL, "strategy=single", "epochs=2", f"runs_dir={folder}")
     return read_metrics(only_run(folder))[-1]["train_loss"]
