@@ -83,4 +83,6 @@ def require_image_size(model: str, image_size: int, smallest: int) -> None:
         ConfigError: the images are smaller than `smallest`.
     """
     if image_size < smallest:
-        raise ConfigError(f"model={model}: needs images of at least {smallest}x{smallest}, these are {image_size}x{image_size}")
+        raise ConfigError(
+            f"model={model}: needs images of at least {smallest}x{smallest} pixels, got {image_size}x{image_size}"
+        )

@@ -77,7 +77,7 @@ def fit(
         logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
     if progress.epoch <= epochs:
         log.info(
-            f"stopped early: the test loss has not improved on epoch {progress.best_epoch} for {patience} epochs (patience)"
+            f"stopped early: no test loss below that of epoch {progress.best_epoch} in the last {patience} epochs (patience)"
         )
     return progress
 

@@ -21,7 +21,7 @@ Thread = Callable[[Callable[[], Any]], Any]  # calls a function in a certain thr
 
 
 class NewThread:
-    """A thread with the device and stream of the current thread, in which cuDNN chooses its kernels anew."""
+    """A thread with the device and stream of the current thread, in which cuDNN chooses its kernels again."""
 
     def __init__(self):
         stream = torch.cuda.current_stream()

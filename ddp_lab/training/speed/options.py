@@ -107,5 +107,5 @@ def why_not(name: str, strategy: Strategy, loader: str) -> str | None:
     if name == "cuda_graph" and loader != "device":
         return f"not supported by data.loader={loader}, which prepares batches on the host; use data.loader=device"
     if name == "cuda_graph" and strategy.batch_norm == "sync":
-        return "not supported by strategy.batch_norm=sync, whose collectives inside forward and backward were never captured"
+        return "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
     return None
