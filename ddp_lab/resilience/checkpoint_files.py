@@ -33,7 +33,7 @@ def sha256(path: Path) -> str:
 def write_atomically(path: Path, state: dict[str, Any], temporary: Path | None = None) -> None:
     """Write a checkpoint and its SHA-256, each to a temporary file that is synced to the disk and then renamed.
 
-    A file under its final name is therefore complete. It counts as a checkpoint only once its SHA-256 is there too.
+    A file under its final name is therefore complete. It counts as a checkpoint only once its SHA-256 file exists, too.
 
     Args:
         path: the final name, `step_NNNNNNNN.pt`.

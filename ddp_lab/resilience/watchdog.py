@@ -229,6 +229,6 @@ class Watchdog:
         self._leave()
 
     def _leave(self, grace: float = GRACE) -> None:
-        """Exit with code 1, unless the main thread stops the watchdog within `grace` seconds. It may wait for ever."""
+        """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
         if not self._stop.wait(grace):
             os._exit(1)
