@@ -1,17 +1,17 @@
-"""Train one model under any way of spreading it over devices, with the same result.
+"""Train one model with any distribution strategy, with the same result.
 
-Rooms, from the bottom up; each imports only from those before it (tests/test_layout.py):
+The subpackages ("rooms") from the lowest layer up; each imports only from those before it (tests/test_layout.py):
 
-config      what a user may set, and the errors for what they may not
-world       this process among the others: rank, device, process group
-observe     what a run shows: log, TensorBoard, plots, profiles
+config      the keys that a user can set, their validation, and the error messages
+world       the distributed environment of this process: rank, device, process group
+observe     the output of a run: log, TensorBoard, plots, profiles
 models      networks as chains of blocks
 data        datasets, and which rank reads which sample
-strategies  one file for each way of spreading a training step
+strategies  one file for each way of distributing a training step over devices
 training    the loop, its step and schedule; `training/speed` makes the step faster
 resilience  checkpoints, the watchdog, preemption, the run directory
-launch      starting: command line, preflight, sweeps, Slurm
-run         puts them together: the parts of a run, and its life
+launch      the start of a run: command line, preflight checks, sweeps, Slurm
+run         construction of the parts of a run, and its execution
 
 `doctor.py` is the command that checks a machine before a run.
 """

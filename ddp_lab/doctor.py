@@ -1,9 +1,9 @@
 """Check the machines and the config before a launch: print one line per finding, with the remedy for each problem.
 
-python -m ddp_lab.doctor data=fashion_mnist                                  the overrides of train.py
+python -m ddp_lab.doctor data=fashion_mnist                                  same overrides as train.py
 torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp      started like the launch to check
 
-It does not train and leaves no run directory, but downloads a missing dataset, as train.py would. The exit code is 2 if a
+It does not train and creates no run directory, but it downloads a missing dataset, as train.py does. The exit code is 2 if a
 finding is an error, else 0.
 """
 
@@ -42,8 +42,8 @@ class Findings(list[Finding]):
 
         Args:
             about: Name of the check.
-            check: Returns what is described, or raises a ConfigError.
-            describe: Makes the finding, or its text, from the result of `check`.
+            check: Returns a result, or raises a ConfigError.
+            describe: Returns the finding, or its text, for the result of `check`.
 
         Returns:
             The result of `check`; None if it raised a ConfigError, which becomes the finding.
@@ -77,7 +77,7 @@ def main(cfg: DictConfig) -> None:
         findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime), as_it_is)
         examine(cfg, runtime, findings)
         everyone = runtime.collect("findings", json.dumps(findings))
-    if everyone is not None:  # the others exit with code 0: otherwise torchrun would end rank 0 before it reports
+    if everyone is not None:  # the other ranks exit with code 0: otherwise torchrun would end rank 0 before it reports
         conclude(merge([Finding(*finding) for mine in everyone for finding in json.loads(mine)]), show=True)
 
 
@@ -100,7 +100,7 @@ def conclude(findings: list[Finding], show: bool) -> None:
 
 
 def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
-    """Construct the parts of a run one by one; checks that need a part that could not be constructed are skipped."""
+    """Construct the parts of a run one by one, and append the findings. A check whose part is missing is skipped."""
     choices, job = HydraConfig.get().runtime.choices, Job(cfg, runtime)
     strategy = findings.look("strategy", lambda: job.strategy, describe_strategy)
     dataset = findings.look("dataset", lambda: job.dataset, partial(describe_dataset, choices["data"]))
@@ -159,11 +159,13 @@ def find_backend(runtime: Runtime) -> str:
 
 
 def describe_dataset(name: str, dataset: Dataset) -> str:
+    """Return the sizes, the shape of an image and the number of classes of a dataset."""
     sizes = f"{len(dataset.train.targets):,} images to train on, {len(dataset.test.targets):,} to test on"
     return f"{name}, {sizes}, {'x'.join(map(str, dataset.train.images.shape[1:]))}, {len(dataset.classes)} classes"
 
 
 def describe_strategy(strategy: Strategy) -> Finding:
+    """Return a finding with the strategy's mesh; a warning if the strategy needs several ranks and has one."""
     ranks = strategy.runtime.world_size
     if ranks == 1 and not strategy.one_process:
         start = f"torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy={strategy.name}"

@@ -1,4 +1,4 @@
-"""Make the object that a group of the config describes."""
+"""Construction of the object that a config group describes."""
 
 from functools import partial
 from typing import Any
@@ -9,9 +9,13 @@ from omegaconf import DictConfig
 
 
 def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what `_target_` names, by hydra.utils.instantiate.
+    """Call the class or function that `_target_` names, with hydra.utils.instantiate, and return the result.
 
     An exception of the constructor is raised unchanged. A partial is returned as a plain `functools.partial`.
+
+    Args:
+        node: The config group: `_target_` and the keyword arguments for it.
+        args, kwargs: Further arguments, which the config does not contain.
     """
     try:
         built = instantiate(node, *args, **kwargs)

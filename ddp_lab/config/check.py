@@ -1,4 +1,4 @@
-"""The check of a composed config against its schema."""
+"""Validation of a composed config against its schema."""
 
 from typing import Any, TypeVar, cast
 
@@ -15,14 +15,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def check(cfg: DictConfig) -> RunConfig:
-    """Return the config as a frozen object of plain values; groups that a constructor reads stay dicts.
+    """Validate the config and return it as a frozen object of plain values; the groups with a `_target_` remain dicts.
 
     Raises:
         ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of range.
     """
     config = validate(RunConfig, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True)))
     groups = {"data.dataset": config.data.dataset, **{name: getattr(config, name) for name in GROUPS if "." not in name}}
-    # Before the other groups: looking up their constructors imports torch, which takes 1.5 s.
+    # The optimizer's ranges are checked first, because looking up the constructors imports torch, which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
     for group, node in groups.items():
         given = {key: value for key, value in node.items() if not key.startswith("_")}
@@ -35,10 +35,12 @@ def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
     """Return `values` as an instance of `model`.
 
     Args:
+        model: The schema.
+        values: The value of each key.
         prefix: Dotted key of `values`, including the last dot.
 
     Raises:
-        ConfigError: A value is not allowed; the message is about the first one.
+        ConfigError: A key or a value is not allowed; the message is about the first one.
     """
     try:
         return model.model_validate(values)
@@ -49,10 +51,13 @@ def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
 def check_optimizer(node: dict[str, Any]) -> None:
     """Construct the optimizer once, with a single weight, to run its own checks.
 
+    Args:
+        node: The config group `optimizer`.
+
     Raises:
         ConfigError: The optimizer rejects its options.
     """
-    import torch  # takes 1.5 s, so only after all checks that do not need it
+    import torch  # takes 1.5 s, so it is imported after all checks that do not need it
 
     try:
         build(node)([torch.nn.Parameter(torch.zeros(1))])

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-# The field `kind` of failure.json: why a launch ended, for scripts. Its field `message` is for people and may change.
+# The values of the field `kind` of failure.json, from which scripts read why a launch failed. The text in its field `message`
+# is for people and may change.
 FailureKind = Literal["lost_rank", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"]
 
 
@@ -15,11 +16,12 @@ class NodeError(ConfigError):
 
 
 class TrainingError(Exception):
-    """Training cannot continue, for a reason that is not a bug: the message explains it, so no traceback is shown.
+    """Training cannot continue, for a reason that is not a bug. The message explains it, so no traceback is shown.
 
     It is raised on all ranks.
 
     Args:
+        message: What is wrong, and what to do.
         kind: The field `kind` of failure.json.
         rank: The rank on which the problem began; it reports the error.
     """

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from ddp_lab.config.types import Allowed
 
-# One for each type of pydantic's errors; WRONG for all types but "missing" and "extra_forbidden".
+# Message templates by the type of pydantic's error: MISSING for "missing", UNKNOWN for "extra_forbidden", WRONG for all others.
 MISSING = "{key}: is missing; it must be {allowed}"
 UNKNOWN = "{key}={value}: there is no such key; {advice}allowed: {allowed}"
 WRONG = "{key}={value}: must be {allowed}"
@@ -19,9 +19,10 @@ PLAIN = {int: "an integer", float: "a number", str: "a string", bool: "true or f
 
 
 def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> str:
-    """Return the message for one error: the first missing key, else the first wrong value in the order of the model's fields.
+    """Return the message for the first missing key or, if no key is missing, for the first wrong value.
 
     Args:
+        error: The errors of all keys, in the order of the model's fields.
         model: The model that rejected the values.
         values: The values that were validated.
         prefix: Dotted key of `values`, including the last dot.
@@ -43,6 +44,7 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
 
     Args:
         key: Full dotted key.
+        value: Its value.
         prefix: Dotted key of the group, including the last dot.
         names: The keys that exist in the group.
     """
@@ -66,9 +68,8 @@ def describe(hint: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Annotated:
         return describe(args[0], args[1:])
     if origin in (Union, UnionType):
-        composite = any(
-            get_origin(arg) in (list, dict) for arg in args
-        )  # after "a list, each X", "or null" would seem to be about X
+        # The order is "null or a list, each X": in "a list, each X or null", the null would seem to be an alternative to X.
+        composite = any(get_origin(arg) in (list, dict) for arg in args)
         return " or ".join(describe(arg) for arg in (reversed(args) if composite else args))
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)

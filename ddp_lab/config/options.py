@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field, create_model
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys, OptimizerConfig
 
-# The groups in the order in which they are checked, and the constructor parameters that are passed by the code, not the config.
+# The groups in the order in which they are checked. Each is listed with the constructor parameters that the code passes, which
+# are therefore not keys of the config.
 GROUPS: dict[str, list[str]] = {
     "data.dataset": [],
     "model": ["in_channels", "image_size", "num_classes"],
@@ -23,7 +24,7 @@ GROUPS: dict[str, list[str]] = {
 def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     """Return the schema of a group's options.
 
-    It imports the constructor, which may import torch (1.5 s).
+    The constructor is imported, which may import torch (1.5 s).
 
     Args:
         group: A key of GROUPS.
@@ -44,7 +45,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
             continue
         hint = hints.get(name, Any)
         default = ... if parameter.default is parameter.empty else parameter.default
-        # YAML has no tuples, so a list is accepted for one.
+        # YAML has no tuples, so a list is accepted in place of a tuple.
         fields[name] = (list if get_origin(hint) is tuple else hint, Field(default, description=texts.get(name)))
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)

@@ -24,27 +24,32 @@ from ddp_lab.config.types import (
 
 
 class Keys(BaseModel):
-    """A set of keys; other keys are rejected. An integer is accepted as a float, a bool or a string is not."""
+    """A set of keys; other keys are rejected. An integer is accepted as a float; a bool or a string is not."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True)
 
 
 class DataConfig(Keys):
+    """The keys of the group `data`."""
+
     root: str = Field(description="Directory of torchvision's datasets; missing ones are downloaded to it.")
     loader: Literal["device", "workers"] = Field(
-        description="Where batches are made: on the device, which holds the whole dataset, or in DataLoader worker processes."
+        description="Where batches are made: on the device, which holds the whole dataset (device), or in DataLoader processes "
+        "(workers)."
     )
     num_workers: NaturalNumber = Field(description="Number of DataLoader processes of each rank (loader=workers).")
     shift: NaturalNumber = Field(
         description="Largest shift of a training image in each direction, in pixels; zeros fill the border."
     )
-    flip: bool = Field(description="Whether each training image is mirrored with probability 1/2.")
+    flip: bool = Field(description="Whether each training image is mirrored left to right with probability 1/2.")
     dataset: Group = Field(description="Constructor of the dataset, with its options.")
     mean: list[float] = Field(description="Mean of each channel, subtracted from pixels in [0, 1].")
     std: list[Positive] = Field(description="Standard deviation of each channel, by which pixels are then divided.")
 
 
 class CheckpointConfig(Keys):
+    """The keys of the group `checkpoint`."""
+
     every_epochs: Count = Field(description="Write a checkpoint every N epochs.")
     every_steps: Count | None = Field(description="Also write a checkpoint every N steps within an epoch.")
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")] = Field(
@@ -61,14 +66,16 @@ class OptimizerConfig(Keys):
     lr: Positive = Field(description="Learning rate before lr_scaling, warm-up and schedule.")
     momentum: Fraction = Field(0.0, description="Momentum factor.")
     weight_decay: NonNegative = Field(0.0, description="Weight decay coefficient.")
-    nesterov: bool = Field(False, description="Whether the momentum is Nesterov's.")
+    nesterov: bool = Field(False, description="Whether to use Nesterov momentum.")
     fused: bool | None = Field(None, description="Whether to use torch's fused kernel; null leaves the choice to torch.")
 
 
 class RunConfig(Keys):
-    seed: Seed = Field(description="Seed of the initial weights and of the sample order.")
+    """All keys of a run."""
+
+    seed: Seed = Field(description="Seed of the initial weights, the sample order and the augmentation.")
     epochs: Count = Field(description="Number of passes over the training set.")
-    batch_size: Count = Field(description="Size of the global batch, all ranks together.")
+    batch_size: Count = Field(description="Number of samples in the global batch, over all ranks (see scaling).")
     scaling: Literal["strong", "weak"] = Field(
         description="What batch_size counts: the global batch (strong) or the batch of each replica (weak)."
     )
@@ -93,13 +100,13 @@ class RunConfig(Keys):
         description="Whether a whole step runs as one CUDA graph (single, scratch, ddp; needs data.loader=device)."
     )
     compile: bool | Literal["tuned"] = Field(
-        description="Whether to use torch.compile (single, scratch, ddp); tuned takes minutes the first time."
+        description="Whether to use torch.compile (single, scratch, ddp); tuned also times more kernels, which takes minutes."
     )
     channels_last: bool = Field(
         description="Whether images and convolutions use the channels-last memory format (single, scratch, ddp, dp, split)."
     )
     timeout: Positive = Field(
-        description="Seconds without progress after which the watchdog ends the launch and names the slowest rank."
+        description="Seconds without progress after which the watchdog ends the launch and reports the rank that hangs."
     )
     name: RunName | None = Field(
         description="Name of the run directory; null composes one from the model, the data, the strategy and the time."
@@ -116,9 +123,12 @@ class RunConfig(Keys):
         description="Epochs without a lower test loss after which training stops; null disables early stopping."
     )
     check_replicas: Count | None = Field(
-        description="Compare the replicas' weights bit by bit every N steps and name the first tensor that differs."
+        description="Compare the replicas' weights bit by bit every N steps and report the first tensor that differs; null "
+        "disables the comparison."
     )
-    profile: bool = Field(description="Whether to profile ten steps on every rank: where their time goes, and a trace.")
+    profile: bool = Field(
+        description="Whether to profile ten steps on every rank: report where their time goes, and write a trace."
+    )
     inject: Injection | None = Field(description="Fault to inject, for tests; for example crash@rank=1,step=50.")
     checkpoint: CheckpointConfig = Field(description="When checkpoints are written.")
     data: DataConfig = Field(description="The dataset, and how it is loaded and augmented.")

@@ -1,1 +1,1 @@
-"""Datasets, augmentation, and which rank reads which sample. It knows how many ranks share a batch, not what they compute."""
+"""Datasets, augmentation, and the shard of samples that each rank reads. Nothing here depends on what the ranks compute."""

@@ -12,14 +12,15 @@ import torch
 def draw(samples: int, shift: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:
     """Draw the shift and flip of every sample of the dataset in one epoch, on the CPU.
 
-    Every rank draws them for all samples, so the ranks agree without communication; 60,000 samples take less than 1 ms. The
-    generator's seed is the first 32 bits of a SHA-256 of (seed, epoch): torch's CPU generator uses only the lowest 32 bits of
-    its seed, and seed + epoch already seeds the permutation.
+    Every rank draws them for all samples, so the ranks agree without communication; 60,000 samples take less than 1 ms.
+
+    The generator's seed is the first 32 bits of a SHA-256 of (seed, epoch), because torch's CPU generator uses only the lowest
+    32 bits of its seed. It is not seed + epoch, which already seeds the permutation.
 
     Args:
         samples: number of samples in the dataset.
         shift: largest shift in each direction, in pixels.
-        flip: whether half of the samples are flipped.
+        flip: whether each sample is flipped with probability 1/2.
         seed: the run's seed.
         epoch: number of the epoch.
 

@@ -45,7 +45,7 @@ class Dataset:
 
 
 class Digits:
-    """The 1,797 handwritten digits that scikit-learn contains (8x8, 16 greys), enlarged to 28x28: 1,437 train, 360 test."""
+    """The 1,797 handwritten digits of scikit-learn (8x8 pixels of 0 to 16), enlarged to 28x28: 1,437 train, 360 test."""
 
     def prepare(self) -> None:
         """Do nothing: there is nothing to download."""
@@ -91,7 +91,7 @@ class Synthetic:
         """Do nothing: there is nothing to download."""
 
     def load(self) -> Dataset:
-        """Generate the images; they are the same in every process."""
+        """Generate the images, which are the same in every process."""
         generator = torch.Generator().manual_seed(0)
 
         def noise(n: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Synthetic:
 
 @contextmanager
 def default_timeout(seconds: float) -> Generator[None]:
-    """Give every new socket this timeout, in seconds, unless its creator sets one."""
+    """Set the default timeout, in seconds, of sockets that are created in the body."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -131,7 +131,7 @@ class Torchvision:
 
     Args:
         name: name of the dataset in torchvision.
-        root: directory that holds the dataset or that it is downloaded to.
+        root: directory of the dataset, which is downloaded to it if it is missing.
     """
 
     files = {
@@ -145,7 +145,7 @@ class Torchvision:
         self.root = Path(root)
 
     def _open(self, train: bool, root: Path | None = None, download: bool = False) -> _Split:
-        import torchvision  # takes 1.5 s, which only these datasets need to spend
+        import torchvision  # takes 1.5 s, so only these datasets import it
 
         return cast(_Split, getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download))
 
@@ -182,7 +182,7 @@ class Torchvision:
             ) from None
 
     def load(self) -> Dataset:
-        """Read both splits from the files that `prepare` ensured."""
+        """Read both splits from the files that `prepare` found or downloaded."""
         train, test = self._open(True), self._open(False)
 
         def convert(dataset: _Split) -> LabelledImages:

@@ -1,4 +1,4 @@
-"""Two loaders of the same batches: one gathers them on the device from a resident dataset, one in worker processes."""
+"""Two loaders of the same batches: one gathers them on the device, which holds the whole dataset, one in worker processes."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ class DeviceLoader(Loader):
     ):
         super().__init__(data, batch_size, device=device, **options)
         self.images, self.targets = data.images.to(device), data.targets.to(device)
-        # The buffers of `take`, whose addresses a CUDA graph captures: the epoch's order, targets and augmentation moves, and
-        # the position in the epoch.
+        # The buffers that `take` reads; a CUDA graph captures their addresses. They hold the epoch's order, targets and shifts
+        # and flips ("moves"), and the position in the epoch.
         self._order = torch.zeros(self.sampler.num_samples, dtype=torch.int64, device=device)
         self._wanted = torch.zeros_like(self._order)
         self._moves = self._order.new_zeros(3, len(self._order)) if self.shift or self.flip else None
@@ -63,7 +63,8 @@ class DeviceLoader(Loader):
     def look_ahead(self) -> None:
         """Draw the next epoch's order and moves while the device still computes this epoch's batches.
 
-        A permutation of 240,000 takes the host 3 to 8 ms. In that time LeNet trains on 10,000 to 20,000 samples on four GPUs.
+        A permutation of 240,000 samples takes the host 3 to 8 ms. In that time LeNet trains on 10,000 to 20,000 samples on
+        four GPUs.
         """
         self._ahead = {self.sampler.epoch + 1: self._draw(self.sampler.epoch + 1)}
 
@@ -71,13 +72,13 @@ class DeviceLoader(Loader):
         return self.sampler.own(epoch), self._own_moves(epoch)
 
     def compile(self, fuse: Callable[[Gather], Gather]) -> None:
-        """Fuse the kernels of `take` with `fuse`, a torch.compile."""
+        """Compile `take` with `fuse`, which is torch.compile with its options, to fuse its kernels."""
         self._gather = fuse(self._gather_eagerly)
 
     def take(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of the next batch.
 
-        Nothing is decided on the host, so a CUDA graph can capture it.
+        Call `deal` before the first batch of an epoch. Nothing is decided on the host, so a CUDA graph can capture it.
 
         Args:
             size: samples in this rank's local batch, from `turns`.
@@ -91,7 +92,7 @@ class DeviceLoader(Loader):
         places = self._places[:size] + self._first
         self._first += size
         images = self.images[self._order[places]]
-        if self._moves is not None:  # the same for the loader's whole life, so a captured graph stays correct
+        if self._moves is not None:  # the same for the loader's whole life, so a captured graph remains correct
             images = augment(images, *self._moves[:, places])
         return self.normalise(images), self._wanted[places]
 
@@ -103,8 +104,9 @@ def ignore_signals(worker: int) -> None:
 
 
 class WorkerLoader(Loader):
-    """Loader whose worker processes gather batches in host memory, the usual DataLoader; pinned batches are copied while the
-    device computes.
+    """Loader whose worker processes gather batches in host memory, with torch's DataLoader.
+
+    On a GPU the batches are pinned, and are copied while the device computes.
 
     Args:
         num_workers: number of worker processes; 0 gathers in the main process.

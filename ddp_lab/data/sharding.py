@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     Attributes:
         inputs: float32 [b, channels, height, width], normalised, on the rank's device.
         targets: int64 [b], IGNORE for padding.
-        count: samples in the GLOBAL batch, the divisor of its mean loss; known without communication.
+        count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known without communication.
     """
 
     inputs: torch.Tensor
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The sizes of a batch that the device will gather itself (`DeviceLoader.take`).
+    """The sizes of a batch that is not gathered yet (`DeviceLoader.take` gathers it on the device).
 
     Attributes:
         size: samples in this rank's local batch, padding included.
@@ -61,14 +61,14 @@ class Shard(DistributedSampler[int]):
         return islice(super().__iter__(), self.start, None)
 
     def indices(self) -> torch.Tensor:
-        """Return what iterating yields, as int64 [n]."""
+        """Return the indices that iterating yields, as int64 [n]."""
         return self.own(self.epoch)[self.start :]
 
     def own(self, epoch: int) -> torch.Tensor:
-        """Return all of this rank's samples in an epoch, padding included, as int64 [n].
+        """Return the indices of all of this rank's samples in an epoch, padding included, as int64 [n].
 
-        `DistributedSampler.__iter__` makes a Python integer of each sample. That takes 5 ms for 60,000 samples, in which LeNet
-        trains on 4,000 of them.
+        `DistributedSampler.__iter__` makes a Python integer of each index. That takes 5 ms for 60,000 samples; in this time
+        LeNet trains on 4,000 samples.
         """
         n = len(cast(Sized, self.dataset))
         order = torch.arange(n)
@@ -98,17 +98,17 @@ class Loader(ABC):
         data: the whole split, the same on all ranks.
         batch_size: samples in the GLOBAL batch; must be divisible by `dp_size`.
         dp_rank: number of this rank's data-parallel replica.
-        dp_size: number of data-parallel replicas, which divide every batch among them.
-        device: where the batches are needed.
-        mean, std: one value, or one per channel, for images scaled to [0, 1].
+        dp_size: number of data-parallel replicas, among which every batch is divided.
+        device: device of the batches.
+        mean, std: mean and standard deviation of images in [0, 1]: one value, or one per channel.
         shuffle: whether every epoch has a random order.
-        seed: of the order and the augmentation.
+        seed: seed of the sample order and the augmentation.
         shift: largest shift of an image in each direction, in pixels.
-        flip: whether half of the images are flipped left to right.
+        flip: whether each image is flipped left to right with probability 1/2.
 
     Raises:
-        ConfigError: the number of means or standard deviations does not fit the channels, or the shift is as large as the
-            images.
+        ConfigError: the number of means or standard deviations is neither 1 nor the number of channels, or the shift is not
+            smaller than the images.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Loader(ABC):
         return math.ceil(len(self.data.targets) / self.batch_size)
 
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
-        """Select the permutation of an epoch, which otherwise stays the same in every epoch.
+        """Select the permutation of an epoch. Without this call, every epoch has the same permutation.
 
         Args:
             epoch: number of the epoch.
@@ -187,7 +187,7 @@ class Loader(ABC):
             yield Batch(self.normalise(images), targets, turn.count)
 
     def moves(self) -> torch.Tensor | None:
-        """Return the shifts and flips of the samples `Shard.indices`, the rest of the epoch.
+        """Return the shifts and flips of the remaining samples of the epoch, those of `Shard.indices`.
 
         Returns:
             int64 [3, n] on the device, in the layout of `augment.draw`; None without augmentation.
@@ -202,7 +202,7 @@ class Loader(ABC):
         return draw(len(self.data.targets), self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 images with `mean` subtracted, divided by `std`, from uint8 images."""
+        """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""
         return images * self.scale - self.offset
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Launching runs: command-line errors, preflight checks, sweeps, Slurm."""
+"""The start of a run: reports of command-line errors, preflight checks, sweeps, Slurm."""

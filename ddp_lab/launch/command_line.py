@@ -21,21 +21,21 @@ from ddp_lab.config.messages import unknown_key
 from ddp_lab.world.process import env_int, show
 
 CONF = Path(__file__).parents[2] / "conf"
-REFUSED = 2  # exit code of a command that reports a mistake of the user
+REFUSED = 2  # exit code of a command that reports a user's mistake
 
 
 def user_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command: report a user's mistake as one message with exit code 2.
 
-    The exit code of torchrun itself is 1 whatever its workers' exit codes are. Apply it twice: inside `hydra.main` for errors
-    of the command, and outside for overrides that Hydra rejects.
+    torchrun itself exits with code 1, whatever the exit codes of its ranks are. Apply the decorator twice: inside `hydra.main`
+    for errors of the command, and outside for overrides that Hydra rejects.
     """
 
     @functools.wraps(main)
     def run(*args: Any) -> None:
         sys.path.append(str(Path(__file__).parent))  # Hydra finds plug-ins in any package called hydra_plugins
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; it would print them on every rank
-        # Without quotes, Hydra would read the comma as a sweep.
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
+        # The value is quoted, because Hydra would read its comma as a sweep over two values.
         sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in sys.argv]
         try:
             refuse_sweep()
@@ -70,9 +70,10 @@ def record(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_sweep() -> None:
-    """
+    """Check that torchrun did not start a sweep.
+
     Raises:
-        ConfigError: A sweep was started under torchrun.
+        ConfigError: The command line contains --multirun, and this process is one of several ranks.
     """
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(sys.argv):
         raise ConfigError(
@@ -82,7 +83,7 @@ def refuse_sweep() -> None:
 
 
 def report(error: Exception) -> None:
-    """Print the message on one rank; under torchrun it is shown in torchrun's closing summary."""
+    """Report an error on one rank: print it or, under torchrun, write it for torchrun's closing summary."""
     if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0:
         time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
         return
@@ -90,9 +91,9 @@ def report(error: Exception) -> None:
 
 
 def explain(error: Exception) -> str:
-    """Return a one-line message for an error of Hydra: the override, and what is allowed instead.
+    """Return a one-line message for an error that Hydra raised: the override, and what is allowed instead.
 
-    Hydra's exceptions have no attribute for an unknown key, so it is parsed from the message.
+    Hydra's exceptions have no attribute for an unknown key, so the key is parsed from the message.
     """
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.options:
@@ -104,7 +105,10 @@ def explain(error: Exception) -> str:
 
 
 def explain_unknown_key(key: str) -> str:
-    """Return the message for a key that does not exist, with the keys that do, under the groups chosen on the command line."""
+    """Return the message for a key that does not exist.
+
+    The message lists the keys that exist, for the groups chosen on the command line.
+    """
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     choices = [override for override in sys.argv[1:] if override.split("=")[0] in groups]
     GlobalHydra.instance().clear()

@@ -22,16 +22,17 @@ from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.world.process import launch_id
 from ddp_lab.world.runtime import Runtime
 
-CONNECT_TIMEOUT = 10.0  # seconds that the ranks' store has to accept a connection
-TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache that a file does not exist
+CONNECT_TIMEOUT = 10.0  # seconds within which the ranks' store must accept a connection
+TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache the absence of a file
 
 
 class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
+        level: How serious it is.
         about: Name of the check.
-        text: What was found; for a warning or an error also the remedy.
+        text: What was found and, for a warning or an error, the remedy.
     """
 
     level: Literal["ok", "warning", "error"]
@@ -46,27 +47,30 @@ def check_network(runtime: Runtime) -> list[Finding]:
     """Check that the ranks can connect to each other. Call it before the first `agree`, which would hang otherwise.
 
     Raises:
-        NodeError: They cannot.
+        NodeError: They cannot connect to each other.
     """
     if runtime.world_size == 1:
         return []
-    # On one machine, torch falls back to the loopback address and logs it.
+    # The host name matters on several machines only: on one, torch falls back to the loopback address and logs it.
     return [check_master(runtime)] + ([check_host_name(runtime)] if runtime.several_nodes else [])
 
 
 def check_storage(runtime: Runtime, root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> list[Finding]:
-    """Check that all nodes share `runs_dir` and that it has room for the run's checkpoints. Collective; call it before writing.
+    """Check that all nodes share `runs_dir` and that the run's checkpoints fit on its disk.
+
+    Collective. Call it before anything is written.
 
     Args:
+        runtime: The ranks.
         root: The config key `runs_dir`.
         name: The config key `name`.
         checkpoint: Size of one checkpoint in bytes.
         keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
 
     Raises:
-        ConfigError: The nodes do not share the directory, or it has no room for a single checkpoint and `on_error` is "stop".
+        ConfigError: The nodes do not share the directory, or not even one checkpoint fits and `on_error` is "stop".
     """
-    shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on a single node, RunDir checks it
+    shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on a single node, RunDir checks the directory
     return [*shared, _agree_on(runtime, "free_disk", lambda: check_free_disk(root, name, checkpoint, keep, on_error))]
 
 
@@ -82,10 +86,12 @@ def _agree_on(runtime: Runtime, key: str, find: Callable[[], Finding]) -> Findin
 
 
 def check_host_name(runtime: Runtime) -> Finding:
-    """Check that this machine's host name resolves to one of its own addresses: gloo listens there and announces it.
+    """Check that this machine's host name resolves to one of its own addresses.
+
+    gloo listens at that address and sends it to the other ranks.
 
     Raises:
-        NodeError: It does not, and gloo connects several nodes.
+        NodeError: The name does not resolve to such an address, and gloo is to connect several nodes.
     """
     host = socket.gethostname()
     try:
@@ -128,7 +134,7 @@ def check_master(runtime: Runtime) -> Finding:
     try:
         with socket.socket() as opened:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind(("", port))  # without listen(): the other ranks may already try to connect
+            opened.bind(("", port))  # no listen(), because the other ranks may already try to connect
     except OSError as error:
         text = f"port {port} of {here} cannot be opened ({error.strerror}). Start torchrun with --standalone, or with another "
         text += "port: --master-port or --rdzv-endpoint"
@@ -176,7 +182,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
 
     def conclude() -> Finding:
         token.unlink(missing_ok=True)
-        if found := "; ".join(filter(None, problems or [])):  # rank 0 has the list, and it alone runs this function
+        if found := "; ".join(filter(None, problems or [])):  # only rank 0 runs this function, and it has the list
             raise ConfigError(
                 f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a directory on a file system "
                 "that every node has mounted for writing"
@@ -187,7 +193,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
 
 
 def _try_token(token: Path) -> str:
-    """Return what is wrong with the directory of `token` on this node; empty if nothing is."""
+    """Return what is wrong with the directory of `token` on this node; an empty text if nothing is wrong."""
     here = socket.gethostname()
     deadline = time.monotonic() + TOKEN_WAIT
     while not token.exists():
@@ -204,7 +210,12 @@ def _try_token(token: Path) -> str:
 
 
 def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> int:
-    """Return the size in bytes of a checkpoint's tensors: the unsharded model, and the optimizer's state (momentum)."""
+    """Return the size in bytes of a checkpoint's tensors: the unsharded model and the optimizer's state.
+
+    Args:
+        optimizer: Constructs the optimizer of a list of parameters.
+        model: The unsharded model.
+    """
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
     stepped = optimizer([probe])
@@ -217,7 +228,7 @@ def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optim
 def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> Finding:
     """Check the free space on the node that calls it; disk quotas are not taken into account.
 
-    Needed are `keep` checkpoints and the one being written, less the checkpoints that the run already has there.
+    The run needs space for `keep` checkpoints and the one being written, less the checkpoints that it already has there.
 
     Args:
         root: The config key `runs_dir`.
@@ -226,7 +237,7 @@ def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, on
         keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
 
     Raises:
-        ConfigError: There is no room for a single checkpoint, and `on_error` is "stop".
+        ConfigError: Not even one checkpoint fits, and `on_error` is "stop".
     """
     one = checkpoint
     name = name or find_launch(root, launch_id())

@@ -23,7 +23,7 @@ class SlurmLauncher(SweepLauncher):
     """Submit every job of a sweep to Slurm.
 
     Args:
-        sbatch: Options of sbatch, for every job.
+        sbatch: Options that sbatch gets for every job.
         dry_run: Whether to print the script and the commands instead of submitting them.
     """
 
@@ -32,6 +32,10 @@ class SlurmLauncher(SweepLauncher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Submit the jobs that are neither finished nor in the queue; a rejected job does not end the sweep.
+
+        Args:
+            job_overrides: The Hydra overrides of each job.
+            initial_job_idx: Ignored; Hydra passes it.
 
         Raises:
             ConfigError: `sbatch` is not a list, Slurm is not installed or it does not respond.

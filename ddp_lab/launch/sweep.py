@@ -18,16 +18,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.resilience.run_directory import read_json
 
 ROOT = Path(__file__).parent.parent.parent
-LONGEST = 120  # characters of a job's name, without the hash
-MAY_CHANGE = {
-    "name",
-    "runs_dir",
-    "resume",
-    "epochs",
-    "timeout",
-    "checkpoint",
-    "inject",
-}  # keys that may change when a sweep is resumed
+LONGEST = 120  # maximum number of characters of a job's name, without the hash
+# The keys that may change when a sweep is resumed.
+MAY_CHANGE = {"name", "runs_dir", "resume", "epochs", "timeout", "checkpoint", "inject"}
 
 
 @dataclass(frozen=True)
@@ -35,11 +28,11 @@ class Job:
     """One job of a sweep.
 
     Attributes:
-        name: Name of its run directory: the overrides that differ from the other jobs'.
+        name: Name of its run directory: the overrides that are not common to all jobs.
         overrides: Hydra overrides for train.py.
         run_dir: Its run directory.
         epochs: Number of epochs after which it is finished.
-        one_process: Whether its strategy uses all devices from one process.
+        one_process: Whether its strategy drives all devices from one process.
     """
 
     name: str
@@ -81,7 +74,7 @@ class SweepLauncher(Launcher):
             ConfigError: A job's run directory contains a run with another config.
         """
         jobs: list[Job] = []
-        own_keys = ("name", "runs_dir")  # set here
+        own_keys = ("name", "runs_dir")  # set below for each job
         given = [[o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys] for job in job_overrides]
         shared: set[str] = set.intersection(*map(set, given)) if len(given) > 1 else set()
         for overrides, all_overrides in zip(given, job_overrides, strict=True):
@@ -95,10 +88,16 @@ class SweepLauncher(Launcher):
 
 
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
-    """Check that a run directory does not belong to another sweep: names omit the overrides that all jobs have in common.
+    """Check that a run directory does not belong to another sweep.
+
+    Two sweeps can have jobs of the same name, because a name omits the overrides that all jobs of a sweep have in common.
+
+    Args:
+        run_dir: The run directory.
+        cfg: The composed config of the job.
 
     Raises:
-        ConfigError: It contains a run with another config.
+        ConfigError: The directory contains a run with another config.
     """
     if not (run_dir / "config.yaml").exists():
         return
@@ -113,7 +112,7 @@ def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
 
 
 def directory_name(overrides: Sequence[str]) -> str:
-    """Return the overrides as a run name; a hash is appended if characters had to be replaced or dropped."""
+    """Return the overrides as the name of a directory, with a hash if characters had to be replaced or dropped."""
     plain = ",".join(overrides)
     name = re.sub(r"[^\w.=,+-]", "-", plain).lstrip(".") or "job"
     if name != plain or len(name) > LONGEST:
@@ -122,7 +121,7 @@ def directory_name(overrides: Sequence[str]) -> str:
 
 
 def quote(value: str) -> str:
-    """Quote a value for Hydra's grammar: commas and equal signs are special, backslashes only before a quote."""
+    """Quote a value for Hydra's grammar, in which commas and equal signs, and backslashes before a quote, are special."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value) + "'"
 
 

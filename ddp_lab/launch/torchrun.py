@@ -2,8 +2,8 @@
 
 python train.py -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp optimizer.lr=0.1,0.2
 
-Hydra's own launcher runs all jobs sequentially in one process, so memory, statistics and process groups leak from job to job;
-under torchrun, all ranks would run the sweep in lock-step. Here, every job has processes of its own.
+Hydra's own launcher runs all jobs sequentially in one process, so memory, statistics and process groups leak from job to job.
+Under torchrun, all ranks would run the sweep in lock-step. With this launcher, every job has its own processes.
 """
 
 import contextlib
@@ -35,7 +35,11 @@ def world_command(overrides: Sequence[str], ranks: int | None) -> list[str]:
 
 
 def new_folder(path: Path) -> Path:
-    """Create the folder of a script's --out and return it; exit with an error if it contains anything, such as old runs."""
+    """Create the folder that a script's option --out names, and return its absolute path.
+
+    Raises:
+        SystemExit: The folder cannot be created, or contains anything, such as old runs.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
@@ -61,8 +65,13 @@ class TorchrunLauncher(SweepLauncher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs that are not finished; a failed job does not end the sweep.
 
+        Args:
+            job_overrides: The Hydra overrides of each job.
+            initial_job_idx: Ignored; Hydra passes it.
+
         Raises:
-            ConfigError: The jobs that run concurrently need more GPUs than there are.
+            ConfigError: The jobs that run concurrently need more GPUs than are visible, or a launcher option is
+                not a positive integer.
             SystemExit: A job failed; raised after the last job and the summary.
         """
         slots = self._slots()
@@ -76,7 +85,7 @@ class TorchrunLauncher(SweepLauncher):
         return [job_return(job.overrides) for job in jobs]
 
     def _slots(self) -> "queue.Queue[str | None]":
-        """Return a queue with one value of CUDA_VISIBLE_DEVICES per concurrent job; None leaves the variable unchanged.
+        """Return a queue with a value of CUDA_VISIBLE_DEVICES for each concurrent job; None leaves the variable unchanged.
 
         Raises:
             ConfigError: A launcher option is not a positive integer, or there are too few GPUs.
@@ -115,7 +124,7 @@ class TorchrunLauncher(SweepLauncher):
             return None
         environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
         command = world_command(job.overrides, None if job.one_process else self.nproc_per_node)
-        # In its own session: a signal from the terminal reaches the jobs only through this process, once.
+        # Each job has its own session, so that a signal from the terminal reaches it only once, through this process.
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -152,7 +161,7 @@ class TorchrunLauncher(SweepLauncher):
         terminated: set[subprocess.Popen[str]] = set()
         while self.processes and time.monotonic() < deadline:
             # Include jobs that another thread has just started. Signal each job only once: a second SIGTERM ends torchrun's
-            # agent, and with it the ranks while they save.
+            # agent and, with it, the ranks while they save.
             for process in set(self.processes) - terminated:
                 process.terminate()
                 terminated.add(process)

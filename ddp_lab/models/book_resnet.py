@@ -11,10 +11,12 @@ STAGES = [(64, 1), (128, 2), (256, 2), (512, 2)]  # channels, and stride of the 
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions with BatchNorm; a block that down-samples has a 1x1 convolution without BatchNorm on its shortcut.
+    """A residual block: two 3x3 convolutions with BatchNorm, and a shortcut.
+
+    The shortcut is the identity or, if the number of channels changes, a 1x1 convolution without BatchNorm.
 
     Args:
-        in_channels: channels of the block's input. If they differ from `out_channels`, the shortcut has a convolution.
+        in_channels: channels of the block's input.
         out_channels: channels of the block's output.
         stride: stride of the first convolution and of the shortcut's convolution.
     """
@@ -28,6 +30,7 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride) if in_channels != out_channels else nn.Identity()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return [b, out_channels, height / stride, width / stride], rounded up, for [b, in_channels, height, width]."""
         outputs = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(inputs)))))
         return F.relu(outputs + self.shortcut(inputs))
 
@@ -46,10 +49,14 @@ def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std:
     applies to the weights only, so the biases keep torch's default initialisation.
 
     Args:
+        in_channels: channels of an image.
+        image_size: height and width of an image, in pixels.
+        num_classes: number of logits.
         init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
-        ConfigError: the images are so small that the last blocks get one pixel, for which BatchNorm has no variance.
+        ConfigError: the images are smaller than 9x9 pixels. The last blocks would then have activations of one pixel, and
+            BatchNorm cannot normalise a batch of one such sample.
     """
     require_image_size("book_resnet18", image_size, 9)
     stem = nn.Sequential(nn.Conv2d(in_channels, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())

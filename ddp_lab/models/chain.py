@@ -23,30 +23,30 @@ class Chain(nn.Sequential):
         self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last block for [b, channels, height, width]."""
+        """Return the output of the last block for the images `input`, [b, channels, height, width]."""
         for segment in self if self._executed is None else self._executed:
             input = segment(input)
         return input
 
     def execute_in(self, pieces: Iterable[Callable[[torch.Tensor], torch.Tensor]]) -> None:
-        """Have `forward` call `pieces` sequentially instead of the blocks.
+        """Make `forward` call `pieces` sequentially instead of the blocks.
 
         Args:
-            pieces: `self.pieces(...)`, compiled: they compute what the blocks compute, with the blocks' parameters. They are
-                kept in a tuple, so they do not become submodules and the names of the parameters do not change.
+            pieces: the compiled results of `self.pieces(...)`, which share the blocks' parameters. They are kept in a tuple, so
+                that they do not become submodules, which would change the names of the parameters.
         """
         self._executed = tuple(pieces)
 
     def pieces(self, size: float, last: float = 0) -> list[nn.Sequential]:
         """Group the blocks so that every group's gradients are about as large as a bucket of an all-reduce.
 
-        Blocks are added to a group from the last to the first, the order of the backward pass. A new group begins as soon as
-        the present one has parameters of at least `size` bytes.
+        Blocks are added to a group in the order of the backward pass, from the last to the first. A new group begins as soon as
+        the current one has parameters of at least `size` bytes.
 
         Args:
             size: bytes of parameters per group.
-            last: if at most this many bytes are left, they become the last group of the backward pass, unless the group
-                before it is as small.
+            last: bytes; when the remaining blocks have at most this many, they become the last group of the backward pass,
+                unless the current group has at most this many bytes, too.
 
         Returns:
             The groups in forward order, which share the blocks' parameters.
@@ -83,4 +83,6 @@ def require_image_size(model: str, image_size: int, smallest: int) -> None:
         ConfigError: the images are smaller than `smallest`.
     """
     if image_size < smallest:
-        raise ConfigError(f"model={model}: needs images of at least {smallest}x{smallest}, these are {image_size}x{image_size}")
+        raise ConfigError(
+            f"model={model}: needs images of at least {smallest}x{smallest} pixels, got {image_size}x{image_size}"
+        )

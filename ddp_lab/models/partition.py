@@ -1,4 +1,4 @@
-"""The cut of a chain into consecutive stages of about equal FLOPs."""
+"""The cut of a chain into stages of consecutive blocks with about equal FLOPs."""
 
 import copy
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Partition:
     Args:
         chain: the model.
         stages: number of stages; each gets at least one block, and its blocks are consecutive.
-        starts: names of the blocks that begin the second, third, ... stage; None cuts by FLOPs.
+        starts: names of the first block of the second, third, ... stage; None cuts by FLOPs.
 
     Attributes:
         names: names of the blocks.
@@ -69,7 +69,7 @@ class Partition:
 
 
 def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
-    """Run a forward pass of one sample on the meta device, which computes nothing.
+    """Trace the forward pass of one sample on the meta device, which computes shapes only.
 
     Returns:
         The FLOPs of each block; the shape of the activation before each block and after the last one, without the batch
@@ -88,9 +88,9 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
 
 
 def cut(costs: list[int], stages: int) -> list[range]:
-    """Cut consecutive blocks into non-empty stages so that the most expensive stage is as cheap as possible.
+    """Cut a sequence of blocks into non-empty stages so that the cost of the most expensive stage is as low as possible.
 
-    Every cut is tried: at most 126 for ResNet-18's ten blocks.
+    Every possible cut is tried, at most 126 of them for ResNet-18's ten blocks.
 
     Args:
         costs: cost of each block.

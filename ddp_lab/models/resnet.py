@@ -13,13 +13,17 @@ def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Posi
     original stem, a 7x7 convolution of stride 2 and pooling, would reduce a 28x28 image to 7x7 pixels before the first block.
 
     Args:
+        in_channels: channels of an image.
+        image_size: height and width of an image, in pixels.
+        num_classes: number of logits.
         init_std: standard deviation of the initial weights; null keeps the default initialisation.
 
     Raises:
-        ConfigError: the images are so small that the last blocks get one pixel, for which BatchNorm has no variance.
+        ConfigError: the images are smaller than 9x9 pixels. The last blocks would then have activations of one pixel, and
+            BatchNorm cannot normalise a batch of one such sample.
     """
     require_image_size("resnet18", image_size, 9)
-    from torchvision.models import resnet18 as torchvision_resnet18  # takes 1.5 s, which only this model needs to spend
+    from torchvision.models import resnet18 as torchvision_resnet18  # takes 1.5 s, so only this model imports it
 
     net = torchvision_resnet18(num_classes=num_classes)
     stem = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)

@@ -6,11 +6,17 @@ from ddp_lab.models.chain import Chain, require_image_size
 
 
 def simple_cnn(in_channels: int, image_size: int, num_classes: int) -> Chain:
-    """Return the network: a 3x3 convolution of 16 channels, ReLU, max-pooling by 2 and a linear layer, with torch's default
-    initialisation.
+    """Return the network: a 3x3 convolution of 16 channels, ReLU, max-pooling by 2 and a linear layer.
+
+    The weights have torch's default initialisation.
+
+    Args:
+        in_channels: channels of an image.
+        image_size: height and width of an image, in pixels.
+        num_classes: number of logits.
 
     Raises:
-        ConfigError: the images have one pixel.
+        ConfigError: the images are smaller than 2x2 pixels.
     """
     require_image_size("simple_cnn", image_size, 2)
     return Chain(

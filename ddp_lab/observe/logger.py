@@ -26,7 +26,7 @@ class LogFile(logging.FileHandler):
     """A log file that ignores a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: the console has the line, too."""
+        """Do nothing: the line is on the console, too."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ class Logger:
     """A logger that writes nothing, for all ranks but 0."""
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
-        """Return the batches; on a terminal their iteration shows a progress bar.
+        """Return the batches. On a terminal, iterating over them shows a progress bar.
 
         Args:
             batches: the batches to iterate over.
@@ -82,7 +82,7 @@ class Logger:
         return batches
 
     def epoch(self, epoch: int, **metrics: float) -> None:
-        """Write the record of one epoch; `metrics` are fields of metrics.jsonl."""
+        """Write the record of one epoch. `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps."""
 
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
         """Write a picture of a few test images with the model's predictions.
@@ -98,13 +98,19 @@ class Logger:
         """Write a text to TensorBoard's text page."""
 
     def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
-        """Call `draw(picture)` when the logger is closed, because importing matplotlib and drawing take over a second."""
+        """Call `draw(picture)` when the logger is closed, not now: importing matplotlib and drawing take over a second."""
 
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
-        """Log the last line of a run."""
+        """Log the last line of a run.
+
+        Args:
+            accuracy: test accuracy after the last epoch.
+            seconds: median duration of an epoch.
+            samples_per_second: throughput in an epoch of that duration.
+        """
 
     def close(self) -> None:
-        """Write what is buffered and draw the pictures."""
+        """Write the buffered records and draw the pictures."""
 
 
 class FileLogger(Logger):
@@ -112,8 +118,8 @@ class FileLogger(Logger):
 
     Args:
         run_dir: directory for metrics.jsonl and TensorBoard's event file.
-        start_epoch: first epoch of this launch; the records of an interrupted launch from this epoch on are dropped.
-        constants: fields at the end of every record of metrics.jsonl.
+        start_epoch: first epoch of this launch. Records of this and later epochs, from an interrupted launch, are removed.
+        constants: fields to append to every record of metrics.jsonl.
         hparams: fields of TensorBoard's HParams page.
         config: the resolved config as YAML.
         classes: names of the classes.
@@ -133,7 +139,7 @@ class FileLogger(Logger):
         where: str,
         steps_per_epoch: int,
     ):
-        from torch.utils.tensorboard import SummaryWriter  # takes 2 s, which only rank 0 needs to spend
+        from torch.utils.tensorboard import SummaryWriter  # takes 2 s, so only rank 0 imports it
         from torch.utils.tensorboard.summary import hparams as hparams_summary
 
         self.constants, self.classes, self.where, self.steps_per_epoch = constants, classes, where, steps_per_epoch
@@ -151,7 +157,7 @@ class FileLogger(Logger):
                 writer.add_summary(summary)
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
-        # disable=None: only on a terminal
+        # disable=None shows the bar only on a terminal
         return tqdm(batches, label, total=total, initial=done, unit="step", leave=False, disable=None)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
@@ -203,7 +209,7 @@ class FileLogger(Logger):
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:
-    """Draw the losses and accuracies of metrics.jsonl by epoch; without a record, draw nothing."""
+    """Draw the losses and accuracies of metrics.jsonl by epoch. Draw nothing if there is no record."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     plots: list[Plot] = []
     for kind in ("loss", "accuracy") if records else ():
@@ -233,7 +239,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def drop_epochs(metrics: Path, start_epoch: int) -> None:
-    """Remove the records from `start_epoch` on.
+    """Remove the records of `start_epoch` and later epochs.
 
     An interrupted launch wrote them after the checkpoint from which the run resumes. The last record may be incomplete.
     """

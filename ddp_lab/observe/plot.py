@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from matplotlib.ticker import MaxNLocator
 
 STYLE = Path(__file__).with_name("house.mplstyle")
-WIDTH, HEIGHT = 6.4, 4.0  # inches of a panel; rows or a legend can make it higher
+WIDTH, HEIGHT = 6.4, 4.0  # size of a panel in inches; rows or a legend can increase its height
 ROW = 0.27  # height in inches of a row, a bar or a legend entry
 # The colours of the house style.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C", "#882255")
 GREY = "#595959"
-LONGEST, TITLE = 32, 50  # most characters of a label, and of a line of a title
-MOST_LABELS = 12  # most entries of a timeline's legend
+LONGEST, TITLE = 32, 50  # maximum number of characters of a label, and of a line of a title
+MOST_LABELS = 12  # maximum number of entries of a timeline's legend
 Boxes = list[tuple[float, float, str]]  # a row of a timeline: start and end in seconds, and a label
 
 
@@ -52,7 +52,7 @@ class Plot(NamedTuple):
 
 
 def short(value: float) -> str:
-    """Return a number with the unit k, M or G: 1500 as 1.5k."""
+    """Return a number as text with the suffix k, M or G: 1500 as "1.5k"."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{unit}"
@@ -104,7 +104,7 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
 
 
 def set_x_ticks(axes: "Axes", places: list[float]) -> None:
-    """Put ticks at the x values themselves if they are few integers with room between them, else at round numbers."""
+    """Put ticks at the x values if they are at most six integers with enough space between them, else at round numbers."""
     integers, span = all(float(x).is_integer() for x in places), places[-1] - places[0]
     if integers and len(places) <= 6 and all(b - a >= span / 16 for a, b in pairwise(places)):
         axes.set_xticks(places)
@@ -216,19 +216,19 @@ def name_rows(axes: "Axes", names: Iterable[str]) -> None:
 
 
 def legend_below(axes: "Axes", colours: dict[str, str]) -> None:
-    """Explain the colours below the axes."""
+    """Add a legend of the colours, by label, below the axes."""
     from matplotlib.patches import Patch
 
     labels = legend_labels(colours)
     handles = [Patch(color=colour, label=label) for label, colour in zip(labels, colours.values(), strict=False)]
     if len(labels) < len(colours):
-        handles[-1].set_alpha(0)  # the last entry has no colour: it is the number of the others
+        handles[-1].set_alpha(0)  # the last entry has no colour: it gives the number of the remaining labels
     columns = legend_columns(labels)
     axes.figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1)
 
 
 def legend_labels(names: Iterable[str]) -> list[str]:
-    """Return the entries of a legend: all names, or the first ones and the number of the others."""
+    """Return the entries of a legend: all names, or the first ones and the number of the remaining ones."""
     names = [clipped(name) for name in names]
     if len(names) <= MOST_LABELS:
         return names
@@ -248,7 +248,7 @@ def legend_height(names: Iterable[str]) -> float:
 
 @contextmanager
 def house_style() -> Generator[None]:
-    """Draw in the house style, independent of the user's matplotlibrc."""
+    """Apply the house style within the body, whatever the user's matplotlibrc contains."""
     from matplotlib import style
 
     with style.context(["default", STYLE]):

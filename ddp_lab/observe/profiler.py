@@ -48,7 +48,7 @@ def check_profile(steps: int, device: torch.device) -> None:
 
 
 class WrappedStep(Protocol):
-    """The part of `training.step.TrainStep` that is used here. Its types are `Any`: this room must not import those above."""
+    """The part of `training.step.TrainStep` that is used here. Its types are `Any`, to import nothing from `training`."""
 
     @property
     def tally(self) -> Any: ...
@@ -62,7 +62,7 @@ class WrappedStep(Protocol):
 
 
 class Profiled:
-    """A `training.step.TrainStep` that wraps another one and records some of its steps.
+    """A `training.step.TrainStep` that wraps another one and profiles some of its steps.
 
     Args:
         step: the step to wrap.
@@ -80,7 +80,7 @@ class Profiled:
         self.taken = 0
         if runtime.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch, which may have had more ranks
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports on every rank's stderr that there is no GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto logs on every rank's stderr that there is no GPU
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
         self.profiler: profile | None = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
 
@@ -105,7 +105,7 @@ class Profiled:
             yield batch
 
     def __call__(self, batch: Any) -> None:
-        """Take one step; start and stop the profiler when it is time."""
+        """Take one step. Start the profiler after SKIP steps, and stop it after NEEDED steps."""
         with record_function(STEP):
             self.step(batch)
         self.taken += 1
@@ -116,7 +116,7 @@ class Profiled:
                 self._finish(self.profiler)
 
     def end(self) -> None:
-        """Stop the profiler after the last step, also after an interrupted run."""
+        """Stop the profiler if this launch, finished or interrupted, ends before the profile is complete."""
         if self.profiler is not None:
             if self.taken >= SKIP:
                 self.profiler.stop()
@@ -154,7 +154,7 @@ class Profiled:
 
 
 def restore(step: list[Any]) -> StepTrace:
-    """Return the StepTrace that JSON has turned into a list."""
+    """Return the StepTrace for its form in JSON, a list."""
     start, end, compute, calls, data = step
     return StepTrace(start, end, union(map(tuple, compute)), [Call(*call) for call in calls], union(map(tuple, data)))
 
@@ -170,7 +170,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the summarised rows as stacked bars."""
+    """Draw the summarised rows as stacked bars in a PNG file, `path`."""
     bars = {f"{row['rank']} {row['device']}": {part: row[part] for part in PARTS} for row in rows}
     beside([stacked("Where a step's time goes, by rank", "ms", bars)], path)
 

@@ -1,6 +1,6 @@
-"""Time split of a step, from the ranks' traces: compute, exposed communication, waiting for other ranks, data, idle.
+"""The division of a step's time into compute, exposed communication, waiting for other ranks, data and idle.
 
-Each moment of a step counts once, for the first of these activities that was in progress:
+It is computed from the ranks' traces. Each moment of a step counts once, for the first of these activities in progress:
 
 | | GPU | CPU |
 |---|---|---|
@@ -11,10 +11,10 @@ Each moment of a step counts once, for the first of these activities that was in
 | idle | nothing runs: Python launches operations, or waits | Python runs between operations |
 
 Communication that overlaps with compute therefore costs nothing here. A collective ends on all ranks at about the same time
-and begins on a rank when that rank is ready for it. Its shortest duration over the ranks is communication; what it takes
-longer on another rank is waiting. Traces of gloo and of captured CUDA graphs do not name the ranks of a group, so there the
-same call is compared over all groups. A message between two ranks is compared with the shortest of its kind, over all ranks
-and steps.
+and begins on a rank when that rank is ready for it. Its shortest duration over the ranks counts as communication; any
+additional time on another rank counts as waiting. Traces of gloo and of captured CUDA graphs do not name the ranks of a group,
+so there the durations of a call are compared over all groups. The duration of a message between two ranks is compared with the
+shortest one of its kind, over all ranks and steps.
 """
 
 import statistics
@@ -29,7 +29,7 @@ Key = tuple[str] | tuple[str, int, int]  # name; for collectives also the number
 
 
 def length(spans: Iterable[Span], start: float, end: float) -> float:
-    """Return how much of [start, end] the spans cover."""
+    """Return how many microseconds of [start, end] the spans cover."""
     return sum(max(0.0, min(b, end) - max(a, start)) for a, b in union(spans))
 
 
@@ -37,7 +37,7 @@ def split_steps(ranks: list[dict[str, list[StepTrace]]]) -> list[dict[str, Any]]
     """Split the time of every step.
 
     Args:
-        ranks: of each rank, the steps of its devices by name.
+        ranks: one dict per rank, with the steps of each of its devices by the device's name.
 
     Returns:
         A row per device of each rank: `rank`, `device`, and `steps` with the milliseconds of PARTS for each step.
@@ -137,9 +137,10 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
 
 
 def straggler(rows: list[dict[str, Any]]) -> int | None:
-    """Return the index of the straggler's row, None if there is no straggler.
+    """Return the index of the straggler's row; None if there is no straggler.
 
-    A straggler waits least in at least four of five steps, while another rank waits longer by more than a tenth of a step.
+    A straggler has the shortest waiting time in at least four of five steps, and the median waiting time of another rank is
+    longer by more than a tenth of a step.
     """
     least = Counter(
         min(range(len(rows)), key=lambda row: steps[row]["waiting"])

@@ -13,7 +13,13 @@ Event = dict[str, Any]  # an event of the trace, as JSON
 
 
 class Call(NamedTuple):
-    """One rank's part in a collective, or a message; `number` counts the calls of this name in a step, from 0."""
+    """One rank's part in a collective or in a message.
+
+    Attributes:
+        name: name of the kernel or operation.
+        number: index among the calls of this name in the step, from 0.
+        start, end: in microseconds.
+    """
 
     name: str
     number: int
@@ -22,7 +28,14 @@ class Call(NamedTuple):
 
 
 class StepTrace(NamedTuple):
-    """What one device did in one step. Times are in microseconds of the rank's own clock."""
+    """The activities of one device in one step. Times are in microseconds of the rank's own clock.
+
+    Attributes:
+        start, end: of the step.
+        compute: when the device computed.
+        calls: its collectives and messages.
+        data: when the loader worked, or a copy from the host was in progress.
+    """
 
     start: float
     end: float
@@ -43,7 +56,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
-    """Return the steps of every device of a rank, by the device's name."""
+    """Return the steps of every device of a rank, by the device's name. `trace` is the content of the trace file."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     steps, loading = spans_of_steps(events), host_ranges(events, DATA)
@@ -58,12 +71,12 @@ def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
 
 
 def span(event: Event) -> Span:
-    """Return the start and end of an event."""
+    """Return the start and end of an event, in microseconds."""
     return event["ts"], event["ts"] + event["dur"]
 
 
 def launches(events: list[Event]) -> dict[int, float]:
-    """Return the times at which the host launched kernels, by correlation id, which a kernel and its launch have in common."""
+    """Return when the host launched each kernel, by correlation id, which a kernel and its launch have in common."""
     return {event["args"]["correlation"]: event["ts"] for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")}
 
 
@@ -75,8 +88,8 @@ def host_ranges(events: list[Event], name: str) -> list[Span]:
 def spans_of_steps(events: list[Event]) -> list[Span]:
     """Return the start and end of every step by the host's clock.
 
-    A step begins when its batch is requested. The time between the last step of an epoch and the first of the next belongs to
-    no step, including the request that finds the loader exhausted.
+    A step begins when its batch is requested. The time between the last step of an epoch and the first step of the next epoch
+    belongs to no step. It includes the request that finds the loader exhausted.
     """
     found: list[Span] = []
     before, loading = 0.0, host_ranges(events, DATA)
@@ -88,7 +101,7 @@ def spans_of_steps(events: list[Event]) -> list[Span]:
 
 
 def read_cpu(events: list[Event], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
-    """Return the steps of the CPU: compute is operations of ATen, communication is gloo."""
+    """Return the steps of the CPU. Operations of ATen count as compute, those of gloo as communication."""
     compute = [span(event) for event in events if event["cat"] == "cpu_op" and event["name"].startswith("aten::")]
     calls = [
         (f"{event['name']} {event['args'].get('Input Dims')}", *span(event))
@@ -111,7 +124,7 @@ def read_gpu(kernels: list[tuple[float, Event]], steps: list[Span], loading: lis
     Args:
         kernels: the GPU's kernels, each with the time of its launch.
         steps: the host's steps.
-        loading: the times at which the loader was at work.
+        loading: the times in which the loader worked.
     """
     found: list[StepTrace] = []
     before = 0.0

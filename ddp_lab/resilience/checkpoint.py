@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, verified by SHA-256 on resume, the last ones kept.
+"""Checkpoints of a run: saved in the background and verified by SHA-256 on resume. Only the newest are kept.
 
 main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
 writer thread                           | write, fsync, hash, rename, remove old ones |
@@ -30,8 +30,8 @@ class Checkpoints:
     the model's own names. Any strategy at any world size can therefore load what any other strategy saved.
 
     Args:
-        folder: the directory of the files; made by the first save.
-        shapes: the shape of each tensor of the full model, by name. A file with other tensors is refused.
+        folder: the directory of the files; the first save creates it.
+        shapes: the shape of each tensor of the full model, by name. A file with other tensors is rejected.
         seed: the seed of this launch, compared with that of a checkpoint.
         keep: number of files to keep.
 
@@ -86,14 +86,13 @@ class Checkpoints:
             )
         self.strategy.load_state_dict(self.optimizer, state)
         progress = self.kept = Progress(**state["progress"])
-        # Learning rate, momentum and other options come from this launch's config, the state from the file.
+        # The state comes from the file; learning rate, momentum and other options come from this launch's config.
         step = schedule(progress)
         self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs, "last_epoch": step})
         for group, options, factor in zip(self.optimizer.param_groups, groups, self.scheduler.lr_lambdas, strict=True):
             group.update(options, lr=options["initial_lr"] * factor(step))
-        if (
-            self.runtime.rank == 0
-        ):  # files of later steps belong to a branch that this run abandons, as do the metrics of later epochs
+        # Files of later steps are from a continuation of the run that is now abandoned, as are the metrics of later epochs.
+        if self.runtime.rank == 0:
             for later in self.files():
                 if later.name > f"step_{progress.step:08d}.pt":
                     later.unlink()
@@ -106,13 +105,18 @@ class Checkpoints:
         return progress
 
     def find(self, choice: str) -> str | None:
-        """Return the file to resume from: for auto the newest valid one. Damaged files that are newer are logged.
+        """Return the file to resume from; for auto this is the newest valid one, and newer files that are damaged are logged.
+
+        A save that an earlier launch did not finish is completed or removed first.
 
         Args:
             choice: the config's `resume`: auto, never or a path.
 
+        Returns:
+            The path; None if there is nothing to resume from.
+
         Raises:
-            ConfigError: there are files and none is valid.
+            ConfigError: the run has checkpoints, but none of them is valid.
         """
         self._finish_interrupted_save()
         if choice != "auto":
@@ -151,17 +155,17 @@ class Checkpoints:
     def save(self, progress: Progress) -> None:
         """Copy the state to the host and let rank 0 write it in the background. Collective.
 
-        If the file cannot be written, the earlier files are kept and `problem` has the reason.
+        If the file cannot be written, the earlier files are kept, and `problem` is set to the reason.
         """
         self.wait()  # one save at a time: a disk that is slower than training slows it down, but memory stays bounded
         state = {"scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
         if self.runtime.rank == 0:
-            # Tensors that are on the host anyway (AdamW's `step`, also on GPUs) were not copied: the next step changes them.
+            # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
             state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed}
             self._pending = self._writer.submit(self._write, replace(progress), state)
 
     def wait(self) -> None:
-        """Wait until the last file is written, or has failed to be."""
+        """Wait until the last save has ended, successfully or not."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -172,7 +176,7 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             self.write(path, state)
             self.problem, self.kept = None, progress
-        except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError of torch's, too
+        except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
             valid = [str(file) for file in self.files() if file != path]
             self.problem = (
@@ -183,7 +187,7 @@ class Checkpoints:
                 self.problem = f"{path} could not be written: the run directory {self.folder.parent} no longer exists"
             log.error(self.problem)
             return
-        # Files of later steps belong to a branch that this run has abandoned, as do the metrics of later epochs.
+        # Files of later steps are from a continuation of the run that was abandoned, as are the metrics of later epochs.
         files = self.files()
         last = files.index(path) + 1
         for old in files[: max(0, last - self.keep)] + files[last:]:

@@ -15,7 +15,7 @@ EXPECTED = "a file step_*.pt from a run's directory checkpoints"
 
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
-    """Return the files `step_NNNNNNNN.pt` sorted by step, also where a step has more digits."""
+    """Return the files `step_NNNNNNNN.pt` sorted by step, also if a step has more than eight digits."""
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
@@ -33,12 +33,12 @@ def sha256(path: Path) -> str:
 def write_atomically(path: Path, state: dict[str, Any], temporary: Path | None = None) -> None:
     """Write a checkpoint and its SHA-256, each to a temporary file that is synced to the disk and then renamed.
 
-    A file under its final name is therefore complete. It counts as a checkpoint only once its SHA-256 is there too.
+    A file under its final name is therefore complete. It counts as a checkpoint only once its SHA-256 file exists, too.
 
     Args:
         path: the final name, `step_NNNNNNNN.pt`.
         state: the content, for torch.save.
-        temporary: the file that is written before the rename; None: one in the directory of `path`.
+        temporary: the file to write and then rename; None: one in the directory of `path`.
 
     Raises:
         OSError, RuntimeError: the file cannot be written. The temporary files are removed.
@@ -66,7 +66,7 @@ def write_atomically(path: Path, state: dict[str, Any], temporary: Path | None =
 
 
 def damage(path: Path) -> str | None:
-    """Return why a file does not match its SHA-256; None if it does."""
+    """Return why a file does not match its SHA-256; None if it matches."""
     try:
         expected = digest_of(path).read_text().split()[0]
     except (OSError, IndexError, ValueError):
@@ -78,7 +78,7 @@ def damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Load a checkpoint to the host. Only tensors and plain values are read, so a malicious file cannot execute code.
+    """Load a checkpoint into host memory. Only tensors and plain values are read, so a malicious file cannot execute code.
 
     Args:
         path: the file, as in resume=PATH.

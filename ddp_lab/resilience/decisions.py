@@ -1,10 +1,9 @@
-"""Decisions that must be the same on all ranks: to stop at a loss that is not finite, on a preemption, or because no
-checkpoint can be written.
+"""The decision to stop a run, which must be the same on all ranks.
 
-Each rank has a part of the information (its own loss, a signal that it received). One small all_reduce combines them. All
-ranks run it after the same step and act on the same result. It runs about twice a second and not after every step: each
-exchange also agrees on the number of steps until the next one. On GPUs no rank waits for the result, which is read at the
-next exchange.
+A run stops at a loss that is not finite, on a preemption, or if a checkpoint cannot be written. Each rank has a part of the
+information (its own loss, a signal that it received). One small all_reduce, an exchange, combines the parts. All ranks run it
+after the same step and act on the same result. It does not run after every step but about twice a second: each exchange also
+determines the number of steps until the next one. On GPUs no rank waits for the result, which is read at the next exchange.
 """
 
 import math
@@ -50,14 +49,14 @@ class HostCopy:
             self.arrived.record()
 
     def read(self) -> list[float]:
-        """Return the values; waits until the copy has arrived."""
+        """Return the values. Waits until the copy has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.host.tolist()
 
 
 class Decisions:
-    """The exchanges of a run. Call `after` after each step that is `due`, and `now` before anything irreversible.
+    """The exchanges of a run. Call `after` after each step that is `due`, and `now` before an irreversible action.
 
     Attributes:
         preempted: whether this rank received SIGTERM, SIGUSR1 or Ctrl-C.
@@ -69,7 +68,7 @@ class Decisions:
         self._pending: HostCopy | None = None
 
     def begin(self, step: int, tally: Tally) -> None:
-        """Start with the first step of this launch. Call it before any other method but `listen`.
+        """Begin before the first step of this launch. Call it before any other method except `listen`.
 
         Args:
             step: number of optimizer steps that the run has taken so far.
@@ -97,10 +96,11 @@ class Decisions:
         """Exchange after step `step`, if it is `due`. Collective.
 
         Args:
+            step: number of the step that was just taken.
             unwritten: whether this rank failed to write the last checkpoint.
 
         Returns:
-            On CPUs the result of this exchange. On GPUs that of the previous one, so as not to wait; None at the first one.
+            On CPUs the result of this exchange. On GPUs that of the previous one, without waiting; None at the first exchange.
         """
         earlier, self._pending = self._pending, self._exchange(step, unwritten)
         if self.runtime.device.type != "cuda":
@@ -114,7 +114,9 @@ class Decisions:
         """Exchange about all steps so far and about the weights. Collective; waits for the device.
 
         Args:
-            weights: the tensors of this rank that are checked for values that are not finite.
+            step: number of the last step that was taken.
+            unwritten: whether this rank failed to write the last checkpoint.
+            weights: the tensors of this rank to check for values that are not finite.
 
         Returns:
             The result of this exchange, combined with that of an earlier one that has not been read yet.

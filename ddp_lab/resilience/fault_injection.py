@@ -2,7 +2,7 @@
 
 | kind | what happens on rank R before step S |
 |---|---|
-| crash | the process is killed (SIGKILL), as by the kernel of a machine that runs out of memory |
+| crash | it is killed by SIGKILL, as by the kernel of a machine that runs out of memory |
 | segfault | it reads an invalid address |
 | raise | it raises a RuntimeError |
 | exit | it exits with code 0 |
@@ -40,11 +40,14 @@ class Fault:
 
     Args:
         step: the step that computes, not one that wraps another.
-        injection: the config's `inject`, KIND@rank=R,step=S; valid, as the config's validation has checked it.
+        injection: the config's `inject`, KIND@rank=R,step=S.
         rank: the rank of this process.
         run_dir: the directory in which `.injected` records that the fault was injected.
-        checkpoints: the run's checkpoints, whose writes disk_full makes fail.
+        checkpoints: the run's checkpoints; the fault disk_full makes writing them fail.
         taken: number of optimizer steps that the run has taken so far.
+
+    Raises:
+        ValueError: `injection` does not have this form, which the validation of the config excludes.
     """
 
     def __init__(self, step: Step | GraphStep, injection: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):

@@ -1,4 +1,4 @@
-"""The hooks that protect a training run: when to save a checkpoint, when to stop, and how to exit."""
+"""The hooks that save checkpoints, compare replicas and stop a training run."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class Preempted(Exception):
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """The config's choices for a Guard.
+    """The config keys that a Guard needs.
 
     Attributes:
         every_epochs: save a checkpoint every N epochs. The last epoch is always saved.
-        every_steps: save a checkpoint every N steps too; None: only after epochs.
+        every_steps: also save a checkpoint every N steps; None: only after epochs.
         on_error: whether to stop or to continue when a checkpoint cannot be written.
         on_nan: whether to stop at a loss that is not finite, or to count its gradient as zero.
         check_replicas: compare the replicas every N steps; None: never.
@@ -40,7 +40,10 @@ class GuardSettings:
 
 
 class Guard(Hooks):
-    """The hooks of the training loop that save, check and exit.
+    """The hooks of the training loop that save checkpoints, compare replicas and stop the run.
+
+    All ranks make the same decision to stop. Methods then raise Preempted if a rank received a signal to stop, or TrainingError
+    if a loss or a weight is not finite, the replicas differ, or a checkpoint could not be written.
 
     Args:
         progress: the progress at the start of this launch.
@@ -66,7 +69,7 @@ class Guard(Hooks):
         decisions.begin(progress.step, tally)
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """Yield the loader's batches and update the heartbeat at each one. `doing` is "training" or "evaluating"."""
+        """Yield the loader's batches and update the heartbeat at each batch. `doing` is "training" or "evaluating"."""
         self.watchdog.at("loading", progress.epoch, progress.step + 1)
         for batch in loader:
             self.watchdog.at(doing, progress.epoch, progress.step + 1)
@@ -74,11 +77,11 @@ class Guard(Hooks):
             self.watchdog.at("loading", progress.epoch, progress.step + 1)
 
     def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
-        """Check and save what is due after a step. Collective.
+        """Stop the run, compare the replicas and save a checkpoint, if it is due after this step. Collective.
 
         Args:
-            progress: the progress after the step; its sums are those at the start of the epoch or of this launch.
-            here: returns `progress` with the sums so far; collective.
+            progress: the progress after the step, but with the sums at the start of the epoch or of this launch.
+            here: returns `progress` with the current sums. Collective; waits for the device.
 
         Raises:
             Preempted, TrainingError: on all ranks.
@@ -93,7 +96,7 @@ class Guard(Hooks):
     def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """Yield the batches of an evaluation and check for a preemption after each one.
 
-        A preemption therefore does not wait for a long evaluation, which the next launch repeats.
+        A preemption therefore does not wait for the end of a long evaluation; the next launch repeats the evaluation.
 
         Raises:
             Preempted, TrainingError: on all ranks.
@@ -129,7 +132,7 @@ class Guard(Hooks):
         """Wait until the last checkpoint is written.
 
         Raises:
-            TrainingError: it could not be written; on all ranks.
+            TrainingError: the checkpoint could not be written; on all ranks.
         """
         self.watchdog.at("finishing")
         self.checkpoints.wait()
@@ -139,10 +142,10 @@ class Guard(Hooks):
         """Save a checkpoint. Collective; waits for the device.
 
         Raises:
-            Preempted, TrainingError: on all ranks. After Preempted the checkpoint is being written.
+            Preempted, TrainingError: on all ranks. If it is Preempted, the checkpoint is being written.
         """
         self.progress = progress
-        leave = self._must_leave_now(progress, weights=True)  # first: weights that are not finite must not be saved
+        leave = self._must_leave_now(progress, weights=True)  # before saving: weights that are not finite must not be saved
         self.watchdog.at("saving")
         self.checkpoints.save(progress)
         if leave:
@@ -170,7 +173,7 @@ class Guard(Hooks):
         raise Preempted
 
     def _must_leave_now(self, progress: Progress, weights: bool = False) -> bool:
-        """Make all pending decisions about the steps so far; return whether the run is preempted. Waits for the device."""
+        """Make all pending decisions about the steps so far, and return whether the run is preempted. Waits for the device."""
         self.watchdog.at("deciding")
         held = [local(tensor) for tensor in self.strategy.module.state_dict().values()] if weights else []
         return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None, held), progress)

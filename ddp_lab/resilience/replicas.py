@@ -17,12 +17,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def first_difference(strategy: Strategy) -> tuple[str, int] | None:
     """Compare the model's tensors over all replicas. Collective; waits for the device.
 
-    Parameters are always compared. Buffers are compared only with synchronised BatchNorm: otherwise each replica has statistics
-    of its own while training.
+    Parameters are always compared. Buffers are compared only with synchronised BatchNorm: otherwise each replica has its own
+    statistics during training.
 
     Returns:
-        The name of the first tensor that is not the same on all replicas, and the first replica whose tensor differs from
-        replica 0's. None if all are equal. Also None, without a comparison, for one replica or sharded parameters.
+        The name of the first tensor that is not the same on all replicas, and the first replica whose tensor differs from that
+        of replica 0. None if all are equal, or if nothing is compared: with one replica or with sharded parameters.
     """
     if strategy.dp_size == 1 or strategy.sharded:
         return None

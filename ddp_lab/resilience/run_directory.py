@@ -15,9 +15,9 @@ from ddp_lab.world.process import launch_id, run_id
 if TYPE_CHECKING:  # the launchers import this module, and --help loads the launchers: importing torch would add 1.5 s
     from ddp_lab.world.runtime import Runtime
 
-LAUNCH_FILE = ".launch"  # holds the id of the launch, by which a restart finds its directory
+LAUNCH_FILE = ".launch"  # contains the id of the launch, by which a restart finds its directory
 LOCK_FILE = ".lock"
-LOCK_WAIT = 15.0  # seconds, in which ranks that torchrun has just terminated exit
+LOCK_WAIT = 15.0  # seconds, enough for ranks that torchrun has just terminated to exit
 
 
 class RunDir:
@@ -25,14 +25,14 @@ class RunDir:
 
     Args:
         root: the config's `runs_dir`, which contains the run directories.
-        name: the directory's name; None: this launch's name before a restart, or else `label` and the time.
+        name: the directory's name; None: the name that this launch used before a restart, or else `label` and the time.
         resume: the config's `resume`: auto, never or a path.
-        label: the beginning of a name that is made up.
+        label: the beginning of a generated name.
 
     Attributes:
         path: `runs_dir`/`name`.
         restarted: whether torchrun has restarted the ranks of this launch, which then resumes its own checkpoints.
-        attempt: a unique id of this start of the ranks.
+        attempt: an id that is unique to this start of the ranks (a restart has another one).
         failure: the first line of the previous attempt's error message; None if it did not fail.
 
     Raises:
@@ -44,7 +44,7 @@ class RunDir:
         decided = json.loads(str(answer))  # never None
         self.path, self.restarted, self.attempt = root / decided["name"], decided["restarted"], decided["attempt"]
         self.failure = decided["failure"]
-        self.path.mkdir(parents=True, exist_ok=True)  # needed on a node that does not share rank 0's disk
+        self.path.mkdir(parents=True, exist_ok=True)  # for a node that does not share rank 0's disk
 
     def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
         launch = launch_id()
@@ -145,7 +145,8 @@ def write_status(path: Path, status: Literal["running", "preempted", "finished",
 
     Args:
         path: the run directory. The file's key `launch` is torchrun's run id.
-        epoch: the last epoch that was trained on, also in part.
+        status: the state of the launch.
+        epoch: the last epoch that has been trained, at least in part.
         step: number of optimizer steps taken.
     """
     now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"

@@ -23,18 +23,19 @@ from ddp_lab.world.process import is_alive, machine, show
 from ddp_lab.world.runtime import Runtime
 
 BEAT = 0.5  # seconds between two heartbeats
-GRACE = 5.0  # seconds that a rank whose collective failed waits for another rank's report
-COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the watchdog's, which can name the rank
+GRACE = 5.0  # seconds for which a rank whose collective failed waits for another rank's report
+COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the watchdog's, which can report the rank
 PHASES = ("starting", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
-# Errors of torch, gloo and NCCL that another rank's exit causes. Only their texts distinguish them: no type or field does.
+# Errors of torch, gloo and NCCL that another rank's exit causes. They can be recognised by their texts only: they have no type
+# or field of their own.
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 
 
 def suspicion(heartbeat: dict[str, Any]) -> tuple[int, bool, int, float]:
-    """Return the sort key of a rank without progress: the rank with the smallest key is the one that the others wait for.
+    """Return the sort key of a rank in a hang: the other ranks wait for the rank with the smallest key.
 
-    That is the rank with the least progress. Within a step, ranks that wait in a collective come last: a rank can be frozen
-    after a collective in which its peers still wait for its data.
+    That is the rank with the least progress. In the same step, ranks that wait in a collective are sorted last: a rank can hang
+    after a collective in which the others still wait for its data.
     """
     return heartbeat["step"], heartbeat["waits"], PHASES.index(heartbeat["doing"]), heartbeat["since"]
 
@@ -43,11 +44,14 @@ Outcome = Literal["finished", "preempted"]
 
 
 class Watchdog:
-    """Writes this rank's heartbeat and watches those of the others, as a context manager around training.
+    """A watchdog that writes this rank's heartbeat and reads those of the other ranks.
 
-    If an exception leaves the context, the failure is reported and the process exits.
+    Use it as a context manager around training. If an exception leaves the context, the failure is reported and the process
+    exits.
 
     Args:
+        run_dir: where heartbeats, failure.json and status.json are written.
+        runtime: rank and world size.
         timeout: seconds without progress after which the launch is ended and the rank with the least progress is reported.
     """
 
@@ -85,7 +89,12 @@ class Watchdog:
             os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def end(self, status: Outcome, progress: Progress) -> Outcome:
-        """Write the outcome of the launch, on rank 0. Return `status`."""
+        """Write the outcome of the launch, on rank 0. Return `status`.
+
+        Args:
+            status: the outcome.
+            progress: the progress at which training ended or, after a preemption, that of the last checkpoint.
+        """
         if self.rank == 0:
             done = status == "finished"  # `progress` is then at the beginning of the next epoch
             write_status(self.run_dir, status, progress.epoch - done, progress.step)
@@ -97,18 +106,18 @@ class Watchdog:
         """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch and step."""
         self.epoch, self.step = self.epoch if epoch is None else epoch, self.step if step is None else step
         self.doing, self.since = doing, time.time()
-        if doing != "loading":  # every step begins with this phase; if it takes long, the thread writes it
+        if doing != "loading":  # every step begins with this phase; if it takes long, the watchdog thread writes it
             self._write_heartbeat()
 
     def stop(self) -> None:
-        """Stop the thread: this rank exits normally."""
+        """Stop the watchdog thread, because this rank exits normally."""
         self._stop.set()
         self._thread.join()
         self.at("done")
 
     def _write_heartbeat(self) -> None:
-        # One small write in place costs a few microseconds a step, and the file has the last phase of a rank that is killed.
-        # (The phase "loading" is written up to half a second late.)
+        # One small write in place costs a few microseconds per step. If the rank is killed, the file contains its last phase;
+        # only the phase "loading" is written up to half a second late.
         with self._lock:
             os.pwrite(self._file, json.dumps(self._heartbeat()).ljust(512).encode(), 0)
 
@@ -117,7 +126,7 @@ class Watchdog:
         return self.place | now
 
     def others(self) -> list[dict[str, Any]]:
-        """Return the last heartbeats of the other ranks, as far as they have written one."""
+        """Return the last heartbeats of the other ranks that have written one in this attempt."""
         read = (read_json(self.folder / f"{rank}.json") for rank in range(self.world_size) if rank != self.rank)
         return [record for record in read if record and record["attempt"] == self.place["attempt"]]
 
@@ -126,11 +135,11 @@ class Watchdog:
         while not self._stop.wait(BEAT):
             with suppress(OSError):  # the main thread gets the same error and reports it
                 self._write_heartbeat()
-            # Counted and not read from the clock: time in which this process was suspended does not count.
+            # The time is counted in heartbeats, not read from the clock: time while this process is suspended does not count.
             still = still + BEAT if since == self.since else 0.0
             since = self.since
             if (self.run_dir / "failure.json").exists():
-                # Later than the rank that reported the failure, so that torchrun's summary has that rank's message.
+                # Exit later than the rank that reported the failure, so that torchrun's summary contains that rank's message.
                 self._leave(GRACE + 4 * BEAT)
             for other in self.others():
                 if other["machine"] == self.place["machine"] and other["doing"] != "done" and not is_alive(other["pid"]):
@@ -148,13 +157,13 @@ class Watchdog:
         self.waits = "/torch/" in frame.f_code.co_filename  # most likely in a collective
         self._write_heartbeat()
         if still < self.timeout + 2 * BEAT:
-            return  # until the other ranks have written the same
+            return  # wait until the other ranks have written `waits`, too
         last = min([self._heartbeat(), *self.others()], key=suspicion)
         if last["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
             limit = f"timeout={self.timeout:g}; raise it if a step may take longer"
             self._end(last, "hang", f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}")
-        elif still > self.timeout + 6 * BEAT:  # it had the first chance, as it can report its stack
+        elif still > self.timeout + 6 * BEAT:  # the hanging rank reports first, because it can report its stack
             what = f"stalls the other ranks, which have waited for {still:.0f} s (timeout={self.timeout:g})"
             self._end(last, "hang", f"{what}. Its own watchdog reports nothing: the process is suspended, or its node is down")
 
@@ -169,7 +178,7 @@ class Watchdog:
             time.sleep(BEAT / 5)
         what = f"failed:\n{''.join(text.splitlines(True)[-6:])}"
         own = self._heartbeat()
-        if isinstance(error, TrainingError):  # its message has the step and the rank
+        if isinstance(error, TrainingError):  # its message contains the step and the rank
             first = self._report(own, error.kind, f"error: {error}")
         else:
             first = self._report(own, "exception", self._describe(own, what))
@@ -178,7 +187,7 @@ class Watchdog:
         with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open("a") as file:
             file.write(text)
         if not first and self.world_size > 1:
-            time.sleep(4 * BEAT)  # the rank that reported it is to exit first, so that torchrun's summary has its message
+            time.sleep(4 * BEAT)  # the rank that reported the failure must exit first: torchrun's summary has its message
         self._stop.set()
 
     def _all_but(self, failed: dict[str, Any]) -> list[dict[str, Any]]:
@@ -220,6 +229,6 @@ class Watchdog:
         self._leave()
 
     def _leave(self, grace: float = GRACE) -> None:
-        """Exit with code 1, as the main thread may wait for ever, unless it stops the watchdog within `grace` seconds."""
+        """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
         if not self._stop.wait(grace):
             os._exit(1)

@@ -1,1 +1,1 @@
-"""A run from its config to its end: construction of its parts (job.py) and execution (train.py)."""
+"""The construction of a run's parts from the config (job.py) and its execution (train.py)."""

@@ -1,7 +1,7 @@
-"""Construction of the parts of a run. Only the room `run` and the commands read the config.
+"""Construction of the parts of a run. Only the subpackage `run` and the commands read the config.
 
-`Job` constructs each part when it is first read, and reports the user's mistakes while doing so; `prepare` constructs all of
-them. `materialize` then connects the ranks and places the model on its devices. train.py, the doctor, the benchmark and the
+`Job` constructs each part when it is first read, and reports mistakes in the config that concern it. `prepare` constructs all
+parts. `materialize` then connects the ranks and places the model on its devices. train.py, the doctor, the benchmark and the
 tests use the same functions.
 """
 
@@ -35,7 +35,8 @@ class Job:
     """The parts of a run that are constructed before the ranks are connected.
 
     Each part is constructed when it is first read and needs only those above it, so that `ddp_lab.doctor` can check them one by
-    one. Reading a part raises a ConfigError if the user made a mistake. Reading `dataset` downloads a missing dataset.
+    one. Reading a part raises a ConfigError if the config does not allow its construction. Reading `dataset` downloads a
+    missing dataset.
     """
 
     def __init__(self, cfg: DictConfig, runtime: Runtime):
@@ -43,16 +44,19 @@ class Job:
 
     @cached_property
     def strategy(self) -> Strategy:
+        """The strategy, before `Strategy.setup`."""
         return build(self.cfg.strategy, self.runtime)
 
     @cached_property
     def dataset(self) -> Dataset:
+        """The dataset in host memory. Collective: the first rank of each machine downloads it if it is missing."""
         source = build(self.cfg.data.dataset)
         self.runtime.agree("dataset", source.prepare, per_node=True)
         return source.load()
 
     @cached_property
     def plan(self) -> Plan:
+        """The batch sizes, steps per epoch and learning rate."""
         cfg = self.cfg
         return Plan.make(
             world_size=self.runtime.world_size,
@@ -78,7 +82,7 @@ class Job:
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
     def partition(self) -> None:
-        """Let the strategy decide which part of the model is placed on which device."""
+        """Let the strategy decide which part of the model each rank or device holds."""
         self.strategy.partition(self.model, self.plan.samples_at_once)
 
     @cached_property
@@ -110,7 +114,7 @@ def prepare(cfg: DictConfig, runtime: Runtime) -> Job:
     """Construct every part of a run. It does not open the process group and writes nothing but a missing dataset.
 
     Raises:
-        ConfigError: The user made a mistake.
+        ConfigError: A value of the config is not allowed with this model, dataset, strategy, device or number of ranks.
     """
     job = Job(cfg, runtime)
     _ = job.strategy, job.dataset, job.plan
@@ -124,7 +128,7 @@ def prepare(cfg: DictConfig, runtime: Runtime) -> Job:
 
 @dataclass
 class Training:
-    """A job whose model is on its devices.
+    """A job whose model is on its devices, with the optimizer, the schedule and the step.
 
     Attributes:
         eager_step: The training step in eager mode.
@@ -138,7 +142,7 @@ class Training:
     step: TrainStep
 
     def compile(self) -> Step | GraphStep:
-        """Compile and capture the step as the performance options require, and return it. Collective, after resuming."""
+        """Compile and capture the step as the performance options require, and return it. Collective; called after resuming."""
         step = self.job.options.build(self.eager_step, self.job.loaders[0])
         # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
         self.step = cast("TrainStep", step)

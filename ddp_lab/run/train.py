@@ -32,8 +32,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         "finished" or "preempted".
 
     Raises:
-        ConfigError: The user made a mistake; the run directory has not been created.
-        TrainingError: Training cannot continue.
+        ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
+        TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
     job, findings = check_and_prepare(cfg, runtime)
@@ -55,10 +55,10 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
 
 
 def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Finding]]:
-    """Return the prepared job and the findings of the preflight checks. It writes nothing but a missing dataset.
+    """Return the prepared job and the findings of the preflight checks. The run directory is not created.
 
     Raises:
-        ConfigError: The user made a mistake, or a machine cannot take part in the run.
+        ConfigError: The config cannot be used, or a machine cannot take part in the run.
     """
     findings = check_network(runtime)
     job = prepare(cfg, runtime)
@@ -70,7 +70,12 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
 
 
 def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    """
+    """Check that a checkpoint can be loaded into this model.
+
+    Args:
+        path: The file, as in resume=PATH.
+        shapes: The shape of each tensor of the unsharded model, by name.
+
     Raises:
         ConfigError: The checkpoint is not valid, or it is not one of this model.
     """
@@ -110,7 +115,7 @@ def train_guarded(
     except Preempted:
         status = "preempted"
     except TrainingError:
-        checkpoints.wait()  # the last valid one may still be being written
+        checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
         raise
     finally:
         if profile:
@@ -121,7 +126,7 @@ def train_guarded(
 
 
 def profiled(training: Training, progress: Progress, logger: Logger, folder: Path) -> Profiled | None:
-    """Wrap the step in a profiler and return it; None if too few steps are left."""
+    """Wrap the training step in a profiler, and return the wrapped step; None if too few steps are left."""
     job = training.job
     left = job.cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
     if left < NEEDED:

@@ -1,1 +1,1 @@
-"""One file for each way of spreading a training step over devices, on one base class. No training loop and no file access."""
+"""One file for each way of distributing a training step over devices, and a base class. No training loop, no file access."""

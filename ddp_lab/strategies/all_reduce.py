@@ -1,4 +1,4 @@
-"""Five ways of summing the gradients over the ranks. After each, every rank has the sums.
+"""Five algorithms that sum the gradients over the ranks. Afterwards every rank has the sums.
 
 With W ranks and n bytes of gradients:
 
@@ -39,7 +39,7 @@ def star(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def per_tensor(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum each gradient in a collective of its own, in place. Each pays the latency: LeNet has 8 tensors, ResNet-18 has 62."""
+    """Sum each gradient in its own collective, in place. Each collective pays the latency: 8 for LeNet, 62 for ResNet-18."""
     for gradient in gradients:
         dist.all_reduce(in_memory_order(gradient))
     return gradients
@@ -91,10 +91,10 @@ ALGORITHMS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the tensors to one, [n], the elements of each in the order of `in_memory_order`.
+    """Concatenate the tensors into one, [n], with the elements of each in the order of `in_memory_order`.
 
     The tensors are split into chunks first, because torch.cat launches as many thread blocks for every input as for the
-    largest: without splitting, ResNet-18's 62 gradients took 160 us on an H200, with it 26 us (docs/benchmarks-log.md).
+    largest: ResNet-18's 62 gradients took 160 us on an H200 without splitting and 26 us with it (docs/benchmarks-log.md).
     """
     return torch.cat([chunk for tensor in tensors for chunk in in_memory_order(tensor).flatten().split(CHUNK)])
 
@@ -127,8 +127,8 @@ class Bucket:
     """Parameters whose gradients are summed in one collective.
 
     Attributes:
-        missing: how many of their gradients the current backward pass has yet to compute.
-        pending: the flattened gradients and the collective that is summing them, once it is launched.
+        missing: number of their gradients that the current backward pass has not computed yet.
+        pending: the flattened gradients and the collective that sums them; None until it is launched.
     """
 
     def __init__(self, parameters: list[nn.Parameter]):
@@ -138,7 +138,7 @@ class Bucket:
 
 
 class Buckets:
-    """Sums gradients while the backward pass is still computing those of earlier layers.
+    """Buckets of gradients that are summed while the backward pass still computes the gradients of earlier layers.
 
     A hook on each parameter runs when its gradient is complete. The last gradient of a bucket launches the bucket's
     all-reduce. The backward pass goes from the last layer to the first, so the last layers' bucket is complete first. Only the
@@ -167,7 +167,7 @@ class Buckets:
             bucket.pending = flattened, dist.all_reduce(flattened, async_op=True)
 
     def finish(self) -> None:
-        """Wait for all collectives and make the sums the gradients. Call it after the backward pass."""
+        """Wait for all collectives and replace the gradients by the sums. Call it after the backward pass."""
         for bucket in self.buckets:
             assert bucket.pending is not None, f"{bucket.missing} parameters of a bucket got no gradient in this step"
             flattened, work = bucket.pending
@@ -183,9 +183,11 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of parameters that all took part in the step."""
     return [gradient_of(parameter) for parameter in parameters]
 
 
 def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:
+    """Replace the gradient of each parameter by that at the same place of `gradients`."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

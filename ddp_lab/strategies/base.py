@@ -1,4 +1,4 @@
-"""The base class of all strategies: a working default for one device, of which each strategy overrides a few methods."""
+"""The base class of all strategies: methods for one device, some of which each strategy overrides."""
 
 import math
 from abc import ABC, abstractmethod
@@ -52,9 +52,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Strategy(ABC):
-    """One way of spreading a training step over devices.
+    """One way of distributing a training step over devices.
 
-    The order of calls:
+    The methods are called in this order:
 
         strategy = SomeStrategy(runtime, ...)   decides which local batch this rank reads, so it comes before the data
         strategy.partition(model, samples)      decides which rank holds what
@@ -68,13 +68,13 @@ class Strategy(ABC):
         module: this rank's part of the model, unwrapped, so that its parameters keep their plain names.
         forward: computes the logits: `module` or a wrapper around it. Used by the default methods of this class.
         axes: size of each axis of the device mesh by name, "dp" first.
-        dp_rank, dp_size: this rank reads local batch number `dp_rank` of the `dp_size` that make up a global batch.
-        dp_group: ranks that hold the same part of the model and read different data; None: all ranks.
+        dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
+        dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
         batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
-        one_process: one process drives all devices, without a process group.
-        sharded: the ranks of dp_group hold shards of the model instead of replicas.
+        one_process: whether one process drives all devices, without a process group.
+        sharded: whether the ranks of dp_group hold shards of the model instead of replicas.
         supports_mps: whether the strategy can train on a Mac's GPU.
-        performance_options: those of cuda_graph, compile and channels_last that the strategy supports.
+        performance_options: the supported ones of cuda_graph, compile and channels_last.
         reports: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
         replicas: number of copies of the model that share a global batch.
@@ -120,12 +120,12 @@ class Strategy(ABC):
         return type(self).__module__.rpartition(".")[2]
 
     def lay_out(self, **inner: int) -> None:
-        """Arrange the ranks in a mesh of dp x the inner axes, and set `axes`, `dp_rank`, `dp_size` and `replicas`.
+        """Arrange the ranks in a mesh with the axis dp and the inner axes, and set `axes`, `dp_rank`, `dp_size` and `replicas`.
 
         Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
 
         Args:
-            inner: sizes of the axes within a replica, by name. The number of ranks divided by them is the size of dp.
+            inner: sizes of the axes within a replica, by name. The size of dp is the number of ranks divided by their product.
 
         Raises:
             ConfigError: the number of ranks is not divisible by an inner axis.
@@ -147,10 +147,11 @@ class Strategy(ABC):
         """Decide which rank holds which part of the model. Called before the process group opens.
 
         Args:
+            model: the complete model, on the CPU.
             samples: size of a full local batch or, with gradient accumulation, of one of its micro-batches.
 
         Raises:
-            ConfigError: the model or the batch cannot be divided as the options ask.
+            ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
 
     @abstractmethod
@@ -158,7 +159,7 @@ class Strategy(ABC):
         """Move `model` to the devices, and wrap or cut it. Collective; sets `module` and `forward`.
 
         Args:
-            model: on the CPU, the same on every rank.
+            model: the complete model on the CPU, the same on every rank.
         """
 
     def compile(self, fuse: Fuse) -> None:
@@ -167,12 +168,14 @@ class Strategy(ABC):
         self.forward = fuse(self.module)
 
     def compile_pieces(self, fuse: Fuse, *sizes: float) -> None:
-        """Compile the model in several pieces, each of which has its gradients as soon as its own backward ends.
+        """Compile the model in several pieces, so that the gradients of a piece are complete when its own backward pass ends.
 
-        A bucket can then be sent while the next piece computes. Every cut costs some fusion (docs/benchmarks-log.md).
+        A bucket can then be sent while the next piece computes. Kernels are not fused across a cut, which costs some time
+        (docs/benchmarks-log.md).
 
         Args:
-            sizes: bytes, as in `Chain.pieces`.
+            fuse: torch.compile with its options.
+            sizes: the arguments of `Chain.pieces`, in bytes.
         """
         assert isinstance(self.module, Chain)
         self.measure = fuse(measure)
@@ -184,12 +187,12 @@ class Strategy(ABC):
 
     @property
     def where(self) -> str:
-        """Number and kind of the devices, for the log: "2 x cpu"."""
+        """Number and kind of the devices, for the log, for example "2 x cpu"."""
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return f"{self.num_devices} x {kind}"
 
     def bubble(self) -> float | None:
-        """Return the fraction of a step in which the ranks of a balanced pipeline are idle; None if it is no pipeline.
+        """Return the fraction of a step in which the ranks of a balanced pipeline are idle; None if it is not a pipeline.
 
         Called after `partition`.
         """
@@ -202,20 +205,24 @@ class Strategy(ABC):
     def divisor(self, count: int) -> float:
         """Return the number that a summed loss is divided by before backward.
 
-        After backward and `reduce_gradients`, `.grad` must be the gradient of the mean over the GLOBAL batch. So it is `count`
-        if gradients are summed over the replicas, and `count / dp_size` if a wrapper such as DDP averages them.
+        After backward and `reduce_gradients`, `.grad` must be the gradient of the mean over the GLOBAL batch. The divisor is
+        therefore `count` if gradients are summed over the replicas, and `count / dp_size` if a wrapper such as DDP averages
+        them.
+
+        Args:
+            count: number of samples in the GLOBAL batch, without padding.
         """
         return count
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Return the context of all gradient-accumulation steps but the last: gradients add up and are not communicated."""
+        """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
         return nullcontext()
 
     def reduce_gradients(self) -> None:  # noqa: B027, most strategies have nothing left to do
-        """Communicate the gradients, as far as the last backward of the step has not done it."""
+        """Communicate the gradients that the last backward pass of the step has not communicated."""
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
-        """Compute `.grad` of the mean loss over the GLOBAL batch, which is the same on every replica afterwards. Collective.
+        """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
 
         Args:
             inputs: local batch, [b, channels, height, width].
@@ -237,11 +244,11 @@ class Strategy(ABC):
         return add_up(results)
 
     def _without_padding(self, micro_batches: list[MicroBatch], count: int) -> list[MicroBatch]:
-        """Remove the padding of a partial last batch: it has no loss, but would count in BatchNorm's statistics.
+        """Remove the padding of a partial last batch: it does not count in the loss, but would in BatchNorm's statistics.
 
-        Micro-batches may be empty afterwards. Their number stays, because it must be the same on every rank.
+        Micro-batches may be empty afterwards. They are kept, because their number must be the same on every rank.
         """
-        left = len(range(self.dp_rank, count, self.dp_size))  # of the global batch, this rank reads every dp_size-th sample
+        left = len(range(self.dp_rank, count, self.dp_size))  # this rank reads every dp_size-th sample of the global batch
         kept: list[MicroBatch] = []
         for inputs, targets in micro_batches:
             kept.append((inputs[:left], targets[:left]))
@@ -249,7 +256,13 @@ class Strategy(ABC):
         return kept
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
-        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, correct, count]."""
+        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, correct, count].
+
+        Args:
+            inputs: [b, channels, height, width].
+            targets: [b], IGNORE for padding.
+            count: number of samples in the GLOBAL batch, without padding.
+        """
         with self.autocast():
             logits = self.forward(inputs)
         loss, results = self.measure(logits, targets, self.divisor(count))
@@ -265,13 +278,13 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the local batch, [b, classes], without a gradient."""
+        """Return the logits, [b, classes], of a local batch, [b, channels, height, width], without a gradient."""
         with self.autocast():
             return self.forward(inputs)
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return [loss_sum, correct, count] of the local batch, without a gradient."""
+        """Return [loss_sum, correct, count] of a local batch, in the shapes of `forward_backward`, without a gradient."""
         logits = self.predict(inputs)
         return sums(loss_sum(logits, targets), logits, targets)
 
@@ -282,8 +295,8 @@ class Strategy(ABC):
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.
 
-        In training every replica keeps its own running statistics of BatchNorm. When training ends, all replicas receive those
-        of replica 0, so that the same model is evaluated and saved everywhere.
+        In training mode every replica keeps its own running statistics of BatchNorm. When training mode ends, all replicas
+        receive those of replica 0, so that every replica evaluates and saves the same model.
         """
         self.module.train(mode)
         if not mode and self.dp_size > 1:
@@ -295,13 +308,13 @@ class Strategy(ABC):
         return self.module.parameters()
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return `parameters` in the form that optimizers take. Called after `setup`."""
+        """Return `parameters` in the form that optimizers accept. Called after `setup`."""
         return [{"params": list(self.parameters())}]
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the complete state of model and optimizer under plain names, on the CPU.
 
-        Collective. It is complete on rank 0 and may be empty on the others.
+        Collective. The state is complete on rank 0 and may be empty on the other ranks.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -309,13 +322,13 @@ class Strategy(ABC):
         return {"model": model, "optimizer": optim}
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load the state that any strategy's `state_dict` returned. Collective; `state` is complete on every rank."""
+        """Load a state that the `state_dict` of any strategy returned. Collective; `state` must be complete on every rank."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
         held, options = self.module.state_dict().keys(), StateDictOptions(**self.load_options)
         model = {name: tensor for name, tensor in state["model"].items() if name in held}
         if not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0:
-            # SGD without momentum keeps no state, which torch's set_state_dict does not support, neither in the file nor here.
+            # SGD without momentum has no state. torch's set_state_dict does not support that, in the file or in `optimizer`.
             set_model_state_dict(self.module, model, options=options)
             return
         set_state_dict(

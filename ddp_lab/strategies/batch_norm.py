@@ -2,7 +2,7 @@
 
 local: each rank normalises by the mean and variance of its local batch, so the result depends on the number of ranks.
 sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This costs two small collectives
-       per layer in the forward pass and two in the backward pass. The padding of a partial last batch is left out of the
+       per layer in the forward pass and two in the backward pass. The padding of a partial last batch is excluded from the
        statistics (Strategy.forward_backward), so a rank's local batch may be empty.
 """
 
@@ -73,6 +73,7 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
 
     Args:
         model: already on its device.
+        mode: "local" leaves the model as it is.
         group: ranks whose local batches are normalised together; None: all ranks.
 
     Returns:
@@ -80,7 +81,7 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
     """
     if mode == "local":
         return model
-    # Never compiled: compiled with its collectives, ResNet-18 took another step (weights 0.15 off; two H200s, torch 2.11).
+    # Excluded from compilation: with it compiled, ResNet-18's step was wrong (weights differed by 0.15; two H200s, torch 2.11).
     total = cast(Callable[[torch.Tensor], torch.Tensor], torch.compiler.disable(partial(sum_over_ranks, group=group)))
     for path, layer in list(model.named_modules()):
         if isinstance(layer, nn.BatchNorm2d):
@@ -89,5 +90,5 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
 
 
 def is_batch_norm(layer: nn.Module) -> bool:
-    """Whether `layer` is any of torch's BatchNorm layers: 1d, 2d, 3d or synchronised."""
+    """Return whether `layer` is any of torch's BatchNorm layers: 1d, 2d, 3d or synchronised."""
     return isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage], their only common base

@@ -1,9 +1,10 @@
 """Differentiable collectives.
 
-The backward pass of a collective depends on what the ranks do with its result. If each rank computes a loss of its own from
-it, the ranks' gradients are summed. If all ranks compute the same loss from it, each rank already has the complete gradient.
+The backward pass of a collective depends on how the ranks use its result. If each rank computes its own loss from the result,
+the ranks' gradients are summed. If all ranks compute the same loss from it, each rank already has the complete gradient.
 
-`backward` ignores one rule of the type checker, because the annotation of `once_differentiable` loses the name of `ctx`.
+In each `backward` one rule of the type checker is disabled, because the annotation of `once_differentiable` loses the name of
+`ctx`. A `group` of None means all ranks.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class Context(FunctionCtx):
-    """What forward keeps for backward."""
+    """The values that forward stores for backward."""
 
     group: dist.ProcessGroup | None
 
@@ -64,7 +65,7 @@ def _sum(gradient: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the sum of all ranks' tensors, from which each rank computes a loss of its own.
+    """Return the sum of all ranks' tensors, from which each rank computes its own loss.
 
     Backward: the sum of all ranks' gradients.
     """
@@ -72,7 +73,7 @@ def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> tor
 
 
 def copy_to_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return `tensor`, which is the same on all ranks, as the input of a layer that the ranks compute a shard of each.
+    """Return `tensor`, which is the same on all ranks, as the input of a layer of which each rank computes a shard.
 
     This is "f" in Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053.
 

@@ -16,18 +16,18 @@ from ddp_lab.world.runtime import Runtime
 
 
 class DDP(Strategy):
-    """DistributedDataParallel.
+    """Data parallelism by torch's DistributedDataParallel.
 
     Args:
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
-            of the data parallelism together (sync).
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
+            ranks that read different local batches together (sync).
         bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last gradient is computed; with
-            compile=true the model is also cut into parts of that size.
+            compile=true the model is also compiled in pieces of that size.
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy of them.
         static_graph: whether to promise that every step uses the same parameters in the same order, which saves bookkeeping.
         comm_hook: what is sent: the gradients (none), the gradients rounded to bf16, or a low-rank approximation with error
-            feedback (PowerSGD, Vogels et al. 2019, arXiv:1905.13727; its error is not in checkpoints). Both hooks change the
-            result.
+            feedback (PowerSGD, Vogels et al. 2019, arXiv:1905.13727; checkpoints do not contain the error). Both hooks
+            change the result.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
@@ -55,7 +55,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
         )
-        self.wrapper.broadcast_buffers = False  # they are sent when training ends (Strategy.train), not in every step
+        self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
         if self.comm_hook == "bf16":
             self.wrapper.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif self.comm_hook == "powersgd":
@@ -70,7 +70,7 @@ class DDP(Strategy):
         """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.
 
         After its first backward pass DDP rebuilds its buckets in the order in which the gradients arrived. With more than two
-        ranks that changes the order of addition. The first step of a resumed run would then differ in its last bits from the
+        ranks this changes the order of addition. The first step of a resumed run would then differ in its last bits from the
         same step of an uninterrupted run.
         """
         model.eval()
@@ -82,7 +82,7 @@ class DDP(Strategy):
             parameter.grad = None
 
     def divisor(self, count: int) -> float:
-        return count / self.dp_size  # DDP averages over the ranks, where the gradient of the global mean is a sum
+        return count / self.dp_size  # DDP averages over the ranks, but the gradient of the global mean is the sum
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()

@@ -1,4 +1,4 @@
-"""Data and pipeline parallelism: several pipelines side by side, each computing its own local batch.
+"""Data and pipeline parallelism: several pipelines run concurrently, each with its own local batch.
 
     dp 0: rank 0 -> rank 1        a (dp, pp) mesh of 2 x 2: activations and their gradients are sent along pp,
     dp 1: rank 2 -> rank 3        the parameters' gradients are summed along dp (ranks 0 and 2, ranks 1 and 3)
@@ -22,17 +22,17 @@ from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.pipeline import Pipeline, Stage
 from ddp_lab.world.runtime import Runtime
 
-# Without interleavedzerobubble: it computes the weights' gradients separately, where DDP's hooks do not see them, so that the
+# interleavedzerobubble is excluded: it computes the weights' gradients separately, without running DDP's hooks, so that the
 # replicas silently diverge (seen in torch 2.11 and 2.15).
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
 
 
 @dataclass
 class Accumulation:
-    """What a strategy shares with its stages. Not the strategy itself, which torch's schedules would keep alive.
+    """State that a strategy shares with its stages, which must not refer to the strategy: torch would keep it alive.
 
     Attributes:
-        incomplete: more gradient-accumulation steps of this batch follow, so its gradients are not yet to be summed over dp.
+        incomplete: whether more gradient-accumulation steps of this batch follow; only the last sums the gradients over dp.
     """
 
     incomplete: bool = False
@@ -40,9 +40,9 @@ class Accumulation:
 
 @cache
 def ddp_stage_class() -> type:
-    """Return a PipelineStage class that has DDP sum the gradients in the last micro-batch of the last accumulation step.
+    """Return a PipelineStage class in which DDP sums the gradients in the last micro-batch of the last accumulation step.
 
-    The class is made in a function, because importing torch's pipelining takes 1.2 s (it imports torch._dynamo).
+    The class is defined in a function, because importing torch's pipelining takes 1.2 s (it imports torch._dynamo).
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -64,9 +64,9 @@ class DDPPipeline(Pipeline):
     """Several pipelines of `pp` ranks each. The other options are those of Pipeline.
 
     Args:
-        pp: number of ranks in a pipeline; the ranks divided by it is the number of replicas.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
-            of the data parallelism together (sync).
+        pp: number of ranks in a pipeline. The number of replicas is the number of ranks / pp.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
+            ranks that read different local batches together (sync).
     """
 
     def __init__(

@@ -13,11 +13,11 @@ from ddp_lab.world.runtime import Runtime, find_device
 
 
 class DP(Strategy):
-    """nn.DataParallel.
+    """Data parallelism in one process by nn.DataParallel.
 
     Args:
-        devices: GPUs to use, of which the first holds the model; null uses all that `device` allows. Without a GPU there is
-            one replica, on the CPU.
+        devices: GPUs to use, of which the first holds the model; null uses all GPUs that `device` allows. Without a GPU there
+            is one replica, on the CPU.
     """
 
     one_process = True

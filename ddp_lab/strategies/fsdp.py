@@ -4,7 +4,7 @@
                        +-- all_gather -> block -> free ... reduce_scatter <--+
     rank 1:  shard 1 --+                                                     +-- shard 1 of the summed gradients
 
-A block's parameters are gathered from all ranks just before its forward and its backward pass, and freed after it. Its
+A block's parameters are gathered from all ranks just before its forward and its backward pass, and freed after each. Its
 gradients are summed and scattered, so that each rank gets the sum of its own shard (Rajbhandari et al. 2019, ZeRO stage 3,
 arXiv:1910.02054). As under ddp, every rank computes its own local batch; only the memory is sharded.
 """
@@ -24,13 +24,13 @@ from ddp_lab.world.runtime import Runtime
 
 
 class FSDP(Strategy):
-    """torch.distributed.fsdp.fully_shard on each block, then on the complete model.
+    """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the complete model.
 
     Args:
         reshard_after_forward: whether to free a block's gathered parameters after its forward pass and gather them again for
             its backward pass, which takes less memory and 1.5 times the communication.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
-            of the data parallelism together (sync).
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
+            ranks that read different local batches together (sync).
     """
 
     sharded = True
@@ -46,7 +46,7 @@ class FSDP(Strategy):
         policy = MixedPrecisionPolicy()
         if self.runtime.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            # BatchNorm's kernels need float32 parameters, like the statistics; the inputs may be bf16.
+            # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
             for layer in model.modules():
                 if is_batch_norm(layer):
                     keep = MixedPrecisionPolicy(cast_forward_inputs=False)

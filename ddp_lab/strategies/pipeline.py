@@ -8,11 +8,11 @@
 torch.distributed.pipelining runs the schedule, which decides when each micro-batch goes forward and backward:
 
 gpipe                  all forward passes, then all backward passes, as drawn above (Huang et al. 2018, arXiv:1811.06965)
-1f1b                   begins each backward pass as early as possible, and so keeps the activations of at most p micro-batches
-                       on p ranks (Narayanan et al. 2019, PipeDream)
+1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
+                       micro-batches, p being the number of ranks (Narayanan et al. 2019, PipeDream)
 interleaved1f1b        several stages per rank: a smaller bubble, more messages
-loopedbfs              the same, each stage with all micro-batches one after another
-interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle times
+loopedbfs              also several stages per rank; each stage computes all micro-batches before the next stage begins
+interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle time
 """
 
 from collections import OrderedDict
@@ -47,7 +47,9 @@ class Stage(nn.Sequential):
     """Consecutive blocks of the model.
 
     Args:
-        dtype: of the output; the next rank has allocated its receive buffers in this dtype.
+        blocks: the blocks by name.
+        runtime: provides the autocast context.
+        dtype: dtype of the output, in which the next rank has allocated its receive buffers.
     """
 
     def __init__(self, blocks: OrderedDict[str, nn.Module], runtime: Runtime, dtype: torch.dtype):
@@ -62,7 +64,7 @@ class Stage(nn.Sequential):
 class MicroBatchLoss:
     """The loss that the schedule computes on the last stage, for each micro-batch.
 
-    It is no method of the strategy, because the schedule would keep the strategy alive.
+    It is a class of its own and not a method of the strategy, because the schedule would keep the strategy alive.
 
     Attributes:
         divisor: number that each summed loss is divided by.
@@ -85,12 +87,13 @@ class Pipeline(Strategy):
     Args:
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        num_stages: number of stages of a pipeline; null uses one for each of its ranks, or two with the interleaved schedules
+        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved schedules
             and loopedbfs.
-        cut: names of the blocks that begin the second stage, the third and so on; null cuts into stages of about equal FLOPs.
+        cut: names of the first blocks of the second stage, the third and so on; null cuts into stages of about equal FLOPs.
 
     Raises:
-        ConfigError: the schedule cannot have so many stages, or the model not so many cuts (in partition).
+        ConfigError: in `partition`, the schedule does not support this number of ranks, stages or micro-batches, or the model
+            cannot be cut into the stages.
     """
 
     save_options = {"cpu_offload": True}  # each rank returns the state of its stages; rank 0 merges them (state_dict)
@@ -106,7 +109,7 @@ class Pipeline(Strategy):
         from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
         schedule_class = get_schedule_class(schedule)
-        self.one_stage = issubclass(schedule_class, PipelineScheduleSingle)  # per rank
+        self.one_stage = issubclass(schedule_class, PipelineScheduleSingle)  # whether a rank has exactly one stage
         self.make_schedule: Callable[..., TorchSchedule] = schedule_class
         self.loss = MicroBatchLoss()
         self.schedules: dict[tuple[int, bool], TorchSchedule] = {}  # by size of a micro-batch, and whether it is for training
@@ -156,9 +159,9 @@ class Pipeline(Strategy):
         self.has_batch_norm = any(map(is_batch_norm, model.modules()))
 
     def wrap(self, stage: Stage) -> nn.Module:
-        """Return the module that the pipeline calls for `stage`: for data parallelism a wrapper around it.
+        """Return the module that the pipeline calls for `stage`, for example a wrapper for data parallelism.
 
-        Layers of `stage` may be replaced.
+        The method may replace layers of `stage`.
         """
         return stage
 
@@ -178,7 +181,7 @@ class Pipeline(Strategy):
         v = self.num_stages // p
         where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
         busiest = max(sum(shares[rank::p]) for rank in range(p))
-        below = "below " if "zerobubble" in self.schedule_name else ""  # the formula ignores that the backward is cut in two
+        below = "below " if "zerobubble" in self.schedule_name else ""  # the formula ignores the cut of the backward pass
         lines = [
             f"{self.name}: {where}, balance {1 / (p * busiest):.0%} (mean rank / busiest)",
             f"{self.schedule_name}, {m} micro-batches, expected bubble of equally busy ranks {below}"
@@ -199,7 +202,8 @@ class Pipeline(Strategy):
     def _schedule(self, size: int, training: bool) -> TorchSchedule:
         """Return torch's schedule for micro-batches of `size` samples.
 
-        Its shapes are static. So there is one schedule per size: a partial last batch and the test batches need others.
+        A schedule has static shapes. There is therefore one for each size, of which a partial last batch has its own.
+        Training and evaluation have separate schedules, because only training computes a loss.
         """
         key = size, training
         if key not in self.schedules:
@@ -224,7 +228,7 @@ class Pipeline(Strategy):
         return self.schedules[key]
 
     def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[TorchSchedule, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Pad a batch, [b, channels, height, width], so that it divides into equal micro-batches.
+        """Pad a batch, [b, channels, height, width], so that it can be divided into equal micro-batches.
 
         Returns:
             The schedule for it; the row of the batch that each row of the padded batch repeats, [padded]; and the arguments
@@ -267,7 +271,7 @@ class Pipeline(Strategy):
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of a pipeline's ranks, each of its own stages, to that of the complete model and optimizer."""
+    """Merge the states of a pipeline's ranks, each with its own stages, into that of the complete model and optimizer."""
     groups = zip(*(state["optimizer"]["param_groups"] for state in states), strict=True)
     return {
         "model": {name: tensor for state in states for name, tensor in state["model"].items()},

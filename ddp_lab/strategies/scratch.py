@@ -7,8 +7,8 @@ Every rank holds a complete copy of the model. One step:
     ...                                                        |
     rank k:  local batch -> forward -> backward -> gradients --+
 
-Then every rank takes the same optimizer step, from the same weights with the same gradients. So the copies stay equal, and
-the weights are sent only once, at the beginning. The ways of computing the sum are in all_reduce.py.
+Every rank then takes the same optimizer step, from the same weights with the same gradients. The copies therefore stay equal,
+and the weights are sent only once, at the beginning. The algorithms that compute the sum are in all_reduce.py.
 """
 
 from collections.abc import Generator
@@ -25,18 +25,19 @@ from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Fuse, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
 
-LAST_BUCKET = MiB  # bytes that `bucketed` leaves at most for the bucket that it sends last, if the model is larger
+LAST_BUCKET = MiB  # maximum bytes of the bucket that `bucketed` sends last, if the model is larger
 
 
 class Scratch(Strategy):
-    """Data parallelism by hand.
+    """Data parallelism by hand: gradients are summed over the ranks, with a choice of algorithms.
 
     Args:
-        algorithm: how the gradients are summed over the ranks; bucketed sums while backward still computes.
-        bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket is complete blocks, from the last to the
-            first. The first blocks, up to 1 MiB, have their own, because no backward is left to hide its communication.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
-            of the data parallelism together (sync).
+        algorithm: how the gradients are summed over the ranks; bucketed does it during the backward pass.
+        bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket consists of complete blocks, from the
+            last to the first. The first blocks, up to 1 MiB, have a bucket of their own, because no backward pass is left that
+            could hide its communication.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
+            ranks that read different local batches together (sync).
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS

@@ -1,6 +1,6 @@
 """The model cut into stages in one process: stage k on device k, activations copied from device to device.
 
-With one large batch, one device works while the others wait. So the batch is divided into micro-batches:
+With one large batch, only one device works at a time. The batch is therefore divided into micro-batches:
 
     device 0 | f1 f2 f3 f4             b4 b3 b2 b1
     device 1 |    f1 f2 f3 f4       b4 b3 b2 b1
@@ -8,7 +8,7 @@ With one large batch, one device works while the others wait. So the batch is di
 
 There is no explicit schedule. Python only queues kernels, each device works through its own queue, and autograd runs the
 backward pass with one thread per device. The fraction of the time in which p equal stages are idle with m micro-batches (the
-"bubble") is (p - 1) / (m + p - 1) (Huang et al. 2018, GPipe, arXiv:1811.06965). CPUs have no queues, so nothing overlaps there.
+"bubble") is (p - 1) / (m + p - 1) (Huang et al. 2018, GPipe, arXiv:1811.06965). CPUs have no queues: nothing overlaps there.
 BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its statistics must be those of the local batch.
 """
 
@@ -27,11 +27,13 @@ class Split(Strategy):
     """A pipeline over the devices of one process.
 
     Args:
-        devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows, or [cpu, cpu] without any.
+        devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows, or [cpu, cpu] without a
+            GPU.
         num_microbatches: number of micro-batches that a batch is divided into.
 
     Raises:
-        ConfigError: more devices than blocks (in partition).
+        NodeError: this machine does not have one of the devices.
+        ConfigError: there are more devices than blocks (in `partition`).
     """
 
     one_process = True

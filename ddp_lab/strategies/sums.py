@@ -7,7 +7,7 @@ from ddp_lab.data.sharding import IGNORE
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that sums over samples are kept in: float64, or float32 on mps, which has no float64.
+    """Return the dtype of sums over samples: float64, or float32 on mps, which has no float64.
 
     In float32 a count is exact up to 2**24 samples, and a loss sum keeps about six digits.
     """
@@ -33,7 +33,9 @@ def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tor
     Sums can be added over steps and ranks. They are divided once, on the host.
 
     Args:
-        loss: `loss_sum` of the logits and targets.
+        loss: `loss_sum` of the logits and targets, [].
+        logits: [b, classes].
+        targets: [b], IGNORE for padding.
     """
     correct = (logits.argmax(1) == targets).sum()
     count = (targets != IGNORE).sum()
@@ -47,6 +49,13 @@ def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss to backpropagate, [], which is the summed loss over `divisor`, and [loss_sum, correct, count]."""
+    """Return the loss to backpropagate, [], and the sums [loss_sum, correct, count].
+
+    The loss to backpropagate is loss_sum divided by `divisor` (`Strategy.divisor`).
+
+    Args:
+        logits: [b, classes].
+        targets: [b], IGNORE for padding.
+    """
     loss = loss_sum(logits, targets)
     return loss / divisor, sums(loss, logits, targets)

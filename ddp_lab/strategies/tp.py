@@ -8,9 +8,9 @@ are concatenated.
 
     backward  each rank takes its channels of the output's gradient; all_reduce sums the gradients of the input
 
-That is two collectives per layer, each of the size of the layer's activations: far more traffic than in data parallelism. So
-the ranks need fast links, and tensor parallelism pays only if a single layer is too large for a device. The models contain no
-code for it: layers are replaced by name.
+That is two collectives per layer, each of the size of the layer's activations: far more traffic than in data parallelism. The
+ranks therefore need fast links, and tensor parallelism pays only if a single layer is too large for a device. The models
+contain no code for it: `setup` replaces their layers by name.
 """
 
 from typing import Any, Literal
@@ -36,8 +36,8 @@ from ddp_lab.world.runtime import Runtime
 class ShardedConv2d(nn.Module):
     """A convolution whose output channels are sharded evenly over the ranks of `mesh`.
 
-    DTensor has no sharding rule for this. So the parameters are DTensors, for checkpoints and norms, and the convolution is
-    computed with their local shards.
+    DTensor has no sharding rule for this convolution. The parameters are DTensors, for checkpoints and norms, but the
+    convolution is computed with their local shards.
 
     Args:
         conv: layer to replace, the same on every rank, with groups=1 and padding_mode="zeros".
@@ -58,23 +58,25 @@ class ShardedConv2d(nn.Module):
             self.register_parameter(name, sharded)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Convolve [b, c, height, width], the same on every rank, to [b, o, h, w], the same on every rank. Collective."""
+        """Return the outputs, [b, o, h, w], for `inputs`, [b, c, height, width], both the same on every rank. Collective."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         inputs = copy_to_ranks(inputs, self.group)
         return join_channels(F.conv2d(inputs, weight, bias, self.stride, self.padding, self.dilation), self.group)
 
 
 class TP(Strategy):
-    """Tensor parallelism within each replica, and data parallelism, by an all-reduce, between the replicas.
+    """Tensor parallelism within each replica, and data parallelism, with one all-reduce per step, between the replicas.
 
     Args:
-        tp: number of ranks that share each layer; null uses all ranks. The ranks divided by it is the number of replicas.
-        plan: names of blocks with shard or replicate (every rank computes the complete block); blocks not named are sharded.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank by itself (local) or all ranks
-            of the data parallelism together (sync).
+        tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
+        plan: shard or replicate, by name of the block. Every rank computes the complete block if it is replicated. Blocks that
+            are not named are sharded.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
+            ranks that read different local batches together (sync).
 
     Raises:
-        ConfigError: channels or units that do not divide (in partition).
+        ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, `plan` names a block that does not exist,
+            or the channels or units of a layer are not divisible by `tp`.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class TP(Strategy):
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
             gradients = [local(gradient) for gradient in gradients_of(self.parameters())]
-            # In place, because some of them are the shards of DTensors. torch has no public form of this function.
+            # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
             torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -141,7 +143,7 @@ class TP(Strategy):
         return [group | {"foreach": False} for group in super().param_groups()]
 
     def gradient_norm(self) -> torch.Tensor:
-        # Of sharded gradients each rank holds a shard; replicated gradients are complete on every rank and must count once.
+        # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.
         gradients = gradients_of(self.parameters())
         sharded = get_total_norm([gradient for gradient in gradients if isinstance(gradient, DTensor)])
         replicated = get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])

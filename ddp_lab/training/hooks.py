@@ -20,16 +20,17 @@ class Hooks:
         """Run after every step.
 
         Args:
-            progress: its `sums` and `seconds` are still those from before this launch's steps of the epoch.
-            here: returns the position with up-to-date `sums` and `seconds`. Collective; waits for the device.
+            progress: the position after the step, except that `sums` and `seconds` are those at the start of the epoch or, in a
+                resumed epoch, at the start of this launch.
+            here: returns the position with the current `sums` and `seconds`. Collective; waits for the device.
         """
 
     def check(self, progress: Progress) -> None:
-        """Run after the last step of an epoch, before its evaluation."""
+        """Run after the last step of an epoch, before its evaluation, with `progress` after that step."""
 
     def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """Yield the batches of an evaluation."""
         yield from self.batches("evaluating", loader, progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
-        """Run after an evaluation, with `progress` at the beginning of the next epoch."""
+        """Run after an evaluation, with `progress` at the beginning of the next epoch. `last`: no epoch follows."""

@@ -31,10 +31,14 @@ def fit(
 ) -> Progress:
     """Train from `progress` to the end, and evaluate and log after each epoch.
 
-    The duration of an epoch is that of its training steps only.
+    The logged duration of an epoch is that of its training steps, without the evaluation.
 
     Args:
-        progress: position to continue from.
+        strategy: after `Strategy.setup`.
+        step: computes one training step.
+        logger: gets a record of each epoch.
+        hooks: called between steps and epochs; the exceptions that they raise end the training.
+        progress: position to resume from.
         epochs: number of the last epoch.
         patience: stop early after this many epochs in a row without a lower test loss; None: never.
 
@@ -73,7 +77,7 @@ def fit(
         logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
     if progress.epoch <= epochs:
         log.info(
-            f"stopped early: the test loss has not improved on epoch {progress.best_epoch} for {patience} epochs (patience)"
+            f"stopped early: no test loss below that of epoch {progress.best_epoch} in the last {patience} epochs (patience)"
         )
     return progress
 
@@ -84,7 +88,7 @@ def train_epoch(
     """Run the remaining steps of an epoch.
 
     Args:
-        before: position to continue from.
+        before: position to resume from.
         epochs: number of the last epoch, for the progress bar.
 
     Returns:
@@ -110,7 +114,7 @@ def train_epoch(
 
 
 def next_epoch(progress: Progress, test_loss: float) -> Progress:
-    """Return the position at the beginning of the next epoch, after an evaluation with `test_loss`."""
+    """Return the position at the beginning of the next epoch. `test_loss` is the mean test loss of the epoch that ended."""
     following = Progress(progress.epoch + 1, 0, progress.step, best_loss=progress.best_loss, best_epoch=progress.best_epoch)
     if math.isfinite(test_loss) and (progress.best_loss is None or test_loss < progress.best_loss):
         following.best_loss, following.best_epoch = test_loss, progress.epoch

@@ -1,4 +1,4 @@
-"""The numbers that follow from the config, the number of replicas and the size of the dataset."""
+"""The batch sizes, steps and learning rate of a run, computed from the config, the number of replicas and the dataset."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,13 @@ from ddp_lab.training.progress import Progress
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of a run.
+    """The batch sizes, steps and learning rate of a run.
 
     Attributes:
+        world_size: number of ranks.
         replicas: number of model copies that share a global batch.
-        global_batch_size: samples.
+        global_batch_size: samples of one optimizer step, over all replicas.
+        steps_per_epoch: optimizer steps, with the partial last batch.
         samples_at_once: samples of a full local batch, or of one micro-batch with gradient accumulation.
         lr: learning rate after scaling.
     """
@@ -40,12 +42,15 @@ class Plan:
         lr_scaling: Literal["none", "linear", "sqrt"],
         lr_base_batch_size: int,
     ) -> "Plan":
-        """Compute the sizes from the config.
+        """Compute the plan of a run.
 
         Args:
-            train_size: samples.
+            world_size: number of ranks.
+            replicas: number of model copies.
+            train_size: number of training samples.
             batch_size: samples of the global batch with scaling=strong, of each local batch with scaling=weak.
             accumulate: number of gradient-accumulation steps.
+            lr: learning rate before scaling.
             lr_scaling: "linear" multiplies the learning rate by k = global batch size / `lr_base_batch_size` (Goyal et al.
                 2017, arXiv:1706.02677), "sqrt" by the square root of k (Krizhevsky 2014, arXiv:1404.5997).
 
@@ -66,9 +71,9 @@ class Plan:
         return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr)
 
     def steps_before(self, progress: Progress) -> int:
-        """Return the steps of the learning-rate schedule before `progress`.
+        """Return the number of learning-rate schedule steps before `progress`.
 
-        This differs from `progress.step`, the steps taken, if an earlier launch had another batch size.
+        It differs from `progress.step`, the number of optimizer steps taken, if an earlier launch had another batch size.
         """
         return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(progress.samples / self.global_batch_size)
 

@@ -9,11 +9,11 @@ class Progress:
 
     Attributes:
         epoch: epoch being trained, from 1.
-        samples: samples of this epoch that all ranks together have trained on: a multiple of the batch size, or all.
+        samples: samples of this epoch trained on so far, over all ranks: a multiple of the global batch size, or all samples.
         step: optimizer steps since the beginning of the run.
         sums: [loss_sum, correct, count] of this epoch's steps so far, over all ranks.
-        seconds: duration of these steps.
-        lr: learning rate of the last of them.
+        seconds: duration of this epoch's steps so far.
+        lr: learning rate of the last step.
         best_loss, best_epoch: lowest test loss so far, and its epoch; None and 0 before the first evaluation.
     """
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a shape over the whole run, counted in steps, after an optional linear warm-up."""
+"""Learning-rate schedules: an optional linear warm-up, then a shape over the remaining steps of the run."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def constant(progress: float) -> float:
-    """Return 1 throughout the run."""
+    """Return the factor 1 at any progress."""
     return 1.0
 
 
@@ -22,11 +22,11 @@ def make_scheduler(
 ) -> LambdaLR:
     """Return a scheduler that multiplies the learning rate by a factor.
 
-    In warm-up step s (from 0) the factor is (s + 1) / (warmup_steps + 1). After it, the factor is `shape(progress)`.
+    In warm-up step s (from 0) the factor is (s + 1) / (warmup_steps + 1). After the warm-up it is `shape(progress)`.
 
     Args:
-        shape: maps the progress after the warm-up, 0 to 1, to a factor.
-        total_steps: optimizer steps of the run, with the warm-up.
+        shape: maps the progress to a factor; the progress is the fraction, 0 to 1, of the steps after the warm-up.
+        total_steps: optimizer steps of the run, including the warm-up.
         warmup_steps: optimizer steps of the warm-up.
     """
 

@@ -14,7 +14,7 @@ from ddp_lab.training.tally import Tally
 
 @runtime_checkable
 class TrainStep(Protocol):
-    """What the training loop needs of a step. `Step` and `GraphStep` compute one; `Fault` and `Profiled` wrap another.
+    """The interface of a training step. `Step` and `GraphStep` compute a step; `Fault` and `Profiled` wrap another one.
 
     Attributes:
         tally: sums of the losses, each computed before the optimizer's step.
@@ -28,7 +28,7 @@ class TrainStep(Protocol):
     def lr(self) -> float: ...
 
     def batches(self, loader: Loader) -> Iterable[Any]:
-        """Return the arguments of the calls for the rest of the epoch, in order."""
+        """Return the argument of `__call__` for each remaining step of the epoch, in order."""
         ...
 
     def __call__(self, batch: Any) -> None:
@@ -36,9 +36,12 @@ class TrainStep(Protocol):
 
 
 class Step:
-    """Gradients of one global batch, one optimizer step, one step of the learning-rate schedule.
+    """A training step: gradients of one global batch, one optimizer step, one step of the learning-rate schedule.
 
     Args:
+        strategy: computes the gradients; after `Strategy.setup`.
+        optimizer: of the strategy's parameters.
+        scheduler: of the learning rate.
         accumulate: number of gradient-accumulation steps.
         max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled down. None: no clipping.
         skip_not_finite: replace a gradient that is not finite by zeros.
@@ -64,19 +67,19 @@ class Step:
         self.lr = 0.0
 
     def compile(self, fuse: Fuse) -> None:
-        """Compile the optimizer's step, with torch.compile's own options, and the tally.
+        """Compile the optimizer's step, with torch.compile's default options, and the tally, with `fuse`.
 
-        Only for a step whose learning rate is a tensor: a number would have the optimizer recompiled whenever it changes.
+        The learning rate must be a tensor: if it were a number, the optimizer would be recompiled whenever it changes.
         """
         self._optimize = torch.compile(self.optimizer.step)
         self.tally.compile(fuse)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
-        """Return the arguments of the calls for the rest of the epoch, in order."""
+        """Return the argument of `__call__` for each remaining step of the epoch, in order: the loader's batches."""
         return loader
 
     def gather(self, batch: Batch) -> Batch:
-        """Return the tensors of an element of `batches`, which here is a batch already."""
+        """Return the batch for an element of `batches`. Here the element already is the batch."""
         return batch
 
     def __call__(self, batch: Batch) -> None:
@@ -85,7 +88,7 @@ class Step:
         self.advance()
 
     def compute(self, batch: Batch) -> None:
-        """Queue the device's part of a step, which is what a CUDA graph captures."""
+        """Queue the work of a step on the device. A CUDA graph captures this method."""
         buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if self.skip_not_finite else []
         sums = self.strategy.forward_backward(*batch, self.accumulate)
         if self.max_grad_norm is not None or self.skip_not_finite:
@@ -100,14 +103,15 @@ class Step:
         self.tally.add(sums)
 
     def advance(self) -> None:
-        """Do the host's part of a step: set the learning rate of the next one."""
+        """Do the work of a step on the host: record its learning rate and set that of the next step."""
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
 
     def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
         """Set the gradients to zero and restore the buffers (BatchNorm's statistics), unless `finite`.
 
-        All ranks do the same, because `finite` comes from the norm of the complete model. It does not wait for the device.
+        `finite` is the same on all ranks, because it comes from the gradient norm of the complete model. This does not wait
+        for the device.
 
         Args:
             finite: bool, [].

@@ -1,4 +1,4 @@
-"""Sums over the training steps, kept on the device, so that the host never waits for a step's loss."""
+"""Sums of loss and accuracy over the training steps, kept on the device, so that the host never waits for a step's loss."""
 
 import math
 
@@ -11,20 +11,21 @@ LONGEST = 1000  # steps whose losses are kept
 
 
 class Tally:
-    """The sums of this rank's steps, and the last losses.
+    """The sums of this rank's steps, and the losses of its last LONGEST steps.
 
     Args:
+        device: where the sums are kept.
         skip_not_finite: a step whose loss is not finite does not count in `totals`.
 
     Attributes:
         totals: [loss_sum, correct, count] in `sum_dtype` since the training loop last zeroed it.
-        in_graph: whether steps are counted on the device, as a CUDA graph needs it, instead of on the host.
+        in_graph: whether steps are counted on the device, as a CUDA graph requires, and not on the host.
     """
 
     def __init__(self, device: torch.device, skip_not_finite: bool = False):
         self.skip_not_finite, self.in_graph = skip_not_finite, False
         self.totals = torch.zeros(3, dtype=sum_dtype(device), device=device)
-        self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # that of step s at s % LONGEST
+        self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # index s % LONGEST: step s
         self._step = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._add = self._add_eagerly
@@ -35,14 +36,14 @@ class Tally:
         return [self.totals, self._losses, self._place]
 
     def begin(self, step: int) -> None:
-        """Clear the sums. The next step is number `step` + 1."""
+        """Clear the sums and losses. The next step has the number `step` + 1."""
         self.totals.zero_()
         self._losses.zero_()
         self._step = step
         self._place.fill_(step % LONGEST)
 
     def compile(self, fuse: Fuse) -> None:
-        """Compile `add`. Only for a tally with `in_graph`; a step counted on the host would be compiled anew each time."""
+        """Compile `add`. `in_graph` must be set: a step number on the host would cause a recompilation at every step."""
         self._add = fuse(self._add_eagerly)
 
     def add(self, sums: torch.Tensor) -> None:
@@ -63,7 +64,7 @@ class Tally:
         self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.skip_not_finite else sums
 
     def first_bad(self, step: int) -> torch.Tensor:
-        """Return the number of the first step whose loss was not finite, of those since the last call; inf without any.
+        """Return the number of the first step since the last call whose loss is not finite; inf if there is none.
 
         Call it at least every LONGEST steps. It does not wait for the device.
 

@@ -51,7 +51,7 @@ def start_time(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine is running; a zombie is not.
+    """Return whether a process of this machine is running. A zombie counts as not running.
 
     A process whose state cannot be read counts as running: a missed dead rank is still detected by the timeout, whereas a
     healthy launch that is ended by mistake is lost.
@@ -103,6 +103,7 @@ def show(message: str, timestamp: int | None = None) -> None:
     """Report an error: print it to stderr, or under torchrun write it to the error file for torchrun's summary.
 
     Args:
+        message: The text to report.
         timestamp: Unix time in seconds, default now. The summary's root cause is the rank with the earliest one.
     """
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -129,10 +129,12 @@ class Runtime:
 
     @property
     def under_torchrun(self) -> bool:
+        """Whether torchrun started this process."""
         return "TORCHELASTIC_RUN_ID" in os.environ
 
     @property
     def several_nodes(self) -> bool:
+        """Whether the ranks run on more than one machine."""
         return self.local_world_size < self.world_size
 
     @property
@@ -157,8 +159,8 @@ class Runtime:
     def side_stream(self) -> Generator[None, None, None]:
         """Queue all work on a CUDA stream other than the default one, from which CUDA graphs cannot be captured.
 
-        Enter it before `Strategy.setup`: work that waits for the default stream cannot be captured either, and the gradients of
-        a DDP module made on the default stream do.
+        Enter it before `Strategy.setup`. Work that waits for the default stream cannot be captured either, and a DDP module
+        constructed on the default stream makes its gradients wait for that stream.
         """
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
@@ -217,8 +219,12 @@ class Runtime:
     def collect(self, key: str, value: str) -> list[str] | None:
         """Gather one string per rank on rank 0. Collective; it does not need the process group.
 
+        Args:
+            key: Name of the values in the store.
+            value: The string of this rank.
+
         Returns:
-            The values in order of rank on rank 0; None on the other ranks, which do not wait.
+            On rank 0 the values in order of rank; None on the other ranks, which do not wait.
         """
         if self.world_size == 1:
             return [value]
@@ -247,11 +253,11 @@ class Runtime:
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
         """Return a device mesh over all ranks. Collective; it needs the process group.
 
-        The last axis varies fastest: {"dp": 2, "pp": 2} has the pipelines of ranks 0-1 and 2-3. The groups are made here and
-        not by `init_device_mesh`, which would give them torch's default timeout of up to 30 minutes.
+        The last axis varies fastest: {"dp": 2, "pp": 2} has one pipeline of ranks 0-1 and one of 2-3. The groups are made here
+        and not by `init_device_mesh`, which would give them torch's default timeout of up to 30 minutes.
 
         Args:
-            axes: Size of each axis by name; the product is the world size.
+            axes: Size of each axis by name; their product must be the world size.
         """
         ranks = torch.arange(math.prod(axes.values())).reshape(*axes.values())
         groups = []

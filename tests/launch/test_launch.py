@@ -177,7 +177,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
     "strategy=ddp data.shift=28": "data.shift=28: must be smaller than the images, which are 28 x 28 pixels; allowed: 0 to 27",
-    "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14, these are 8x8",
+    "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14 pixels, got 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
     "-m strategy=ddp seed=1,2": "--multirun: is not supported under torchrun, where all jobs would share one process group",

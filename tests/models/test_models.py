@@ -54,7 +54,7 @@ def test_models_take_shapes_and_classes_from_the_data(channels, size, classes):
 
 
 def test_models_refuse_images_that_are_too_small():
-    with pytest.raises(ConfigError, match="model=lenet: needs images of at least 14x14, these are 13x13"):
+    with pytest.raises(ConfigError, match="model=lenet: needs images of at least 14x14 pixels, got 13x13"):
         lenet(1, 13, 10, None)
     with pytest.raises(ConfigError, match="model=resnet18: needs images of at least 9x9"):
         resnet18(1, 8, 10, None)

@@ -1,4 +1,4 @@
-"""The launchers as Hydra plug-ins: Hydra looks only in packages called hydra_plugins, and only at classes defined there."""
+"""The launchers as Hydra plug-ins: Hydra finds only classes that are defined in a package called hydra_plugins."""
 
 from ddp_lab.launch import slurm, torchrun
 

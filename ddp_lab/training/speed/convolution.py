@@ -1,8 +1,9 @@
-"""Convolutions whose channels are padded to multiples of 8, which tensor cores need, so that torch.compile fuses the padding.
+"""Convolutions that pad their channels to multiples of 8, which tensor cores need.
 
-Otherwise cuDNN pads such channels in separate kernels, before and after each of a convolution's three matrix multiplications
-(outputs, gradient of the inputs, gradient of the weight). Images of one channel become eight times as large. LeNet's compiled
-step took about a quarter longer for it (docs/benchmarks-log.md). Explicit padding is fused with the kernels around it.
+Without explicit padding, cuDNN pads in separate kernels, before and after each of a convolution's three matrix multiplications
+(outputs, gradient of the inputs, gradient of the weight). Images of one channel become eight times as large. With that padding
+LeNet's compiled step took about a quarter longer (docs/benchmarks-log.md). torch.compile fuses explicit padding with the
+neighbouring kernels.
 """
 
 from typing import cast
@@ -16,7 +17,7 @@ class PaddedConv2d(nn.Conv2d):
     """A convolution that pads its channels to multiples of 8 when compiled; in eager mode it is an nn.Conv2d.
 
     Args:
-        conv: layer to replace, for which `can_be_rewritten` holds; its parameters are shared.
+        conv: layer to replace, for which `can_be_rewritten` returns True; its parameters are shared.
     """
 
     def __init__(self, conv: nn.Conv2d):
@@ -34,7 +35,7 @@ class PaddedConv2d(nn.Conv2d):
         self.train(conv.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():  # evaluation and other batch sizes, where nothing would fuse the padding
+        if not torch.compiler.is_compiling():  # eager mode (evaluation, other batch sizes) cannot fuse the padding
             return super().forward(input)
         if self.in_channels == 1 and self.stride == self.dilation == (1, 1):
             return as_product(input, self.weight, self.bias, pair(self.padding))
@@ -51,23 +52,25 @@ def pad_convolutions(model: nn.Module) -> None:
 
 
 def pair(sizes: str | tuple[int, ...]) -> tuple[int, int]:
-    """Return a size of an nn.Conv2d with its exact type, which torch's annotation has for convolutions of any dimension."""
+    """Return a size of an nn.Conv2d, typed as two integers: torch's annotation covers convolutions of any dimension."""
     return cast("tuple[int, int]", sizes)
 
 
 def can_be_rewritten(conv: nn.Conv2d) -> bool:
-    """Return whether PaddedConv2d supports `conv`: no groups, zeros as padding, and its amount given in numbers."""
+    """Return whether PaddedConv2d supports `conv`: groups=1, padding_mode="zeros", and padding given as numbers."""
     return conv.groups == 1 and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
 
 
 def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]) -> torch.Tensor:
     """Compute a convolution as one matrix multiplication, with one row for the inputs of each output pixel (im2col).
 
-    Chellapilla et al. 2006, "High performance convolutional neural networks for document processing".
+    The method is that of Chellapilla et al. 2006, "High performance convolutional neural networks for document processing".
 
     Args:
         images: [n, 1, height, width].
         weight: [o, 1, rows, columns].
+        bias: [o].
+        padding: rows above and below the images, columns to the left and right of them.
 
     Returns:
         [n, o, h, w], channels last.

@@ -1,7 +1,7 @@
 """A complete training step as one CUDA graph: gather, forward, backward, all-reduce, optimizer.
 
 In eager mode a step of LeNet takes the host ten times as long as the GPU. A graph is captured once and replayed by one call.
-It reads from memory what changes from step to step: the batch and the learning rate.
+The values that change from step to step, the batch and the learning rate, are read from fixed addresses in memory.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -25,13 +25,16 @@ WARM_UP = 11  # steps before a capture: DDP rebuilds its buckets in the first on
 
 
 class GraphStep:
-    """A `Step` as CUDA graphs, one for each size of a DeviceLoader's batches.
+    """A `Step` captured as CUDA graphs, one for each batch size of a DeviceLoader.
 
     Args:
-        step: all of it must run on the current stream, which must not be the default one (`Runtime.side_stream`).
+        step: the step to capture. All its work must be queued on the current stream, which must not be the default stream
+            (`Runtime.side_stream`).
+        loader: gathers the batches, as a part of each graph.
 
     Attributes:
         rate: learning rate on the device, [], read by every replay.
+        graphs: the captured graph of each batch size.
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
@@ -42,14 +45,15 @@ class GraphStep:
 
     @property
     def lr(self) -> float:
+        """The learning rate of the last step."""
         return self.step.lr
 
     def capture(self, choosing: float, first: str) -> None:
         """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads; 0: its first choice is kept.
-            first: what the first steps do, for the notice about them: compile, or warm up.
+            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads; 0 keeps its first choice.
+            first: text of the notice about the first steps, which compile or warm up.
         """
         self.loader.set_epoch(1)
         turns = sorted(set(self.loader.turns()), reverse=True)
@@ -57,7 +61,7 @@ class GraphStep:
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = self.rate  # read by every replay
-        with torch.autograd.set_multithreading_enabled(False):  # backward runs in its caller's thread, with its kernels
+        with torch.autograd.set_multithreading_enabled(False):  # backward uses its caller's thread and its kernels
             # Warm up in this thread first: torch.compile compiles only in the thread that imported it (asserted in torch 2.11).
             with working(first), compiling():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
@@ -79,12 +83,13 @@ class GraphStep:
                 self.step.compute(self.gather(turn))
 
     def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
+        """Yield the sizes of the remaining batches of the epoch, then draw the next epoch's sample order."""
         loader.deal()
         yield from loader.turns()
         loader.look_ahead()
 
     def __call__(self, turn: Turn | Batch) -> None:
-        """Replay the graph of a turn. A batch that was gathered before is computed in eager mode."""
+        """Replay the graph of a turn. Compute a batch, which `Fault` has already gathered, in eager mode."""
         if isinstance(turn, Batch):
             self.step(turn)
         elif turn in self.graphs:
@@ -95,7 +100,7 @@ class GraphStep:
             self.step(self.gather(turn))
 
     def gather(self, turn: Turn) -> Batch:
-        """Return the next batch, which has the turn's size."""
+        """Return the next batch, which has the sizes `turn`."""
         return Batch(*self.loader.take(turn.size), turn.count)
 
     def _first_batch(self, turn: Turn) -> Batch:
@@ -104,12 +109,12 @@ class GraphStep:
 
 
 # Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
-# Not reductions: with them a step took 3 % longer (docs/benchmarks-log.md).
+# Reductions are excluded, because with them a step took 3 % longer (docs/benchmarks-log.md).
 COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
-# With `compile=tuned` torch.compile times kernels for matrix multiplications and convolutions, and shapes of fused kernels.
+# With `compile=tuned`, torch.compile times kernels for matrix multiplications and convolutions, and block sizes of fused ones.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
-# Without it Inductor returns to channels first if all convolutions that it compiles have at most 64 channels (LeNet, or
-# ResNet's first blocks), and copies the gradients of the largest activations.
+# Without this option Inductor returns to channels first if all convolutions that it compiles have at most 64 channels (LeNet,
+# or ResNet's first blocks), and copies the gradients of the largest activations.
 CHANNELS_LAST = {"force_layout_optimization": True}
 
 
@@ -119,10 +124,11 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
     Other batch sizes and evaluation run in eager mode, because compiling them would take as long again.
 
     Args:
+        step: the step to compile, in place.
         loader: loader of a step that will be captured. It is compiled, too, and so are the optimizer and the tally
-            (`Step.compile`). None: the step will be called with batches, and these three stay eager.
+            (`Step.compile`). None: the step will be called with batches, and these three remain in eager mode.
         tuned: whether to time more kernels, which takes minutes.
-        channels_last: whether the model is in that format.
+        channels_last: whether the model is in the channels-last memory format.
     """
     options = COMBO | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
     fuse = cast(Fuse, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
@@ -139,7 +145,7 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
 
     Args:
         batches: one function for each batch size, which returns a batch.
-        times: steps for each batch size, after `try_out`.
+        times: number of steps for each batch size, after one `try_out`.
     """
     with unchanged(step):
         for batch in batches:
@@ -151,7 +157,7 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
 def try_out(step: Step, batch: Batch) -> None:
     """Run forward and backward of one micro-batch, in which kernels are timed and chosen, without summing gradients.
 
-    A collective occupies a part of the GPU until the slowest rank arrives, so kernels timed beside it would be misjudged.
+    A collective occupies a part of the GPU until the slowest rank arrives, so kernels timed meanwhile would appear too slow.
     """
     inputs, targets, count = batch
     with step.strategy.no_sync():
@@ -163,7 +169,7 @@ def try_out(step: Step, batch: Batch) -> None:
 def unchanged(step: Step) -> Generator[None]:
     """Restore weights, buffers, the optimizer's state and the tally, in place, when the body ends.
 
-    Optimizer state that the body created is set to zero, which is what SGD and Adam begin with.
+    Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """
     module, optimizer = step.strategy.module, step.optimizer
     held = [*module.parameters(), *module.buffers(), *step.tally.state]

@@ -1,6 +1,6 @@
-"""Choosing cuDNN's kernels for a captured step: cuDNN chooses several times, and the fastest choice is kept.
+"""Choice of cuDNN's kernels for a captured step: cuDNN chooses several times, and the fastest choice is kept.
 
-For each convolution and thread, cuDNN keeps the kernel that was the fastest in ONE run of each. One run is a noisy
+For each convolution and thread, cuDNN runs every kernel ONCE and keeps the fastest. A single run is a noisy
 measurement: LeNet's forward and backward take 284 to 315 us, depending on the choice (an H200, docs/benchmarks-log.md).
 """
 
@@ -17,11 +17,11 @@ import torch
 
 MOST_THREADS = 16  # each choosing thread keeps a cuBLAS workspace allocated, 32 MiB on an H200
 
-Thread = Callable[[Callable[[], Any]], Any]  # calls a function in some thread; `operator.call`: in the current one
+Thread = Callable[[Callable[[], Any]], Any]  # calls a function in a certain thread; `operator.call` uses the current thread
 
 
 class NewThread:
-    """A thread that uses the current thread's device and stream, and in which cuDNN chooses its kernels anew."""
+    """A thread with the device and stream of the current thread, in which cuDNN chooses its kernels again."""
 
     def __init__(self):
         stream = torch.cuda.current_stream()
@@ -33,14 +33,24 @@ class NewThread:
         self.executor = ThreadPoolExecutor(1, initializer=initialize)
 
     def __call__(self, task: Callable[[], Any]) -> Any:
+        """Run `task` in the thread, wait for it and return its result."""
         return self.executor.submit(copy_context().run, task).result()  # newer torch keeps its options in the context
 
     def close(self) -> None:
+        """End the thread."""
         self.executor.shutdown()
 
 
 def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> int:
-    """Return the index of the fastest graph, by the median over rounds, because a GPU is faster for a while after idling."""
+    """Return the index of the graph with the shortest median time over all rounds.
+
+    The rounds are needed because a GPU is faster for a while after it was idle.
+
+    Args:
+        graphs: at least one.
+        rounds: number of measurements of each graph.
+        replays: number of replays in a measurement.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     milliseconds: list[list[float]] = [[] for _ in graphs]
     for _ in range(rounds):
@@ -56,13 +66,13 @@ def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int =
 
 
 def fastest_thread(work: Callable[[], None], seconds: float) -> Thread:
-    """Return the thread whose kernels are the fastest for `work`: the current one, which has chosen already, or a new one.
+    """Return the thread whose kernels are the fastest for `work`: the current one, with the choice already made, or a new one.
 
     The backward pass must run in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`).
 
     Args:
-        work: queues work that a CUDA graph can capture, without collectives, because each rank chooses for itself.
-        seconds: time in which new threads are started; the last one is completed.
+        work: queues work that a CUDA graph can capture. It has no collectives, because each rank chooses for itself.
+        seconds: how long new threads are started; a thread started in that time completes its work.
     """
     threads: list[Thread] = [call]
     end = time.perf_counter() + seconds
@@ -89,6 +99,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> AbstractContextM
     """Return a context that captures the current thread's work on the current stream.
 
     Args:
-        pool: of torch.cuda.graph_pool_handle, whose type torch does not export; None: a pool of its own.
+        graph: where the work is captured.
+        pool: memory pool from torch.cuda.graph_pool_handle (torch does not export its type); None gives the graph its own.
     """
     return torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local")

@@ -1,4 +1,4 @@
-"""Notices on rank 0 about long work before the first step: what is being done, and for how long."""
+"""Notices on rank 0 about long work before the first step: what is done, and how long it has taken so far."""
 
 import logging
 import sys
@@ -9,19 +9,20 @@ from contextlib import contextmanager
 
 from ddp_lab.observe.logger import log
 
-CLEAR = "\033[K"  # the rest of a terminal's line
+CLEAR = "\033[K"  # clears the rest of a terminal's line
 
 
 @contextmanager
 def working(what: str, tick: float = 1.0, interval: float = 30.0) -> Generator[None]:
-    """Show what is being done while the body runs, and log the seconds it took.
+    """Show what is done while the body runs, and then log how many seconds it took.
 
     On a terminal, one line counts the seconds. Otherwise a line is logged at the beginning and one every `interval` seconds.
-    Nothing is shown if the body takes less than `tick` seconds, nor on ranks that log only warnings, which are all but rank 0.
+    Nothing is shown if the body takes less than `tick` seconds. Ranks other than 0, which log only warnings, show nothing.
 
     Args:
-        what: in the form of "compiling the training step".
+        what: description of the work, for example "compiling the training step".
         tick: seconds before the first notice, and between two updates of the terminal's line.
+        interval: seconds between two lines of a log.
     """
     if not log.isEnabledFor(logging.INFO):
         yield

@@ -21,16 +21,23 @@ CHOOSING = 2.0  # seconds for choosing cuDNN's kernels, if the step is compiled,
 
 
 class PerformanceOptions(NamedTuple):
-    """How a training step is executed."""
+    """The performance options of a run: how a training step is executed.
+
+    Attributes:
+        cuda_graph: whether a step is captured as a CUDA graph.
+        compile: whether a step is compiled by torch.compile; "tuned" also times more kernels, which takes minutes.
+        channels_last: whether images and convolutions use the channels-last memory format.
+    """
 
     cuda_graph: bool
     compile: bool | Literal["tuned"]
     channels_last: bool
 
     def supported(self, strategy: Strategy, loader: str) -> "PerformanceOptions":
-        """Return the options that are supported, and log why others are disabled.
+        """Return the options that are supported, and log why the others are disabled.
 
         Args:
+            strategy: the strategy of the run.
             loader: the config's `data.loader`, "device" or "workers".
         """
         reasons = {name: why_not(name, strategy, loader) for name, value in self._asdict().items() if value}
@@ -52,11 +59,11 @@ class PerformanceOptions(NamedTuple):
             yield
 
     def shape(self, model: Chain) -> Chain:
-        """Set the memory format of the model. Called before `Strategy.setup`, within `switches`."""
+        """Set the memory format of the model and return it. Called before `Strategy.setup`, within `switches`."""
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
     def settle(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Have the optimizer read the learning rate and its step counters on the GPU, as a graph needs it.
+        """Set the optimizer to read its learning rate and step counters on the GPU, as a CUDA graph requires, and return it.
 
         Called before the optimizer has a state.
         """
@@ -68,7 +75,7 @@ class PerformanceOptions(NamedTuple):
         return optimizer
 
     def build(self, step: Step, loader: Loader) -> Step | GraphStep:
-        """Return the step to train with, compiled and captured as these options ask. Collective."""
+        """Return the step to train with, compiled and captured according to these options. Collective."""
         device_loader = loader if isinstance(loader, DeviceLoader) else None
         assert device_loader is not None or not self.cuda_graph, "cuda_graph needs data.loader=device (see `supported`)"
         notice = f"compiling the training step (compile={str(self.compile).lower()})"
@@ -100,5 +107,5 @@ def why_not(name: str, strategy: Strategy, loader: str) -> str | None:
     if name == "cuda_graph" and loader != "device":
         return f"not supported by data.loader={loader}, which prepares batches on the host; use data.loader=device"
     if name == "cuda_graph" and strategy.batch_norm == "sync":
-        return "not supported by strategy.batch_norm=sync, whose collectives inside forward and backward were never captured"
+        return "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
     return None

@@ -1,17 +1,17 @@
-"""torch's global switches that a fast step needs. Each holds within a `with` block and is restored after it."""
+"""Global settings of torch that a fast step needs. Each applies within a `with` block and is restored after it."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 
-# torch's limit is 8. It counts the pieces of a model (`Strategy.compile_pieces`) as one function with different shapes.
+# torch's default is 8. The pieces of a model (`Strategy.compile_pieces`) count as one function with different shapes.
 RECOMPILE_LIMIT = 64
 
 
 @contextmanager
 def cudnn_benchmark() -> Generator[None]:
-    """Have cuDNN time all its kernels for every new convolution."""
+    """Let cuDNN time all its kernels for every new convolution and use the fastest."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
     cudnn.benchmark, cudnn.benchmark_limit = True, 0
@@ -23,7 +23,7 @@ def cudnn_benchmark() -> Generator[None]:
 
 @contextmanager
 def eager_unless_compiled() -> Generator[None]:
-    """Run shapes that torch.compile has not compiled in eager mode. Within `compiling`, they are compiled."""
+    """Run shapes that are not compiled yet in eager mode. Only within `compiling`, new shapes are compiled."""
     # torch has no public form of the recompile limit.
     patch = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)  # pyright: ignore[reportPrivateUsage]
     with patch, torch.compiler.set_stance("eager_on_recompile"):
@@ -32,6 +32,6 @@ def eager_unless_compiled() -> Generator[None]:
 
 @contextmanager
 def compiling() -> Generator[None]:
-    """Compile at the first call again, within `eager_unless_compiled`."""
+    """Let torch.compile compile new shapes again, in a block within `eager_unless_compiled`."""
     with torch.compiler.set_stance("default"):
         yield
