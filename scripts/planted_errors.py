@@ -202,7 +202,7 @@ ERRORS = [
           "weights_only=True", "weights_only=False",
           "tests/resilience/test_checkpoint.py::test_bad_files_are_refused[archive-cannot be read as a checkpoint]"),
     Error("checkpoints are ordered by name, where 10 comes before 9", FILES,
-          "(len(path.name), path.name)", "path.name",
+          "return len(path.name), path.name", "return (path.name,)",
           "tests/resilience/test_checkpoint.py::test_checkpoints_are_ordered_by_step"),
     Error("the last epoch is not saved", GUARD,
           "if last or ", "if ",

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class LogFile(logging.FileHandler):
-    """A log file that ignores a full disk."""
+    """A log file whose errors, such as a full disk, are ignored."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing: the line is on the console, too."""

@@ -17,7 +17,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.logger import log
-from ddp_lab.resilience.checkpoint_files import damage, digest_of, in_order, load_checkpoint, sha256, write_atomically
+from ddp_lab.resilience.checkpoint_files import by_step, damage, digest_of, in_order, load_checkpoint, sha256, write_atomically
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -93,10 +93,10 @@ class Checkpoints:
             group.update(options, lr=options["initial_lr"] * factor(step))
         # Files of later steps are from a continuation of the run that is now abandoned, as are the metrics of later epochs.
         if self.runtime.rank == 0:
-            for later in self.files():
-                if later.name > f"step_{progress.step:08d}.pt":
-                    later.unlink()
-                    digest_of(later).unlink(missing_ok=True)
+            for other in self.files():
+                if by_step(other) > by_step(Path(f"step_{progress.step:08d}.pt")):
+                    other.unlink()
+                    digest_of(other).unlink(missing_ok=True)
         log.info(f"resumed from {path}: {progress}")
         if state["seed"] != self.seed and self.runtime.rank == 0:
             log.warning(

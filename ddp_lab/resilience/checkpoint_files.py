@@ -14,9 +14,14 @@ from ddp_lab.config.errors import ConfigError
 EXPECTED = "a file step_*.pt from a run's directory checkpoints"
 
 
+def by_step(path: Path) -> tuple[int, str]:
+    """Return the sort key of a file `step_NNNNNNNN.pt`. From step 100,000,000 on, the name has more than eight digits."""
+    return len(path.name), path.name
+
+
 def in_order(paths: Iterable[Path]) -> list[Path]:
-    """Return the files `step_NNNNNNNN.pt` sorted by step, also if a step has more than eight digits."""
-    return sorted(paths, key=lambda path: (len(path.name), path.name))
+    """Return the files `step_NNNNNNNN.pt` sorted by step."""
+    return sorted(paths, key=by_step)
 
 
 def digest_of(path: Path) -> Path:

@@ -73,9 +73,11 @@ class Scratch(Strategy):
     def no_sync(self) -> Generator[None]:
         if self.buckets is not None:
             self.buckets.active = False
-        yield
-        if self.buckets is not None:
-            self.buckets.active = True
+        try:
+            yield
+        finally:
+            if self.buckets is not None:
+                self.buckets.active = True
 
     def reduce_gradients(self) -> None:
         # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is the gradient of the mean.

@@ -45,11 +45,9 @@ LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
 ]
 
 
-COLD = ("scratch", "single")  # strategies that `make test` starts cold; `make test-slow` does so for two more
+COLD = ("scratch", "single")  # strategies that `make test` starts cold; `make test-slow` does so for pipeline
 STARTS = [pytest.param(*line, line[1] in COLD, id=line[0]) for line in LINES]
-STARTS += [
-    pytest.param(*line, True, id=f"{line[0]} cold", marks=pytest.mark.slow) for line in LINES if line[1] in ("ddp", "pipeline")
-]
+STARTS += [pytest.param(*line, True, id=f"{line[0]} cold", marks=pytest.mark.slow) for line in LINES if line[1] == "pipeline"]
 
 
 @pytest.mark.parametrize(("line", "strategy", "world_size", "replicas", "logged", "cold"), STARTS)
