@@ -51,7 +51,9 @@ def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> I
 
 
 def option_rows(group: str, node: dict[str, Any]) -> Iterator[Row]:
-    """Yield a row for each key that an option of a group sets."""
+    """Yield a row for each key that an option of a group sets; none if the user chooses the constructor."""
+    if node.get("_target_") == "???":
+        return
     if group == "data":
         yield from option_rows("data.dataset", node["dataset"])
         yield from make_rows(DataConfig, node, "data.")

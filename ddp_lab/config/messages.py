@@ -15,7 +15,15 @@ MISSING = "{key}: is missing; it must be {allowed}"
 UNKNOWN = "{key}={value}: there is no such key; {advice}allowed: {allowed}"
 WRONG = "{key}={value}: must be {allowed}"
 
-PLAIN = {int: "an integer", float: "a number", str: "a string", bool: "true or false", list: "a list", NoneType: "null"}
+PLAIN = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    list: "a list",
+    NoneType: "null",
+    Any: "any value",
+}
 
 
 def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> str:
@@ -34,7 +42,8 @@ def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str,
         name, *rest = rest
     key, value = f"{prefix}{name}", values.get(name)
     if first["type"] == "extra_forbidden":
-        return unknown_key(key, value, prefix, [name for name in values if name in model.model_fields])
+        set_in_conf = [name for name in values if name in model.model_fields]
+        return unknown_key(key, value, prefix, list(dict.fromkeys([*set_in_conf, *model.model_fields])))
     template = MISSING if first["type"] == "missing" else WRONG
     return template.format(key=key, value="null" if value is None else value, allowed=describe_field(model.model_fields[name]))
 

@@ -5,7 +5,7 @@ import re
 from typing import Any, get_origin, get_type_hints
 
 from hydra.utils import get_object
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys, OptimizerConfig
@@ -19,6 +19,12 @@ GROUPS: dict[str, list[str]] = {
     "optimizer": ["params"],
     "scheduler": ["progress"],
 }
+
+
+class AnyKeys(Keys):
+    """The options of a constructor with `**kwargs`."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
@@ -35,13 +41,22 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     """
     try:
         target = get_object(node["_target_"])
-    except (KeyError, ImportError, ValueError):
-        raise ConfigError(f"{group}._target_={node.get('_target_')}: must be the name of a class or function") from None
-    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    except (KeyError, ImportError, ValueError) as error:
+        reason = error.__cause__ or error.__context__
+        raise ConfigError(
+            f"{group}._target_={node.get('_target_')}: must be the name of a class or function that Python can import, for "
+            f"example mynet.MyNet from a file mynet.py in the current directory{f' ({reason})' if reason else ''}"
+        ) from None
+    try:
+        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    except NameError:  # an annotation that exists only for type checkers
+        hints = {}
     texts = descriptions(target)
-    fields = {}
+    fields, base = {}, Keys
     for name, parameter in inspect.signature(target).parameters.items():
-        if name in GROUPS[group]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            base = AnyKeys
+        if name in GROUPS[group] or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         hint = hints.get(name, Any)
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -49,7 +64,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
         fields[name] = (list if get_origin(hint) is tuple else hint, Field(default, description=texts.get(name)))
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)
-    return create_model(target.__name__, __base__=Keys, **fields)
+    return create_model(target.__name__, __base__=base, **fields)
 
 
 def descriptions(target: Any) -> dict[str, str]:

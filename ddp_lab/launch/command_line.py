@@ -33,7 +33,8 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def run(*args: Any) -> None:
-        sys.path.append(str(Path(__file__).parent))  # Hydra finds plug-ins in any package called hydra_plugins
+        # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
+        sys.path += [str(Path(__file__).parent), os.getcwd()]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
         # The value is quoted, because Hydra would read its comma as a sweep over two values.
         sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in sys.argv]

@@ -11,12 +11,13 @@ from typing import cast
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import Loader
-from ddp_lab.models.chain import Chain
+from ddp_lab.models.own import build_model, require_chain
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.strategies.base import Strategy
@@ -71,10 +72,15 @@ class Job:
         )
 
     @cached_property
-    def model(self) -> Chain:
+    def model(self) -> nn.Module:
         """The model on the CPU, with the same weights on every rank."""
         torch.manual_seed(self.cfg.seed)
-        return build(self.cfg.model, **self.dataset.model_shape())
+        shape = self.dataset.model_shape()
+        model = build_model(self.cfg.model, shape)
+        self.strategy.input_shape = (shape["in_channels"], shape["image_size"], shape["image_size"])
+        if self.strategy.needs_chain:
+            require_chain(model, self.strategy.name, self.cfg.model._target_)
+        return model
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,7 +113,7 @@ class Job:
     def options(self) -> PerformanceOptions:
         """The requested performance options that are supported; the others are disabled and logged."""
         wanted = PerformanceOptions(self.cfg.cuda_graph, self.cfg.compile, self.cfg.channels_last)
-        return wanted.supported(self.strategy, self.cfg.data.loader)
+        return wanted.supported(self.strategy, self.cfg.data.loader, self.model)
 
 
 def prepare(cfg: DictConfig, runtime: Runtime) -> Job:

@@ -14,7 +14,7 @@ With W ranks and n bytes of gradients:
 clusters of workstations").
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -174,6 +174,16 @@ class Buckets:
             work.wait()
             set_gradients(bucket.parameters, unflatten(flattened, gradients_of(bucket.parameters)))
             bucket.missing, bucket.pending = len(bucket.parameters), None
+
+
+def fill_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
+    """Divide the parameters, from the last to the first, into buckets of at least `size` bytes; the last one may be smaller."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    for parameter in reversed(parameters):
+        if sum(held.nbytes for held in buckets[-1]) >= size:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -72,6 +72,7 @@ class Strategy(ABC):
         dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
         batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
         one_process: whether one process drives all devices, without a process group.
+        needs_chain: whether the model must be a Chain, because the strategy cuts it into blocks.
         sharded: whether the ranks of dp_group hold shards of the model instead of replicas.
         supports_mps: whether the strategy can train on a Mac's GPU.
         performance_options: the supported ones of cuda_graph, compile and channels_last.
@@ -79,12 +80,14 @@ class Strategy(ABC):
         device: device that this rank's batches must be on.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
+        input_shape: a sample's (channels, height, width). Set with the model, before `partition`.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, or the device is not supported by the strategy.
     """
 
     one_process: ClassVar[bool] = False
+    needs_chain: ClassVar[bool] = False
     supports_mps: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
     performance_options: ClassVar[frozenset[str]] = frozenset()
@@ -93,6 +96,7 @@ class Strategy(ABC):
 
     module: nn.Module
     forward: nn.Module
+    input_shape: tuple[int, int, int]
 
     def __init__(self, runtime: Runtime):
         if self.one_process and runtime.world_size > 1:
@@ -143,7 +147,7 @@ class Strategy(ABC):
         self.dp_size = self.replicas = ranks // ranks_per_replica
         self.axes = {"dp": self.dp_size, **inner}
 
-    def partition(self, model: Chain, samples: int) -> None:  # noqa: B027, most strategies have nothing to decide
+    def partition(self, model: nn.Module, samples: int) -> None:  # noqa: B027, most strategies have nothing to decide
         """Decide which rank holds which part of the model. Called before the process group opens.
 
         Args:
@@ -155,12 +159,16 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
         """Move `model` to the devices, and wrap or cut it. Collective; sets `module` and `forward`.
 
         Args:
             model: the complete model on the CPU, the same on every rank.
         """
+
+    def can_compile(self, model: nn.Module) -> bool:
+        """Return whether `compile` supports the model."""
+        return True
 
     def compile(self, fuse: Fuse) -> None:
         """Compile forward, loss and backward. Called after `setup`, if "compile" is one of the `performance_options`."""

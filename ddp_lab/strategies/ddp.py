@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +47,7 @@ class DDP(Strategy):
         self.bucket_cap_mb = bucket_cap_mb
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(model.to(self.device), self.batch_norm)
         self.forward = self.wrapper = DistributedDataParallel(
             self.module,
@@ -63,10 +64,13 @@ class DDP(Strategy):
             self.wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._rebuild_buckets(model)
 
+    def can_compile(self, model: nn.Module) -> bool:
+        return isinstance(model, Chain)
+
     def compile(self, fuse: Fuse) -> None:
         self.compile_pieces(fuse, self.bucket_cap_mb * MiB)
 
-    def _rebuild_buckets(self, model: Chain) -> None:
+    def _rebuild_buckets(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.
 
         After its first backward pass DDP rebuilds its buckets in the order in which the gradients arrived. With more than two
@@ -75,7 +79,7 @@ class DDP(Strategy):
         """
         model.eval()
         with self.autocast():
-            logits = self.forward(torch.zeros(1, *model.input_shape, device=self.device))
+            logits = self.forward(torch.zeros(1, *self.input_shape, device=self.device))
         logits.sum().backward()
         model.train()
         for parameter in model.parameters():

@@ -7,7 +7,6 @@ sums the gradients there. All threads share the lock of one Python interpreter.
 from torch import nn
 
 from ddp_lab.config.types import DeviceName
-from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.world.runtime import Runtime, find_device
 
@@ -31,7 +30,7 @@ class DP(Strategy):
             self.devices = [self.device]  # one replica, even if the CPU is listed several times
         self.replicas = self.num_devices = len(self.devices)
 
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
         self.module = model.to(self.device)
         self.forward = nn.DataParallel(self.module, self.devices) if self.device.type == "cuda" else self.module
 

@@ -14,13 +14,29 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.models.chain import Chain
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
+
+
+def units(model: nn.Module, wrap: list[str] | None) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered together, inner modules before those that contain them.
+
+    Args:
+        wrap: names of their classes; None: the children of the model and of its ModuleLists.
+    """
+    if wrap is not None:
+        found = [module for module in model.modules() if type(module).__name__ in wrap and module is not model]
+    else:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        found = [child for parent in [model, *lists] for child in parent.children() if not isinstance(child, nn.ModuleList)]
+    depth = {module: name.count(".") for name, module in model.named_modules()}
+    return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
 
 
 class FSDP(Strategy):
@@ -31,15 +47,29 @@ class FSDP(Strategy):
             its backward pass, which takes less memory and 1.5 times the communication.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
+        wrap: names of the classes of modules that are gathered as a unit; null: the children of the model and of its
+            ModuleLists.
     """
 
     sharded = True
 
-    def __init__(self, runtime: Runtime, reshard_after_forward: bool, batch_norm: BatchNorm):
+    def __init__(self, runtime: Runtime, reshard_after_forward: bool, batch_norm: BatchNorm, wrap: list[str] | None):
         super().__init__(runtime)
-        self.reshard_after_forward, self.batch_norm = reshard_after_forward, batch_norm
+        self.reshard_after_forward, self.batch_norm, self.wrap = reshard_after_forward, batch_norm, wrap
 
-    def setup(self, model: Chain) -> None:
+    def partition(self, model: nn.Module, samples: int) -> None:
+        if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
+            raise ConfigError(
+                f"strategy=fsdp: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape [1], or "
+                "use another strategy, for example ddp"
+            )
+        found = {type(module).__name__ for module in model.modules()}
+        if unknown := [name for name in self.wrap or [] if name not in found]:
+            raise ConfigError(
+                f"strategy.wrap={self.wrap}: the model has no module of class {unknown[0]}; it has {', '.join(sorted(found))}"
+            )
+
+    def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         # BatchNorm uses the group of the mesh: collectives of one communicator run in order, those of several may deadlock.
         self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, mesh.get_group("dp"))
@@ -51,7 +81,7 @@ class FSDP(Strategy):
                 if is_batch_norm(layer):
                     keep = MixedPrecisionPolicy(cast_forward_inputs=False)
                     fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=keep)
-        for part in [*model, model]:
+        for part in [*units(model, self.wrap), model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
 
     def autocast(self) -> AbstractContextManager[None]:

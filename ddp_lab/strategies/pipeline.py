@@ -96,6 +96,7 @@ class Pipeline(Strategy):
             cannot be cut into the stages.
     """
 
+    needs_chain = True
     save_options = {"cpu_offload": True}  # each rank returns the state of its stages; rank 0 merges them (state_dict)
 
     def __init__(
@@ -114,7 +115,8 @@ class Pipeline(Strategy):
         self.loss = MicroBatchLoss()
         self.schedules: dict[tuple[int, bool], TorchSchedule] = {}  # by size of a micro-batch, and whether it is for training
 
-    def partition(self, model: Chain, samples: int) -> None:
+    def partition(self, model: nn.Module, samples: int) -> None:
+        assert isinstance(model, Chain)  # `needs_chain`
         ranks, rounds = self.axes["pp"], max(1, self.num_microbatches // self.axes["pp"])
         if ranks == 1 and not self.one_stage:
             raise ConfigError(
@@ -144,7 +146,7 @@ class Pipeline(Strategy):
             )
         self.parts = Partition(model, self.num_stages, self.cut)
 
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
         ranks, rank = self.axes["pp"], dist.get_rank(self.pp_group)

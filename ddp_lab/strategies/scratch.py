@@ -17,10 +17,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, gradients_of, set_gradients
+from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, fill_buckets, gradients_of, set_gradients
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Fuse, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
@@ -54,14 +55,20 @@ class Scratch(Strategy):
         self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET)
         self.buckets: Buckets | None = None
 
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
         model = set_batch_norm(model.to(self.device), self.batch_norm)
         self.module = self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, src=0)  # all ranks start with the weights of rank 0
         if self.algorithm == "bucketed":
-            self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
+            if isinstance(model, Chain):
+                self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
+            else:
+                self.buckets = Buckets(fill_buckets(list(model.parameters()), self.bucket_sizes[0]))
+
+    def can_compile(self, model: nn.Module) -> bool:
+        return self.algorithm != "bucketed" or isinstance(model, Chain)
 
     def compile(self, fuse: Fuse) -> None:
         if self.buckets is None:

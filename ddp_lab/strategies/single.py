@@ -1,6 +1,7 @@
 """One device, one process: the reference whose weights every other strategy must reproduce."""
 
-from ddp_lab.models.chain import Chain
+from torch import nn
+
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 
 
@@ -10,5 +11,5 @@ class Single(Strategy):
     one_process = supports_mps = True
     performance_options = ALL_PERFORMANCE_OPTIONS
 
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
         self.module = self.forward = model.to(self.device)

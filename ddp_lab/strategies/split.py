@@ -36,7 +36,7 @@ class Split(Strategy):
         ConfigError: there are more devices than blocks (in `partition`).
     """
 
-    one_process = True
+    one_process = needs_chain = True
     performance_options = frozenset({"channels_last"})
     load_options = {}  # full_state_dict supports one device only; this process holds all parameters anyway
 
@@ -51,13 +51,15 @@ class Split(Strategy):
         self.num_devices = len(set(self.devices))
         self.num_microbatches = num_microbatches
 
-    def partition(self, model: Chain, samples: int) -> None:
+    def partition(self, model: nn.Module, samples: int) -> None:
+        assert isinstance(model, Chain)  # `needs_chain`
         if not self.devices_are_given:
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
 
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
+        assert isinstance(model, Chain)  # `needs_chain`
         self.module = model
         blocks = list(model)
         self.stages = [

@@ -25,7 +25,6 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count
-from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -79,6 +78,8 @@ class TP(Strategy):
             or the channels or units of a layer are not divisible by `tp`.
     """
 
+    needs_chain = True
+
     def __init__(
         self, runtime: Runtime, tp: Count | None, plan: dict[str, Literal["shard", "replicate"]] | None, batch_norm: BatchNorm
     ):
@@ -87,7 +88,7 @@ class TP(Strategy):
         self.plan, self.batch_norm = plan or {}, batch_norm
         self.reports = runtime.rank % self.axes["tp"] == 0
 
-    def partition(self, model: Chain, samples: int) -> None:
+    def partition(self, model: nn.Module, samples: int) -> None:
         size, blocks = self.axes["tp"], dict(model.named_children())
         for name, placement in self.plan.items():
             if name not in blocks:
@@ -111,7 +112,7 @@ class TP(Strategy):
                 f"blocks: 'strategy.plan={{{plan}}}'"
             )
 
-    def setup(self, model: Chain) -> None:
+    def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.dp_group = mesh.get_group("dp")
         self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, self.dp_group)

@@ -14,6 +14,7 @@ from scripts import configuration
 
 GROUPS = ["data", "model", "strategy", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+OPTIONS.remove(("model", "own"))  # tests/models/test_own.py
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

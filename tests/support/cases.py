@@ -34,8 +34,8 @@ def ddp(batch_norm: str = "local", view: bool = False, static: bool = False, hoo
     return Case(DDP, (("batch_norm", batch_norm), *options.items()), **case)
 
 
-def fsdp(reshard: bool = True, batch_norm: str = "local", **case) -> Case:
-    return Case(FSDP, (("reshard_after_forward", reshard), ("batch_norm", batch_norm)), **case)
+def fsdp(reshard: bool = True, batch_norm: str = "local", wrap: tuple[str, ...] | None = None, **case) -> Case:
+    return Case(FSDP, (("reshard_after_forward", reshard), ("batch_norm", batch_norm), ("wrap", wrap)), **case)
 
 
 def split(devices: int | None, m: int, **case) -> Case:

@@ -46,7 +46,9 @@ METRICS = {
 }
 
 
-def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT) -> subprocess.Popen:
+def start(
+    line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT, cwd: Path = ROOT
+) -> subprocess.Popen:
     """Start a command in the repository with this Python interpreter.
 
     It is forked from the server of warm.py if that is running.
@@ -56,7 +58,7 @@ def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr:
         more: Further arguments.
         gpus: Whether GPUs are visible. Implies `cold`.
         cold: Start new interpreters, as from a shell.
-        stderr: As in subprocess.Popen.
+        stderr, cwd: As in subprocess.Popen.
     """
     program, *arguments = line.split()
     command = [str(Path(sys.executable).with_name(program)), *arguments, *more]
@@ -65,7 +67,7 @@ def start(line: str, *more: str, gpus: bool = False, cold: bool = False, stderr:
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     warm = warm_launches.ADDRESS in os.environ and warm_launches.program_of(command) and not (cold or gpus)
     popen = warm_launches.Warm if warm else subprocess.Popen
-    return popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
+    return popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
@@ -79,9 +81,9 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
     return process.returncode, output
 
 
-def launch(line: str, *more: str, gpus: bool = False, cold: bool = False) -> tuple[int, str]:
+def launch(line: str, *more: str, gpus: bool = False, cold: bool = False, cwd: Path = ROOT) -> tuple[int, str]:
     """Run a command as `start` does and return its exit code and output."""
-    return finish(start(line, *more, gpus=gpus, cold=cold))
+    return finish(start(line, *more, gpus=gpus, cold=cold, cwd=cwd))
 
 
 def launch_on_terminal(line: str, *more: str) -> str:

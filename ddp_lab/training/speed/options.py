@@ -5,10 +5,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Loader
-from ddp_lab.models.chain import Chain
 from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step, warm_up
@@ -33,14 +33,15 @@ class PerformanceOptions(NamedTuple):
     compile: bool | Literal["tuned"]
     channels_last: bool
 
-    def supported(self, strategy: Strategy, loader: str) -> "PerformanceOptions":
+    def supported(self, strategy: Strategy, loader: str, model: nn.Module) -> "PerformanceOptions":
         """Return the options that are supported, and log why the others are disabled.
 
         Args:
             strategy: the strategy of the run.
             loader: the config's `data.loader`, "device" or "workers".
+            model: the model of the run.
         """
-        reasons = {name: why_not(name, strategy, loader) for name, value in self._asdict().items() if value}
+        reasons = {name: why_not(name, strategy, loader, model) for name, value in self._asdict().items() if value}
         for name, reason in reasons.items():
             if reason:
                 log.info(f"{name}={str(getattr(self, name)).lower()} is disabled: {reason}")
@@ -58,7 +59,7 @@ class PerformanceOptions(NamedTuple):
                 stack.enter_context(eager_unless_compiled())
             yield
 
-    def shape(self, model: Chain) -> Chain:
+    def shape(self, model: nn.Module) -> nn.Module:
         """Set the memory format of the model and return it. Called before `Strategy.setup`, within `switches`."""
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
@@ -93,10 +94,12 @@ class PerformanceOptions(NamedTuple):
         return step
 
 
-def why_not(name: str, strategy: Strategy, loader: str) -> str | None:
+def why_not(name: str, strategy: Strategy, loader: str, model: nn.Module) -> str | None:
     """Return why an option is not supported here, or None if it is."""
     if name not in strategy.performance_options:
         return f"not supported by strategy={strategy.name}"
+    if name == "compile" and not strategy.can_compile(model):
+        return f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
     device = strategy.device.type
     if name == "cuda_graph" and device != "cuda":
         return "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"

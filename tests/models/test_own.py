@@ -1,0 +1,152 @@
+"""Models of users: `model=own model._target_=...`."""
+
+import pytest
+import torch
+from configs import config
+from launches import ROOT, SMALL, launch, main_in_world, only_run, read_metrics, refusal_in_world
+from own_models import Plain
+from torch import nn
+from worlds import run_world
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.own import build_model
+from ddp_lab.strategies.fsdp import units
+
+SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
+OWN = [*(override for override in SMALL if not override.startswith("model=")), "data.dataset.channels=1", "model=own"]
+
+
+def test_arguments_from_the_data_are_passed_where_the_signature_names_them():
+    assert isinstance(build_model({"_target_": "own_models.Plain", "hidden": 8}, SHAPE), Plain)
+    assert build_model({"_target_": "own_models.Greedy", "hidden": 8}, SHAPE).entry.out_features == 8
+
+
+def test_sequential_becomes_a_chain_with_the_same_parameter_names():
+    chain = build_model({"_target_": "own_models.sequential"}, SHAPE)
+    assert isinstance(chain, Chain)
+    assert chain.input_shape == (1, 28, 28)
+    assert list(chain.state_dict()) == ["2.weight", "2.bias", "4.weight", "4.bias"]
+
+
+def test_model_that_is_no_module_is_refused():
+    with pytest.raises(ConfigError, match=r"model._target_=own_models.no_module: must return a torch.nn.Module, got int"):
+        build_model({"_target_": "own_models.no_module"}, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [],
+            r"model\._target_=\?\?\?: must be the name of a class or function that Python can import, for example mynet.MyNet",
+        ),
+        (["model._target_=nonet.Net"], r"model\._target_=nonet.Net: must be .* \(No module named 'nonet'\)"),
+        (["model._target_=own_models.Plain", "+model.hidden=wide"], r"model.hidden=wide: must be an integer"),
+        (
+            ["model._target_=own_models.Plain", "+model.hiden=8"],
+            r"model.hiden=8: there is no such key; did you mean model.hidden",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(config("model=own", *overrides))
+
+
+def test_units_of_fsdp_are_children_of_the_model_and_of_its_module_lists():
+    model = Plain(**SHAPE)
+    assert units(model, None) == [*model.blocks, model.entry, model.head]
+    assert units(model, ["Residual"]) == [*model.blocks]
+    assert units(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["Linear"])[0].in_features == 1
+
+
+BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.001"
+LINES = [
+    ("Plain", 2, BUCKETED),
+    ("Plain", 2, "strategy=ddp"),
+    ("Plain", 2, "strategy=fsdp"),
+    ("sequential", 2, "strategy=pipeline strategy.num_microbatches=4"),
+    *(
+        pytest.param(*line, marks=pytest.mark.slow)
+        for line in [
+            ("Plain", 1, "strategy=dp"),
+            ("Plain", 2, "strategy=scratch"),
+            ("Plain", 2, "strategy=fsdp strategy.wrap=[Residual]"),
+            ("sequential", 1, "strategy=split"),
+            ("sequential", 2, "strategy=tp"),
+            ("sequential", 2, "strategy=fsdp"),
+        ]
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, dict]:
+    """The final weights of `single`, by model."""
+    found = {}
+    for name in ("Plain", "sequential"):
+        folder = tmp_path_factory.mktemp(name)
+        run_world(1, main_in_world, *OWN, f"model._target_=own_models.{name}", "epochs=2", f"runs_dir={folder}")
+        found[name] = weights(folder)
+    return found
+
+
+def weights(runs_dir) -> dict[str, torch.Tensor]:
+    run = only_run(runs_dir)
+    assert [record["epoch"] for record in read_metrics(run)] == [1, 2]
+    return torch.load(run / "checkpoints" / "step_00000010.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize(("name", "ranks", "strategy"), LINES, ids=lambda value: str(value).replace(" ", ","))
+def test_every_strategy_equals_single(name, ranks, strategy, alone, tmp_path):
+    overrides = [*OWN, f"model._target_=own_models.{name}", *strategy.split(), "epochs=2", f"runs_dir={tmp_path}"]
+    run_world(ranks, main_in_world, *overrides)
+    found, expected = weights(tmp_path), alone[name]
+    assert found.keys() == expected.keys()
+    assert max((found[key] - expected[key]).abs().max().item() for key in found) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "ddp_pipeline", "tp", "split"])
+def test_strategy_that_cuts_refuses_a_model_without_blocks(strategy, tmp_path):
+    ranks = 1 if strategy == "split" else 2
+    line = f"{' '.join(OWN)} model._target_=own_models.Plain strategy={strategy} runs_dir={tmp_path}/runs"
+    code, printed = run_world(ranks, refusal_in_world, line)[0]
+    assert code == 2
+    assert f"error: strategy={strategy}: needs a model made of blocks, got own_models.Plain, which returns a Plain." in printed
+    assert "return Chain((in_channels, image_size, image_size), body=" in printed
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            "model._target_=own_models.Plain strategy.wrap=[Block]",
+            "strategy.wrap=['Block']: the model has no module of class Block; it has Linear, ModuleList, Plain, Residual",
+        ),
+        ("model._target_=own_models.Scalar", "strategy=fsdp: cannot shard the parameter scale, which has no dimensions."),
+    ],
+)
+def test_fsdp_refuses_what_it_cannot_shard(overrides, message, tmp_path):
+    line = f"{' '.join(OWN)} strategy=fsdp {overrides} runs_dir={tmp_path}/runs"
+    code, printed = run_world(2, refusal_in_world, line)[0]
+    assert code == 2
+    assert message in printed
+
+
+def test_model_is_found_in_the_directory_of_the_command(tmp_path):
+    (tmp_path / "mynet.py").write_text(
+        "from torch import nn\ndef net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, num_classes))\n"
+    )
+    line = f"python {ROOT}/train.py model._target_=mynet.net runs_dir={tmp_path}/runs epochs=1"
+    code, output = launch(line, *OWN, cwd=tmp_path)
+    assert code == 0, output
+
+
+def test_compile_is_disabled_where_a_strategy_needs_blocks(tmp_path):
+    overrides = [*OWN, "model._target_=own_models.Plain", "strategy=ddp", "compile=true", "epochs=1", f"runs_dir={tmp_path}"]
+    run_world(2, main_in_world, *overrides)
+    log = (only_run(tmp_path) / "train.log").read_text()
+    assert "compile=true is disabled: strategy=ddp compiles a model in blocks, and this one is not a Chain" in log

@@ -1,0 +1,52 @@
+"""Models as users write them, without a word of ddp_lab."""
+
+import torch
+from torch import nn
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, inputs):
+        return inputs + torch.relu(self.inner(inputs))
+
+
+class Plain(nn.Module):
+    """A parameter of its own, blocks in a ModuleList, and an argument that the data does not determine."""
+
+    def __init__(self, in_channels, image_size, num_classes, hidden: int = 16):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.entry = nn.Linear(in_channels * image_size**2, hidden)
+        self.blocks = nn.ModuleList([Residual(hidden), Residual(hidden)])
+        self.head = nn.Linear(hidden, num_classes)
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.entry(self.scale * inputs.flatten(1)))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def sequential(num_classes):
+    """A function that takes only one of the arguments that follow from the data."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, num_classes))
+
+
+class Scalar(Plain):
+    """FSDP cannot shard a parameter without dimensions."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Greedy(Plain):
+    def __init__(self, num_classes, **others):
+        super().__init__(1, 28, num_classes, **others)
+
+
+def no_module(num_classes):
+    return num_classes
