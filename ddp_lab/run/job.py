@@ -75,12 +75,7 @@ class Job:
     def model(self) -> nn.Module:
         """The model on the CPU, with the same weights on every rank."""
         torch.manual_seed(self.cfg.seed)
-        shape = self.dataset.model_shape()
-        model = build_model(self.cfg.model, shape)
-        self.strategy.input_shape = (shape["in_channels"], shape["image_size"], shape["image_size"])
-        if self.strategy.needs_chain:
-            require_chain(model, self.strategy.name, self.cfg.model._target_)
-        return model
+        return build_model(self.cfg.model, self.dataset.model_shape())
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -89,6 +84,9 @@ class Job:
 
     def partition(self) -> None:
         """Let the strategy decide which part of the model each rank or device holds."""
+        if self.strategy.needs_chain:
+            require_chain(self.model, self.strategy.name, self.cfg.model._target_)
+        self.strategy.input_shape = tuple(self.dataset.train.images.shape[1:])
         self.strategy.partition(self.model, self.plan.samples_at_once)
 
     @cached_property

@@ -80,7 +80,7 @@ class Strategy(ABC):
         device: device that this rank's batches must be on.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
-        input_shape: a sample's (channels, height, width). Set with the model, before `partition`.
+        input_shape: a sample's (channels, height, width), for models that are not Chains. Set before `partition`.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, or the device is not supported by the strategy.
@@ -96,7 +96,7 @@ class Strategy(ABC):
 
     module: nn.Module
     forward: nn.Module
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
 
     def __init__(self, runtime: Runtime):
         if self.one_process and runtime.world_size > 1:

@@ -79,7 +79,8 @@ class DDP(Strategy):
         """
         model.eval()
         with self.autocast():
-            logits = self.forward(torch.zeros(1, *self.input_shape, device=self.device))
+            shape = model.input_shape if isinstance(model, Chain) else self.input_shape
+            logits = self.forward(torch.zeros(1, *shape, device=self.device))
         logits.sum().backward()
         model.train()
         for parameter in model.parameters():

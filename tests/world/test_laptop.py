@@ -187,7 +187,9 @@ def test_single_on_mps_disables_unsupported_options(mac, caplog):
     strategy = Single(Runtime("mps"))
     assert strategy.where == "1 x mps"
     with caplog.at_level("INFO", "ddp_lab"):
-        options = PerformanceOptions(cuda_graph=True, compile=True, channels_last=True).supported(strategy, "device")
+        options = PerformanceOptions(cuda_graph=True, compile=True, channels_last=True).supported(
+            strategy, "device", torch.nn.Linear(1, 1)
+        )
     assert options == PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
     assert [record.message.split(" ")[0] for record in caplog.records] == [
         "cuda_graph=true",
