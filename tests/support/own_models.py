@@ -1,4 +1,4 @@
-"""Models as users write them, without a word of ddp_lab."""
+"""Models as users write them, which import nothing of ddp_lab."""
 
 import torch
 from torch import nn
