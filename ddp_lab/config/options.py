@@ -16,6 +16,7 @@ GROUPS: dict[str, list[str]] = {
     "data.dataset": [],
     "model": ["in_channels", "image_size", "num_classes"],
     "strategy": ["runtime"],
+    "loss": ["reduction"],
     "optimizer": ["params"],
     "scheduler": ["progress"],
 }
@@ -53,7 +54,10 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
         hints = {}
     texts = descriptions(target)
     fields, base = {}, Keys
-    for name, parameter in inspect.signature(target).parameters.items():
+    parameters = list(inspect.signature(target).parameters.items())
+    if group == "loss" and not inspect.isclass(target):  # a function gets the logits and the targets at every step
+        parameters = parameters[2:]
+    for name, parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             base = AnyKeys
         if name in GROUPS[group] or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):

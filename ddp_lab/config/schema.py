@@ -134,5 +134,6 @@ class RunConfig(Keys):
     data: DataConfig = Field(description="The dataset, and how it is loaded and augmented.")
     model: Group = Field(description="Constructor of the model, with its options.")
     strategy: Group = Field(description="Constructor of the strategy, with its options.")
+    loss: Group = Field(description="Constructor of the training loss, with its options; or a function that is the loss.")
     optimizer: Group = Field(description="Constructor of the optimizer, with its options.")
     scheduler: Group = Field(description="Shape of the learning-rate schedule, with its options.")

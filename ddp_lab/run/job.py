@@ -21,6 +21,7 @@ from ddp_lab.models.own import build_model, require_chain
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.loss import Loss, build_loss
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.loop import fit
 from ddp_lab.training.plan import Plan
@@ -82,6 +83,11 @@ class Job:
         """The shapes of the unsharded model's tensors, by name. Read it before the strategy changes the model."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
+    @cached_property
+    def loss(self) -> Loss:
+        """The training loss, on the CPU."""
+        return build_loss(self.cfg.loss, len(self.dataset.classes))
+
     def partition(self) -> None:
         """Let the strategy decide which part of the model each rank or device holds."""
         if self.strategy.needs_chain:
@@ -124,7 +130,7 @@ def prepare(cfg: DictConfig, runtime: Runtime) -> Job:
     _ = job.strategy, job.dataset, job.plan
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
-    _ = job.model, job.shapes
+    _ = job.model, job.shapes, job.loss
     job.partition()
     _ = job.loaders
     return job
@@ -163,6 +169,7 @@ def materialize(job: Job) -> Training:
     cfg, strategy, plan = job.cfg, job.strategy, job.plan
     if not strategy.one_process:
         job.runtime.open_group()
+    strategy.loss = job.loss.to(strategy.loss_device)
     strategy.setup(job.options.shape(job.model))
     optimizer = job.options.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)

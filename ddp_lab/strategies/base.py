@@ -15,7 +15,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm
-from ddp_lab.strategies.sums import add_up, loss_sum, measure, sums
+from ddp_lab.strategies.loss import CrossEntropy, Loss
+from ddp_lab.strategies.sums import add_up, measure, sums
 from ddp_lab.world.runtime import Runtime
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
@@ -80,6 +81,7 @@ class Strategy(ABC):
         device: device that this rank's batches must be on.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
+        loss: the training loss, on `loss_device`. Set before `setup`.
         input_shape: a sample's (channels, height, width), for models that are not Chains. Set before `partition`.
 
     Raises:
@@ -115,13 +117,19 @@ class Strategy(ABC):
         self.reports = True
         self.batch_norm: BatchNorm = "local"
         self.dp_group: dist.ProcessGroup | None = None
-        self.measure: Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
+        self.loss: Loss = CrossEntropy()
+        self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.lay_out()
 
     @property
     def name(self) -> str:
         """The value of `strategy=` that selects it, which is the name of its file."""
         return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def loss_device(self) -> torch.device:
+        """The device on which the loss is computed."""
+        return self.device
 
     def lay_out(self, **inner: int) -> None:
         """Arrange the ranks in a mesh with the axis dp and the inner axes, and set `axes`, `dp_rank`, `dp_size` and `replicas`.
@@ -273,7 +281,7 @@ class Strategy(ABC):
         """
         with self.autocast():
             logits = self.forward(inputs)
-        loss, results = self.measure(logits, targets, self.divisor(count))
+        loss, results = self.measure(self.loss, logits, targets, self.divisor(count))
         loss.backward()
         return results
 
@@ -294,7 +302,7 @@ class Strategy(ABC):
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return [loss_sum, correct, count] of a local batch, in the shapes of `forward_backward`, without a gradient."""
         logits = self.predict(inputs)
-        return sums(loss_sum(logits, targets), logits, targets)
+        return sums(self.loss(logits, targets), logits, targets)
 
     def total(self, sums: torch.Tensor) -> list[float]:
         """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch."""
@@ -307,6 +315,7 @@ class Strategy(ABC):
         receive those of replica 0, so that every replica evaluates and saves the same model.
         """
         self.module.train(mode)
+        self.loss.train(mode)
         if not mode and self.dp_size > 1:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, group=self.dp_group, group_src=0)

@@ -30,7 +30,8 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
-from ddp_lab.strategies.sums import add_up, loss_sum, sums
+from ddp_lab.strategies.loss import Loss
+from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -66,17 +67,21 @@ class MicroBatchLoss:
 
     It is a class of its own and not a method of the strategy, because the schedule would keep the strategy alive.
 
+    Args:
+        loss: the training loss.
+
     Attributes:
         divisor: number that each summed loss is divided by.
         results: [loss_sum, correct, count] of each micro-batch so far.
     """
 
-    def __init__(self):
+    def __init__(self, loss: Loss):
+        self.loss = loss
         self.divisor = 1.0
         self.results: list[torch.Tensor] = []
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = loss_sum(logits, targets)
+        loss = self.loss(logits, targets)
         self.results.append(sums(loss, logits, targets))
         return loss / self.divisor
 
@@ -112,7 +117,6 @@ class Pipeline(Strategy):
         schedule_class = get_schedule_class(schedule)
         self.one_stage = issubclass(schedule_class, PipelineScheduleSingle)  # whether a rank has exactly one stage
         self.make_schedule: Callable[..., TorchSchedule] = schedule_class
-        self.loss = MicroBatchLoss()
         self.schedules: dict[tuple[int, bool], TorchSchedule] = {}  # by size of a micro-batch, and whether it is for training
 
     def partition(self, model: nn.Module, samples: int) -> None:
@@ -147,6 +151,7 @@ class Pipeline(Strategy):
         self.parts = Partition(model, self.num_stages, self.cut)
 
     def setup(self, model: nn.Module) -> None:
+        self.micro_batch_loss = MicroBatchLoss(self.loss)
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
         ranks, rank = self.axes["pp"], dist.get_rank(self.pp_group)
@@ -224,7 +229,7 @@ class Pipeline(Strategy):
             self.schedules[key] = self.make_schedule(
                 stages[0] if self.one_stage else stages,
                 self.num_microbatches,
-                loss_fn=self.loss if training else None,
+                loss_fn=self.micro_batch_loss if training else None,
                 scale_grads=False,
             )
         return self.schedules[key]
@@ -244,9 +249,10 @@ class Pipeline(Strategy):
         schedule, rows, arguments = self._prepare(inputs, training=True)
         targets = targets[rows]
         targets[len(inputs) :] = IGNORE
-        self.loss.divisor, self.loss.results = self.divisor(count), []
+        measured = self.micro_batch_loss
+        measured.divisor, measured.results = self.divisor(count), []
         schedule.step(*arguments, target=targets if self.reports else None, return_outputs=False)
-        return add_up(self.loss.results) if self.reports else torch.zeros(3, dtype=torch.float64, device=self.device)
+        return add_up(measured.results) if self.reports else torch.zeros(3, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

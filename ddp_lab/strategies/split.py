@@ -19,7 +19,7 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sums import add_up, loss_sum, sums
+from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.runtime import Runtime, find_device
 
 
@@ -70,9 +70,18 @@ class Split(Strategy):
     def describe(self) -> str:
         return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"
 
+    @property
+    def loss_device(self) -> torch.device:
+        return self.devices[-1]
+
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         return self._through_stages(inputs).to(self.device)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits, targets = self._through_stages(inputs), targets.to(self.loss_device, non_blocking=True)
+        return sums(self.loss(logits, targets), logits, targets).to(self.device, non_blocking=True)
 
     def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
         """Return the logits of one micro-batch, on the last device."""
@@ -89,7 +98,7 @@ class Split(Strategy):
             inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True
         ):
             logits = self._through_stages(micro_batch)
-            losses.append(loss_sum(logits, expected))
+            losses.append(self.loss(logits, expected))
             results.append(sums(losses[-1], logits, expected))
         (add_up(losses) / self.divisor(count)).backward()
         return add_up(results).to(self.device, non_blocking=True)

@@ -1,9 +1,9 @@
 """The loss and the metrics of a batch, as sums that can be added over micro-batches, steps and ranks."""
 
 import torch
-import torch.nn.functional as F
 
 from ddp_lab.data.sharding import IGNORE
+from ddp_lab.strategies.loss import Loss
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -14,26 +14,13 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy summed over the samples whose target is not IGNORE, [].
-
-    Without such samples it is 0, where a mean would be NaN.
-
-    Args:
-        logits: [b, classes].
-        targets: [b].
-    """
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits  # bf16's 8 bits are too coarse for a sum
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE)
-
-
 def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return [loss_sum, correct, count] in `sum_dtype`, on the device.
 
     Sums can be added over steps and ranks. They are divided once, on the host.
 
     Args:
-        loss: `loss_sum` of the logits and targets, [].
+        loss: `Loss` of the logits and targets, [].
         logits: [b, classes].
         targets: [b], IGNORE for padding.
     """
@@ -48,14 +35,14 @@ def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
     return sum(tensors[1:], tensors[0])
 
 
-def measure(logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
+def measure(loss: Loss, logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss to backpropagate, [], and the sums [loss_sum, correct, count].
 
-    The loss to backpropagate is loss_sum divided by `divisor` (`Strategy.divisor`).
+    The loss to backpropagate is the sum divided by `divisor` (`Strategy.divisor`).
 
     Args:
         logits: [b, classes].
         targets: [b], IGNORE for padding.
     """
-    loss = loss_sum(logits, targets)
-    return loss / divisor, sums(loss, logits, targets)
+    loss_sum = loss(logits, targets)
+    return loss_sum / divisor, sums(loss_sum, logits, targets)

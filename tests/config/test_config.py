@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from configs import CONF, config
@@ -8,13 +10,15 @@ from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.options import descriptions
+from ddp_lab.strategies.loss import build_loss
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
 from scripts import configuration
 
-GROUPS = ["data", "model", "strategy", "optimizer", "scheduler", "experiment"]
+GROUPS = ["data", "model", "strategy", "loss", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 OPTIONS.remove(("model", "own"))  # tests/models/test_own.py
+OPTIONS.remove(("loss", "own"))  # tests/strategies/test_loss.py
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -27,6 +31,7 @@ def test_every_option_composes_passes_the_check_and_instantiates(group, option):
     assert callable(source.prepare)
     model = build(cfg.model, in_channels=3, image_size=28, num_classes=10)
     assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
+    assert build_loss(cfg.loss, 10)(torch.zeros(2, 10), torch.arange(2)) == pytest.approx(2 * math.log(10))
     optimizer = build(cfg.optimizer)(model.parameters(), lr=cfg.optimizer.lr)
     assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr
     assert build(cfg.scheduler)(0.0) == 1.0
@@ -94,6 +99,7 @@ def test_help_names_every_strategy():
             "strategy=ddp_pipeline strategy.schedule=interleavedzerobubble",
             "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
         ),
+        ("loss.label_smoothing=1", "loss.label_smoothing=1: must be a number from 0 up to, not including, 1"),
         ("strategy=tp strategy.tp=0", "strategy.tp=0: must be an integer of at least 1 or null"),
         (
             "strategy=tp strategy.plan={conv1:half}",

@@ -8,12 +8,14 @@ from cases import (
     ALMOST_EMPTY,
     AUGMENTED,
     CLIPPED,
+    FOCAL,
     HALF,
     MODEL_PARALLEL,
     ONE,
     REFERENCE,
     REPLICAS,
     SHARDED,
+    SMOOTHED,
     assert_equal,
     ddp,
     ddp_pipeline,
@@ -189,7 +191,7 @@ def test_reference_trains_clips_and_augments():
     start = make_model("lenet", SEED).state_dict()
     moved = largest_difference(alone()[REFERENCE].weights, start)
     assert moved > 0.01, "a run in which nothing happens proves nothing"
-    for other in (Case(Single, **CLIPPED), Case(Single, **AUGMENTED)):
+    for other in (Case(Single, **CLIPPED), Case(Single, **AUGMENTED), Case(Single, **SMOOTHED), Case(Single, **FOCAL)):
         assert largest_difference(alone()[other].weights, alone()[REFERENCE].weights) > 1e-3
 
 

@@ -21,6 +21,8 @@ CLIPPED = {"max_grad_norm": 0.1}
 # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
 # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
 AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
+SMOOTHED = {"loss": (("_target_", "ddp_lab.strategies.loss.CrossEntropy"), ("label_smoothing", 0.2))}
+FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
@@ -77,6 +79,8 @@ ONE = [
     split(3, 5),  # 24 is not divisible by 5
     split(4, 24, **ALMOST_EMPTY),
     split(2, 3, accumulate=3, **CLIPPED),
+    split(3, 5, **SMOOTHED),
+    split(2, 3, **FOCAL),
 ]
 REPLICAS = [
     scratch("per_tensor", start=1),
@@ -95,8 +99,10 @@ REPLICAS = [
     ddp(accumulate=3, **CLIPPED),
     ddp(view=True),
     ddp(static=True, accumulate=2),
+    scratch(accumulate=3, **SMOOTHED),
+    ddp(**FOCAL, **ALMOST_EMPTY),
 ]
-SHARDED = [fsdp(), fsdp(reshard=False), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED)]
+SHARDED = [fsdp(), fsdp(reshard=False), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED), fsdp(**SMOOTHED)]
 MODEL_PARALLEL = {
     1: [pipeline("1f1b"), ddp_pipeline(1, "gpipe"), tp(None), tp(1, **CLIPPED)],
     2: [
@@ -113,6 +119,9 @@ MODEL_PARALLEL = {
         tp(2, (("fc1", "replicate"),), accumulate=3, **CLIPPED),
         tp(2, (("conv1", "replicate"), ("fc2", "shard"))),
         tp(1),
+        pipeline("1f1b", m=5, **SMOOTHED),
+        pipeline("1f1b", m=5, **FOCAL, **ALMOST_EMPTY),
+        tp(2, **SMOOTHED),
     ],
     3: [pipeline("gpipe"), pipeline("1f1b", m=7, **ALMOST_EMPTY), pipeline("1f1b", m=3, **CLIPPED), ddp_pipeline(3, "1f1b")],
     4: [
@@ -146,4 +155,5 @@ def name(case: Case) -> str:
     changed = [case.loader] * (case.loader != "device") + [f"{case.samples} samples"] * (case.samples != 101)
     changed += [f"accumulate {case.accumulate}"] * (case.accumulate > 1) + ["clipped"] * (case.max_grad_norm is not None)
     changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
+    changed += [case.loss[0][1].rpartition(".")[2]] if case.loss else []
     return "-".join([case.strategy.__name__, *(str(value) for _, value in case.options), *changed]).replace("'", "")

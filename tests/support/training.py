@@ -21,6 +21,7 @@ from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.run.job import materialize, prepare
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.loop import evaluate
@@ -67,6 +68,7 @@ class Case:
     loader: str = "device"
     shift: int = 0
     flip: bool = False
+    loss: tuple[tuple[str, Any], ...] = ()  # the config group; (): the default
     accumulate: int = 1
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.float32
@@ -154,6 +156,7 @@ def config_of(case: Case) -> DictConfig:
             "strategy": target(case.strategy, **options),
             "optimizer": target(torch.optim.SGD, lr=case.lr, momentum=0.9, _partial_=True),
             "scheduler": target(cosine, _partial_=True),
+            "loss": dict(case.loss) or target(CrossEntropy),
         }
     )
 

@@ -1,0 +1,114 @@
+"""The training loss, summed over the samples of a local batch; the user may choose their own."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hydra.utils import get_object
+from omegaconf import DictConfig
+from torch import nn
+
+from ddp_lab.config.build import build
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import Fraction
+from ddp_lab.data.sharding import IGNORE
+
+
+class Loss(nn.Module, ABC):
+    """A loss that is summed over samples; padding does not count.
+
+    `Strategy.train` switches its mode together with the model's: evaluation mode is that of the test loss.
+    """
+
+    @abstractmethod
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the samples whose target is not IGNORE, []; without such samples it is 0.
+
+        Args:
+            logits: [b, classes].
+            targets: [b], IGNORE for padding.
+        """
+
+
+class CrossEntropy(Loss):
+    """The cross-entropy. The test loss is computed without label smoothing, as by timm, so that it is the same for any recipe.
+
+    Args:
+        label_smoothing: probability mass that is taken from the target and spread evenly over all classes (Szegedy et al. 2016,
+            arXiv:1512.00567).
+    """
+
+    def __init__(self, label_smoothing: Fraction = 0.0):
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(in_float32(logits), targets, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing)
+
+
+class OwnLoss(Loss):
+    """A loss of the user's.
+
+    Args:
+        function: returns the loss of each sample, [b], for logits [b, classes] and class indices [b].
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = self.function(in_float32(logits), targets.clamp(min=0))  # IGNORE may not be used as an index
+        return torch.where(targets != IGNORE, losses, 0).sum()
+
+
+def in_float32(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits in bf16 as float32, because bf16's 8 bits are too coarse for a sum."""
+    return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+
+def build_loss(node: DictConfig | dict[str, Any], num_classes: int) -> Loss:
+    """Construct the loss that `_target_` names: a class, which is called once, or a function, which is the loss itself.
+
+    Either is given reduction="none" if it has a parameter of that name.
+
+    Args:
+        node: the config group `loss`.
+        num_classes: number of classes of the dataset.
+
+    Raises:
+        ConfigError: the loss of two samples is not a loss per sample, or the loss has trainable parameters.
+    """
+    target = get_object(node["_target_"])
+    arguments = {"reduction": "none"} if "reduction" in inspect.signature(target).parameters else {}
+    built = build(node, **arguments, _partial_=not inspect.isclass(target))
+    if isinstance(built, Loss):
+        return built
+    key = f"loss._target_={node['_target_']}"
+    if isinstance(built, nn.Module) and (names := [name for name, _ in built.named_parameters()]):
+        raise ConfigError(
+            f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
+        )
+    if problem := describe_losses(built, torch.arange(2) % num_classes, num_classes):
+        raise ConfigError(
+            f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; got {problem} for b=2. "
+            "Do not reduce them: ddp_lab divides their sum by the size of the global batch"
+        )
+    return OwnLoss(built)
+
+
+def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
+    """Return what a loss returns for `targets`, as the end of "got ..."; None if it is a loss per sample."""
+    try:
+        losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        return f"{type(error).__name__} ({str(error).splitlines()[0]})"
+    if not isinstance(losses, torch.Tensor):
+        return f"{type(losses).__name__}"
+    if losses.shape != targets.shape[:1]:
+        return f"a tensor of shape {list(losses.shape)}"
+    return None if losses.requires_grad else "a tensor without a gradient"

@@ -1,0 +1,91 @@
+"""The training loss: sums without padding, label smoothing, and losses of the user's (`loss=own`)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from configs import config
+from own_losses import Focal
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.sharding import IGNORE
+from ddp_lab.strategies.loss import CrossEntropy, build_loss
+
+LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+TARGETS = torch.tensor([3, 1, IGNORE, 9, IGNORE, 0])
+REAL = TARGETS != IGNORE
+
+
+def own(name: str, **options):
+    return build_loss({"_target_": f"own_losses.{name}", **options}, 10)
+
+
+def test_label_smoothing_mixes_the_target_with_all_classes():
+    wanted = 0.8 * F.one_hot(TARGETS[REAL], 10) + 0.2 / 10
+    expected = -(wanted * LOGITS[REAL].log_softmax(1)).sum()
+    torch.testing.assert_close(CrossEntropy(0.2)(LOGITS, TARGETS), expected)
+
+
+def test_test_loss_has_no_label_smoothing():
+    loss = CrossEntropy(0.2).eval()
+    assert loss(LOGITS, TARGETS) == F.cross_entropy(LOGITS[REAL], TARGETS[REAL], reduction="sum")
+
+
+def test_own_class_is_built_without_reduction_and_ignores_padding():
+    losses = Focal(gamma=3.0, reduction="none")(LOGITS[REAL], TARGETS[REAL])
+    torch.testing.assert_close(own("Focal", gamma=3.0)(LOGITS, TARGETS), losses.sum())
+
+
+def test_own_function_is_the_loss():
+    expected = 3 * F.cross_entropy(LOGITS[REAL], TARGETS[REAL], reduction="sum")
+    torch.testing.assert_close(own("scaled", scale=3.0)(LOGITS, TARGETS), expected)
+
+
+def test_loss_of_padding_alone_is_zero_and_has_a_gradient():
+    logits = LOGITS.clone().requires_grad_()
+    for loss in (CrossEntropy(0.1), own("Focal")):
+        total = loss(logits, torch.full((6,), IGNORE))
+        total.backward()
+        assert total == 0
+        assert logits.grad.abs().max() == 0
+
+
+def test_logits_in_bf16_are_summed_in_float32():
+    logits = LOGITS.bfloat16()
+    for loss in (CrossEntropy(), own("Focal")):
+        assert loss(logits, TARGETS) == loss(logits.float(), TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean", r"must return a loss per sample, .* got a tensor of shape \[\] for b=2. Do not reduce"),
+        ("detached", "got a tensor without a gradient"),
+        ("number", "got float for b=2"),
+        ("alone", r"got TypeError \(alone\(\) takes 1 positional argument"),
+        ("Trained", "has the parameter scale, which no optimizer would train"),
+    ],
+)
+def test_own_loss_that_does_not_fit_is_refused(name, message):
+    with pytest.raises(ConfigError, match=rf"loss\._target_=own_losses\.{name}: .*{message}"):
+        own(name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"loss\._target_=\?\?\?: must be the name of a class or function"),
+        (["loss._target_=own_losses.Focal", "+loss.gama=1"], "loss.gama=1: there is no such key; did you mean loss.gamma"),
+        (["loss._target_=own_losses.scaled", "+loss.scale=big"], "loss.scale=big: must be a number"),
+        (["loss._target_=own_losses.Focal", "+loss.reduction=sum"], "loss.reduction=sum: there is no such key"),
+    ],
+)
+def test_wrong_options_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(config("loss=own", *overrides))
+
+
+def test_options_of_own_losses_are_accepted():
+    check(config("loss=own", "loss._target_=own_losses.Focal", "+loss.gamma=1"))
+    check(config("loss=own", "loss._target_=own_losses.scaled", "+loss.scale=1.5"))
+    check(config("loss=own", "loss._target_=torch.nn.CrossEntropyLoss", "+loss.label_smoothing=0.1"))
