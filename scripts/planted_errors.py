@@ -47,7 +47,8 @@ JOB, TRAIN, LOOP, STEP = "ddp_lab/run/job.py", "ddp_lab/run/train.py", "ddp_lab/
 SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
 SHARDING, LOADERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/loaders.py", "ddp_lab/data/augment.py"
 TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
-OUTCOME, COMPARE, LOGGER = "scripts/slurm/outcome.py", "scripts/compare.py", "ddp_lab/observe/logger.py"
+MAIN, OUTCOME = "ddp_lab/__main__.py", "ddp_lab/launch/outcome.py"
+COMPARE, LOGGER = "scripts/compare.py", "ddp_lab/observe/logger.py"
 FILES, GUARD, RUN_DIR = (f"ddp_lab/resilience/{name}.py" for name in ("checkpoint_files", "guard", "run_directory"))
 
 BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
@@ -95,9 +96,9 @@ ERRORS = [
           "    guard.finish()\n", "",
           "tests/resilience/test_faults.py::test_last_checkpoint_that_cannot_be_written_fails_the_run"),
 
-    Error("a preempted run exits with code 0", "train.py",
+    Error("a preempted run exits with code 0", MAIN,
           "sys.exit(PREEMPTED)", "sys.exit(0)", "tests/resilience/test_faults.py::test_sigterm_without_torchrun_exits_with_75"),
-    Error("the values in the config are not checked", "train.py",
+    Error("the values in the config are not checked", MAIN,
           "    check(cfg)\n", "",
           "tests/test_startup.py::test_help_and_config_errors_do_not_load_torch"
           "[epochs=0-2-epochs=0: must be an integer of at least 1]"),
@@ -239,7 +240,7 @@ def copy_tree(target: Path) -> Path:
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
     return target
 
 

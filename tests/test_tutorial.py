@@ -9,7 +9,6 @@ decimal point in an ```output timings block. All other numbers must be equal, th
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import pytest
 import warm
 from launches import ROOT, finish
+from wheels import copy_tree
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 FENCED = re.compile(r"^```(\S.*)\n((?:.*\n)*?)```$", re.MULTILINE)
@@ -81,21 +81,6 @@ def missing(shown: str, real: str, timings: bool = False) -> str | None:
             return line
         at, floating = at + 1, False
     return f"(the end, before {lines[at]!r})" if at < len(lines) and not floating else None
-
-
-def copy_tree(to: Path) -> None:
-    """Copy the files that git tracks, with their uncommitted changes, and untracked files that are not ignored."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():  # neither a deleted file nor a link to a directory
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, to / name)
 
 
 def run(command: str, exported: str, tree: Path, programs: Path) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """How commands report errors: a user's mistake as one message with exit code 2, any other exception as one traceback."""
 
+import argparse
 import faulthandler
 import functools
 import os
@@ -20,7 +21,7 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.config.messages import unknown_key
 from ddp_lab.world.process import env_int, show
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
 REFUSED = 2  # exit code of a command that reports a user's mistake
 
 
@@ -38,6 +39,7 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
         # The value is quoted, because Hydra would read its comma as a sweep over two values.
         sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in sys.argv]
+        sys.argv[1:] = options_first(sys.argv[1:])
         try:
             refuse_sweep()
             main(*args)
@@ -70,6 +72,33 @@ def record(main: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def options_first(arguments: list[str]) -> list[str]:
+    """Return the arguments with `--config-dir DIR` in front, because Hydra's parser accepts no option between overrides."""
+    folder, others = split_config_dir(arguments)
+    return others if folder is None else ["--config-dir", folder, *others]
+
+
+def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Return the value of Hydra's option --config-dir, the directory of the user's own yaml, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir")
+    known, others = parser.parse_known_args(arguments)
+    return known.config_dir, others
+
+
+def compose_config(overrides: list[str], config_dir: str | None) -> DictConfig:
+    """Return the config of a command line: conf/, the groups in `config_dir` if it is given, and the overrides."""
+    search = [] if config_dir is None else [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=[*search, *overrides])
+
+
+def quote(value: str) -> str:
+    """Quote a value for Hydra's grammar, in which commas and equal signs, and backslashes before a quote, are special."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value) + "'"
+
+
 def refuse_sweep() -> None:
     """Check that torchrun did not start a sweep.
 
@@ -78,7 +107,7 @@ def refuse_sweep() -> None:
     """
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(sys.argv):
         raise ConfigError(
-            "--multirun: is not supported under torchrun, where all jobs would share one process group. Use `python train.py "
+            "--multirun: is not supported under torchrun, where all jobs would share one process group. Use `python -m ddp_lab "
             "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
         )
 
@@ -102,7 +131,7 @@ def explain(error: Exception) -> str:
         return f"{group}={option}: there is no such option; allowed: {', '.join(sorted(error.options))}"
     if unknown := re.match(r"Could not override '([\w.@/]+)'", text):
         return explain_unknown_key(unknown[1])
-    return text.split(" See https")[0] + ". Overrides look like key=value: python train.py --help"
+    return text.split(" See https")[0] + ". Overrides look like key=value: python -m ddp_lab --help"
 
 
 def explain_unknown_key(key: str) -> str:
@@ -111,10 +140,8 @@ def explain_unknown_key(key: str) -> str:
     The message lists the keys that exist, for the groups chosen on the command line.
     """
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-    choices = [override for override in sys.argv[1:] if override.split("=")[0] in groups]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        node = compose("config", overrides=choices)
+    config_dir, arguments = split_config_dir(sys.argv[1:])
+    node = compose_config([override for override in arguments if override.split("=")[0] in groups], config_dir)
     path = key.split(".")
     while len(path) > 1 and isinstance(node.get(path[0]), DictConfig):
         node = node[path.pop(0)]

@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.utils import JobReturn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, is_finished, job_return
+from ddp_lab.launch.sweep import Job, SweepLauncher, is_finished, job_return
 
-SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
+SCRIPT = Path(__file__).with_name("train.sbatch")  # in a clone a link to scripts/slurm/train.sbatch
 
 
 class SlurmLauncher(SweepLauncher):
@@ -71,7 +72,7 @@ class SlurmLauncher(SweepLauncher):
         elif name in queue:
             outcome = f"already in the queue: {queue[name]}"
         else:
-            done = subprocess.run(self._command(job), cwd=ROOT, capture_output=True, text=True)
+            done = subprocess.run(self._command(job), capture_output=True, text=True)
             outcome = " ".join(f"{done.stdout} {done.stderr}".split())
             if done.returncode:
                 print(f"[{job.name}] not submitted: {outcome}", flush=True)

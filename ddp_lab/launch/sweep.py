@@ -15,9 +15,9 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command_line import quote
 from ddp_lab.resilience.run_directory import read_json
 
-ROOT = Path(__file__).parent.parent.parent
 LONGEST = 120  # maximum number of characters of a job's name, without the hash
 # The keys that may change when a sweep is resumed.
 MAY_CHANGE = {"name", "runs_dir", "resume", "epochs", "timeout", "checkpoint", "inject"}
@@ -29,7 +29,7 @@ class Job:
 
     Attributes:
         name: Name of its run directory: the overrides that are not common to all jobs.
-        overrides: Hydra overrides for train.py.
+        overrides: Command-line arguments of the job: Hydra overrides, after the option --config-dir of the sweep, if any.
         run_dir: Its run directory.
         epochs: Number of epochs after which it is finished.
         one_process: Whether its strategy drives all devices from one process.
@@ -43,7 +43,7 @@ class Job:
 
 
 class SweepLauncher(Launcher):
-    """A Hydra launcher whose jobs are launches of train.py."""
+    """A Hydra launcher whose jobs are launches of their own."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store Hydra's objects and create the sweep's directory.
@@ -83,8 +83,14 @@ class SweepLauncher(Launcher):
             refuse_another(self.sweep_dir / name, cfg)
             overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
-            jobs.append(Job(name, overrides, self.sweep_dir / name, cfg.epochs, one_process))
+            jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, one_process))
         return jobs
+
+    def _config_dir(self) -> list[str]:
+        """Return the option --config-dir with which the sweep was started; nothing if it has none."""
+        sources = self.config.hydra.runtime.config_sources
+        folders = [source.path for source in sources if source.provider == "command-line"]
+        return ["--config-dir", *folders] if folders else []
 
 
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
@@ -118,11 +124,6 @@ def directory_name(overrides: Sequence[str]) -> str:
     if name != plain or len(name) > LONGEST:
         name = f"{name[:LONGEST]}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
     return name
-
-
-def quote(value: str) -> str:
-    """Quote a value for Hydra's grammar, in which commas and equal signs, and backslashes before a quote, are special."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value) + "'"
 
 
 def is_finished(job: Job) -> bool:

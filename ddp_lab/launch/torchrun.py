@@ -22,16 +22,19 @@ from pathlib import Path
 from hydra.core.utils import JobReturn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import ROOT, Job, SweepLauncher, is_finished, job_return
+from ddp_lab.launch.sweep import Job, SweepLauncher, is_finished, job_return
 from ddp_lab.resilience.run_directory import read_json
 
+ROOT = Path(__file__).parents[2]
+# Of a clone, which may not be installed, train.py is started. It finds ddp_lab from any directory.
+ENTRY = [str(ROOT / "train.py")] if (ROOT / "pyproject.toml").is_file() else ["-m", "ddp_lab"]
 SAVE_TIMEOUT = 45.0  # seconds that jobs have to write their last checkpoint when the sweep is interrupted
 
 
 def world_command(overrides: Sequence[str], ranks: int | None) -> list[str]:
-    """Return the command that runs train.py with `overrides` on `ranks` ranks; None means one process without torchrun."""
+    """Return the command that trains with `overrides` on `ranks` ranks; None means one process without torchrun."""
     world = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *world, str(ROOT / "train.py"), *overrides]
+    return [sys.executable, *world, *ENTRY, *overrides]
 
 
 def new_folder(path: Path) -> Path:

@@ -17,7 +17,7 @@ import yaml
 from launches import ROOT, SMALL, SUPPORT, launch, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
 
-from ddp_lab.launch.sweep import quote
+from ddp_lab.launch.command_line import quote
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 EPOCHS = 8
@@ -178,7 +178,7 @@ def test_elastic_restart_on_two_nodes_ends_with_the_same_weights(cluster, forkin
     assert job.state()["Restarts"] == "0"
 
 
-def test_overrides_reach_train_py_unchanged(cluster, tmp_path):
+def test_overrides_reach_torchrun_unchanged(cluster, tmp_path):
     """The fake torchrun records its arguments. Its exit code 0 is no success: no rank recorded the end of the run."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -203,15 +203,15 @@ def test_overrides_reach_train_py_unchanged(cluster, tmp_path):
     job = Job(cluster, tmp_path, ["--nodes=1"], *overrides, **path)
     assert job.end() == ("FAILED", 1), job.report()
     arguments = json.loads(recorded.read_text())
-    script = arguments.index("train.py")
-    assert arguments[script + 1 :] == [f"name=slurm-{job.id}", f"runs_dir={tmp_path}", *overrides]
+    module = arguments.index("-m")
+    assert arguments[module + 1 :] == ["ddp_lab", f"name=slurm-{job.id}", f"runs_dir={tmp_path}", *overrides]
     assert "--nproc-per-node=2" in arguments
     assert not bad.exists()
 
 
 def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
     def outcome(launch_id: str) -> tuple[int, str]:
-        return launch("python scripts/slurm/outcome.py", launch_id, f"runs_dir={tmp_path}", "name=run", "epochs=3")
+        return launch("python -m ddp_lab.launch.outcome", launch_id, f"runs_dir={tmp_path}", "name=run", "epochs=3")
 
     assert outcome("7.1") == (0, "none\n")
     (tmp_path / "run").mkdir()

@@ -13,7 +13,8 @@ from launches import ROOT, SMALL, finish, launch, read_metrics, start
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import LONGEST, Job, directory_name, is_finished, quote
+from ddp_lab.launch.command_line import quote
+from ddp_lab.launch.sweep import LONGEST, Job, directory_name, is_finished
 from ddp_lab.launch.torchrun import TorchrunLauncher, describe
 from ddp_lab.resilience.run_directory import read_json, write_status
 
@@ -54,11 +55,16 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
 
 
 def test_concurrent_jobs_use_different_ports(tmp_path):
+    """It is started as a module in another directory, with an option of Hydra's and a config group of the user's."""
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\nwarmup_epochs: 0.5\n")
+    sweep = "python -m ddp_lab -m hydra/launcher=torchrun --config-dir own experiment=mine"
     line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=3", "hydra.launcher.max_parallel=2", "strategy=scratch,ddp")
-    code, output = launch(SWEEP, *line, "optimizer.lr=0.01")
+    code, output = launch(sweep, *line, "optimizer.lr=0.01", cwd=tmp_path)
     assert code == 0, output
     assert jobs(tmp_path) == {"scratch ": "finished", "ddp ": "finished"}
-    code, output = launch(SWEEP, *line, "optimizer.lr=0.02")
+    assert all(OmegaConf.load(path).warmup_epochs == 0.5 for path in (tmp_path / "sweep").glob("*/config.yaml"))
+    code, output = launch(sweep, *line, "optimizer.lr=0.02", cwd=tmp_path)
     assert code == 2
     assert "strategy=scratch was started there with another optimizer" in output
     assert all(line.startswith("[") for line in output.splitlines() if "train loss" in line)
@@ -104,7 +110,9 @@ def test_slurm_dry_run_prints_the_script_and_the_commands(tmp_path):
         "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']",
         "strategy=ddp,fsdp,single",
     ]
-    code, output = launch("python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), *line)
+    code, output = launch(
+        "python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), *line, f"--config-dir={tmp_path}"
+    )
     assert code == 0, output
     assert "#SBATCH --requeue" in output
     assert "env NPROC_PER_NODE=1 sbatch --gpus-per-node=4 --time=60 --nodes=1 " in output, (
@@ -112,7 +120,7 @@ def test_slurm_dry_run_prints_the_script_and_the_commands(tmp_path):
     )
     submitted = [row for row in output.splitlines() if row.startswith("sbatch --gpus-per-node=4 --time=60 ")]
     assert ["strategy=ddp" in row for row in submitted] == [True, False]
-    assert all("train.sbatch" in row for row in submitted)
+    assert all(f"train.sbatch --config-dir {tmp_path} " in row for row in submitted)
 
 
 def test_sbatch_options_that_are_not_a_list_are_rejected(tmp_path):

@@ -242,14 +242,15 @@ def execute(request: Request) -> None:
     sys.stdout.reconfigure(line_buffering=os.isatty(1) or bool(os.environ.get("PYTHONUNBUFFERED")))
     first, *arguments = request.argv
     given = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    starts_others = first != "-m" and (not first.endswith("train.py") or {"-m", "--multirun"} & set(arguments))
-    if starts_others or arguments[:1] == ["torch.distributed.run"]:
+    module = arguments[0] if first == "-m" else None
+    trains = module == "ddp_lab" or first.endswith("train.py")
+    if {"-m", "--multirun"} & set(arguments) or module == "torch.distributed.run" or not (module or trains):
         fork_children()
-    if first == "-m":
-        sys.modules.pop(arguments[0], None)  # runpy warns about a module that is already imported
+    if module:
+        sys.modules.pop(module if module != "ddp_lab" else "ddp_lab.__main__", None)  # runpy warns about what is imported
         sys.argv = arguments
         sys.path[:] = [request.cwd, *given, *SEARCH]
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *arguments]
         sys.path[:] = [str(Path(first).resolve().parent), *given, *SEARCH]

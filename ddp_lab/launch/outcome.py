@@ -1,7 +1,7 @@
 """Print the outcome of a launch, for train.sbatch.
 
-outcome.py LAUNCH [OVERRIDE...] prints the status that the launch with torchrun's run id LAUNCH recorded in the run directory
-that the overrides of train.py determine. It does not load torch, which takes seconds on a busy disk.
+python -m ddp_lab.launch.outcome LAUNCH [OVERRIDE...] prints the status that the launch with torchrun's run id LAUNCH
+recorded in the run directory that the overrides determine. It does not load torch, which takes seconds on a busy disk.
 """
 
 import json
@@ -9,16 +9,15 @@ import re
 import sys
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from ddp_lab.launch.command_line import compose_config, split_config_dir
 
-ROOT = Path(__file__).resolve().parents[2]
 WHERE = re.compile(r"\+{0,2}(name|runs_dir|experiment)=")
 
 
-def outcome(launch: str, overrides: list[str]) -> str:
+def outcome(launch: str, arguments: list[str]) -> str:
     """Return the `status` of status.json; "none" if this launch has not written one."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=[override for override in overrides if WHERE.match(override)])
+    config_dir, overrides = split_config_dir(arguments)
+    cfg = compose_config([override for override in overrides if WHERE.match(override)], config_dir)
     try:
         record = json.loads(Path(cfg.runs_dir, cfg.name, "status.json").read_text())
     except OSError:
