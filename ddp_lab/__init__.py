@@ -13,5 +13,5 @@ resilience  checkpoints, the watchdog, preemption, the run directory
 launch      the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 
-`doctor.py` is the command that checks a machine before a run.
+The other files are commands: `__main__.py` trains, `doctor.py` checks a machine before a run.
 """
