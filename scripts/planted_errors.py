@@ -44,6 +44,7 @@ class Error:
 
 
 JOB, TRAIN, LOOP, STEP = "ddp_lab/run/job.py", "ddp_lab/run/train.py", "ddp_lab/training/loop.py", "ddp_lab/training/step.py"
+EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/sums.py"
 SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
 SHARDING, LOADERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/loaders.py", "ddp_lab/data/augment.py"
 TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
@@ -52,6 +53,7 @@ COMPARE, LOGGER = "scripts/compare.py", "ddp_lab/observe/logger.py"
 FILES, GUARD, RUN_DIR = (f"ddp_lab/resilience/{name}.py" for name in ("checkpoint_files", "guard", "run_directory"))
 
 BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
+SINGLE_SAMPLES = "tests/training/test_evaluation.py::test_evaluation_equals_sums_over_single_samples[6]"
 MATRIX = "tests/strategies/test_equivalence.py::test_several_processes_equal_single[{}]"
 
 # Without the formatter, which would write each argument on its own line.
@@ -105,8 +107,15 @@ ERRORS = [
 
     Error("the model stays in evaluation mode after the first epoch", LOOP,
           "    strategy.train()\n", "", BY_HAND.format("batch_norm")),
-    Error("evaluation runs in training mode", LOOP,
+    Error("evaluation runs in training mode", EVALUATION,
           "strategy.train(False)", "pass", BY_HAND.format("batch_norm")),
+    Error("padding counts in the confusion matrix", SUMS,
+          "real.to(counts.dtype)", "torch.ones_like(real).to(counts.dtype)", SINGLE_SAMPLES),
+    Error("rows and columns of the confusion matrix are swapped", SUMS,
+          "true * classes + logits.argmax(1)", "logits.argmax(1) * classes + true", SINGLE_SAMPLES),
+    Error("the confusion matrix of the first epoch is drawn", LOGGER,
+          "        if counts is not None:\n", "        if counts is not None and epoch == 1:\n",
+          "tests/observe/test_logger.py::test_epoch_is_recorded_under_its_names"),
     Error("set_epoch is forgotten", LOOP,
           "    loader.set_epoch(before.epoch, before.samples)\n", "", BY_HAND.format("lenet")),
     Error("the highest test loss counts as the best", LOOP,

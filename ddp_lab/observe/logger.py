@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+from ddp_lab.observe.confusion import confusion_picture, write_classes
 from ddp_lab.observe.plot import Curve, Plot, beside, curves
 from ddp_lab.observe.prediction_grid import prediction_grid
 
@@ -94,6 +96,14 @@ class Logger:
             logits: float [n, classes].
         """
 
+    def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
+        """Keep the confusion matrix of an evaluation. The last one is drawn when the logger is closed.
+
+        Args:
+            epoch: number of the epoch.
+            counts: int64 [classes, classes], a row per true class; None if there are too many classes.
+        """
+
     def text(self, title: str, markdown: str) -> None:
         """Write a text to TensorBoard's text page."""
 
@@ -144,7 +154,7 @@ class FileLogger(Logger):
 
         self.constants, self.classes, self.where, self.steps_per_epoch = constants, classes, where, steps_per_epoch
         self.metrics = run_dir / "metrics.jsonl"
-        self.pictures: list[tuple[Callable[[Path], None], Path]] = []
+        self.pictures: dict[Path, Callable[[Path], None]] = {}
         drop_epochs(self.metrics, start_epoch)
         is_new = not list(run_dir.glob("events.*"))
         self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start_epoch)
@@ -168,6 +178,8 @@ class FileLogger(Logger):
             for part in ("train", "test"):
                 self.board.add_scalar(f"loss/{part}", metrics[f"{part}_loss"], epoch)
                 self.board.add_scalar(f"accuracy/{part}", metrics[f"{part}_accuracy"], epoch)
+            if "test_top5_accuracy" in metrics:
+                self.board.add_scalar("accuracy/test_top5", metrics["test_top5_accuracy"], epoch)
             self.board.add_scalar("lr", metrics["lr"], epoch)
             self.board.add_scalar("speed/samples_per_second", metrics["samples_per_second"], epoch)
             self.board.add_scalar("speed/step_ms", 1000 * metrics["seconds"] / self.steps_per_epoch, epoch)
@@ -184,12 +196,25 @@ class FileLogger(Logger):
         with surviving_a_full_disk(self.metrics.parent):
             self.board.add_image("predictions", grid, epoch)
 
+    def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
+        if counts is not None:
+            self.pictures[self.metrics.with_name("confusion.png")] = partial(self._draw_confusion, epoch, counts)
+
+    def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
+        names = [*self.classes, *map(str, range(len(self.classes), len(counts)))][
+            : len(counts)
+        ]  # a model may have more outputs
+        picture = confusion_picture(counts, names)
+        picture.save(path)
+        write_classes(counts, names, path.with_name("classes.csv"))
+        self.board.add_image("confusion", np.array(picture), epoch, dataformats="HWC")
+
     def text(self, title: str, markdown: str) -> None:
         with surviving_a_full_disk(self.metrics.parent):
             self.board.add_text(title, markdown)
 
     def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
-        self.pictures.append((draw, picture))
+        self.pictures[picture] = draw
 
     def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
         log.info(
@@ -198,14 +223,14 @@ class FileLogger(Logger):
         )
 
     def close(self) -> None:
-        with surviving_a_full_disk(self.metrics.parent):
-            self.board.close()
         self.draw_at_close(partial(draw_metrics, self.metrics), self.metrics.with_name("curves.png"))
-        for draw, picture in self.pictures:
+        for picture, draw in self.pictures.items():
             try:
                 draw(picture)
             except Exception as error:  # a picture that fails must not fail the run
                 log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
+        with surviving_a_full_disk(self.metrics.parent):
+            self.board.close()
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:

@@ -16,7 +16,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.loss import CrossEntropy, Loss
-from ddp_lab.strategies.sums import add_up, measure, sums
+from ddp_lab.strategies.sums import add_up, measure
 from ddp_lab.world.runtime import Runtime
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
@@ -63,7 +63,7 @@ class Strategy(ABC):
         strategy.setup(model)                   moves, wraps or cuts the model
         optimizer = SGD(strategy.param_groups())
         strategy.forward_backward(...)          in every training step; then the optimizer's step
-        strategy.evaluate(...)                  on every test batch
+        strategy.predict(...)                   on every test batch
 
     Attributes:
         module: this rank's part of the model, unwrapped, so that its parameters keep their plain names.
@@ -298,15 +298,17 @@ class Strategy(ABC):
         with self.autocast():
             return self.forward(inputs)
 
-    @torch.no_grad()
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return [loss_sum, correct, count] of a local batch, in the shapes of `forward_backward`, without a gradient."""
-        logits = self.predict(inputs)
-        return sums(self.loss(logits, targets), logits, targets)
+    def total(self, *sums: torch.Tensor) -> torch.Tensor:
+        """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch.
 
-    def total(self, sums: torch.Tensor) -> list[float]:
-        """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch."""
-        return self.runtime.all_reduce(sums if self.reports else torch.zeros_like(sums)).tolist()
+        Args:
+            sums: vectors of the same dtype. Each is added separately, because the size of a vector affects the order in which
+                the ranks' values are added.
+
+        Returns:
+            The concatenated sums.
+        """
+        return torch.cat([self.runtime.all_reduce(own if self.reports else torch.zeros_like(own)) for own in sums]).cpu()
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.

@@ -3,16 +3,13 @@
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
-
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.data.sharding import Batch, Loader
+from ddp_lab.data.sharding import Loader
 from ddp_lab.observe.logger import Logger, log
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sums import sum_dtype
+from ddp_lab.training.evaluation import evaluate, means
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
@@ -59,19 +56,22 @@ def fit(
             message = f"every batch of epoch {progress.epoch} was skipped (on_nan=skip): lower optimizer.lr"
             raise TrainingError(message, "not_finite")
         train_loss, train_accuracy, samples = means(progress.sums)
-        test_loss, test_accuracy, _ = evaluate(strategy, hooks.evaluating(test_loader, progress))
+        tested = evaluate(strategy, hooks.evaluating(test_loader, progress))
+        test_accuracy = tested.accuracy
         logger.epoch(
             progress.epoch,
             train_loss=train_loss,
             train_accuracy=train_accuracy,
-            test_loss=test_loss,
+            test_loss=tested.loss,
             test_accuracy=test_accuracy,
+            **({} if tested.top5_accuracy is None else {"test_top5_accuracy": tested.top5_accuracy}),
             lr=progress.lr,
             seconds=progress.seconds,
             samples_per_second=samples / progress.seconds,
         )
         logger.predictions(progress.epoch, shown.inputs, shown.targets, strategy.predict(shown.inputs))
-        progress = next_epoch(progress, test_loss)
+        logger.confusion(progress.epoch, tested.confusion)
+        progress = next_epoch(progress, tested.loss)
         hooks.end_epoch(progress, last=is_over(progress, epochs, patience))
     if durations:
         logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
@@ -101,7 +101,8 @@ def train_epoch(
 
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
-        sums = [earlier + now for earlier, now in zip(before.sums, strategy.total(step.tally.totals.clone()), strict=True)]
+        own = strategy.total(step.tally.totals.clone()).tolist()
+        sums = [earlier + now for earlier, now in zip(before.sums, own, strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
     done = -(-before.samples // loader.batch_size)
@@ -125,18 +126,3 @@ def is_over(progress: Progress, epochs: int, patience: int | None) -> bool:
     """Return whether all epochs are done, or the last `patience` epochs did not lower the test loss."""
     done = progress.epoch - 1
     return done >= epochs or (patience is not None and done - progress.best_epoch >= patience)
-
-
-def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> tuple[float, float, float]:
-    """Return the mean loss, the accuracy and the number of samples over all batches. Each sample counts once. Collective."""
-    strategy.train(False)
-    totals = torch.zeros(3, dtype=sum_dtype(strategy.device), device=strategy.device)
-    for batch in batches:
-        totals += strategy.evaluate(batch.inputs, batch.targets)
-    return means(strategy.total(totals))
-
-
-def means(sums: list[float]) -> tuple[float, float, float]:
-    """Return the mean loss, the accuracy and the number of samples of [loss_sum, correct, count]."""
-    loss_sum, correct, count = sums
-    return loss_sum / count, correct / count, count

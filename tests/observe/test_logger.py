@@ -101,10 +101,12 @@ EPOCH = {  # all values differ
 
 
 def record_an_epoch(run_dir) -> None:
-    options = {"start_epoch": 1, "steps_per_epoch": 8, "hparams": {}, "config": "", "classes": [], "where": ""}
+    options = {"start_epoch": 1, "steps_per_epoch": 8, "hparams": {}, "config": "", "classes": ["cat"], "where": ""}
     logger = FileLogger(run_dir, **options, constants={"world_size": 2})
     logger.epoch(1, **EPOCH)
-    logger.epoch(2, **EPOCH | {"test_loss": 3.0})
+    logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75})
+    for epoch in (1, 2):
+        logger.confusion(epoch, torch.tensor([[2, 2], [0, epoch]]))
     logger.close()
 
 
@@ -117,7 +119,7 @@ def test_epoch_is_recorded_under_its_names(tmp_path):
     run_world(1, record_an_epoch, tmp_path)
     first, second = (json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first == {"epoch": 1, **EPOCH, "test_loss": None, "world_size": 2}
-    assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "world_size": 2}
+    assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "test_top5_accuracy": 0.75, "world_size": 2}
     events = EventAccumulator(str(tmp_path)).Reload()
     shown = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
     assert shown.pop("memory/peak_MiB") > 0
@@ -126,7 +128,12 @@ def test_epoch_is_recorded_under_its_names(tmp_path):
         "loss/test": 3.0,
         "accuracy/train": 0.25,
         "accuracy/test": 0.375,
+        "accuracy/test_top5": 0.75,
         "lr": 0.5,
         "speed/samples_per_second": 64.0,
         "speed/step_ms": 250.0,
     }
+    (image,) = events.Images("confusion")
+    assert image.step == 2, "only the last confusion matrix is drawn"
+    assert Image.open(tmp_path / "confusion.png").size == (image.width, image.height)
+    assert (tmp_path / "classes.csv").read_text().split() == ["class,samples,correct,accuracy", "cat,4,2,0.5", "1,2,2,1"]

@@ -37,6 +37,7 @@ METRICS = {
     "train_accuracy",
     "test_loss",
     "test_accuracy",
+    "test_top5_accuracy",
     "lr",
     "seconds",
     "samples_per_second",

@@ -1,5 +1,6 @@
 """Checks of the content of a finished run's directory."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
     """Assert that the run directory contains all promised files, and each record once."""
     found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
-    kept = {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json", "curves.png"}
+    kept = {"config.yaml", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json"}
+    kept |= {"curves.png", "confusion.png", "classes.csv"}
     assert found == kept
     assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
     metrics = read_metrics(run_dir)
@@ -30,18 +32,26 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     assert "\r" not in log, "a progress bar in the log file"
     assert len(list(run_dir.glob("checkpoints/*.pt"))) == len(list(run_dir.glob("checkpoints/*.sha256"))) == min(2, epochs)
     assert len(list(run_dir.glob("events*"))) == 1
+    check_classes(run_dir, metrics[-1])
     check_tensorboard(run_dir, metrics)
+
+
+def check_classes(run_dir: Path, last: dict) -> None:
+    with (run_dir / "classes.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    samples, correct = (sum(int(row[key]) for row in rows) for key in ("samples", "correct"))
+    assert correct / samples == last["test_accuracy"] <= last["test_top5_accuracy"] <= 1
 
 
 def check_tensorboard(run_dir: Path, metrics: list[dict]) -> None:
     events = EventAccumulator(str(run_dir), size_guidance={"images": 0}).Reload()
     tags = {f"{kind}/{part}" for kind in ("loss", "accuracy") for part in ("train", "test")}
-    tags |= {"lr", "speed/samples_per_second", "speed/step_ms", "memory/peak_MiB"}
+    tags |= {"accuracy/test_top5", "lr", "speed/samples_per_second", "speed/step_ms", "memory/peak_MiB"}
     assert set(events.Tags()["scalars"]) == tags
     assert [event.value for event in events.Scalars("accuracy/test")] == pytest.approx(
         [record["test_accuracy"] for record in metrics]
     )
     assert all(event.value > 0 for event in events.Scalars("memory/peak_MiB"))
-    assert events.Tags()["images"] == ["predictions"]
+    assert set(events.Tags()["images"]) == {"predictions", "confusion"}
     assert "config/text_summary" in events.Tags()["tensors"]
     assert "_hparams_/session_start_info" in events.summary_metadata

@@ -23,8 +23,8 @@ from ddp_lab.run.job import materialize, prepare
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.evaluation import evaluate
 from ddp_lab.training.hooks import Hooks
-from ddp_lab.training.loop import evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine
 from ddp_lab.training.speed.options import PerformanceOptions
@@ -93,7 +93,7 @@ class Outcome:
     momentum: dict[str, torch.Tensor]
     digest: str  # hash of this rank's part of the model
     sums: list[list[float]]  # of each training epoch
-    evaluation: tuple[float, float, float]  # loss, accuracy, samples
+    evaluation: tuple[float, ...]  # loss, accuracy, samples, top-5 accuracy, and the cells of the confusion matrix
 
 
 @contextmanager
@@ -195,7 +195,11 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     training.compile()
     recorder = Recorder(checkpoints, bool(case.save))
     training.fit(recorder, recorder, progress)
-    evaluation = evaluate(strategy, job.loaders[1])
+    tested = evaluate(strategy, job.loaders[1])
+    assert tested.samples == tested.confusion.sum() == TEST_SAMPLES
+    assert tested.accuracy == tested.confusion.trace().item() / TEST_SAMPLES
+    cells = tested.confusion.flatten().tolist()
+    evaluation = (tested.loss, tested.accuracy, tested.samples, tested.top5_accuracy, *cells)
     assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
     state = strategy.state_dict(training.optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}

@@ -1,0 +1,55 @@
+"""The evaluation of a model: sums over all samples, added over the ranks once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ddp_lab.data.sharding import Batch
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sums import TOP, count_predictions, new_counts, sum_dtype, sums
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of one evaluation, in which each sample counts once.
+
+    Attributes:
+        loss: mean loss.
+        accuracy: fraction of the samples whose class has the largest logit (top-1).
+        samples: number of samples.
+        top5_accuracy: fraction of the samples whose class has one of the five largest logits; None with at most five classes.
+        confusion: number of samples by true class (row) and predicted class (column), int64 [classes, classes] on the host;
+            None with more than `sums.MOST_CLASSES` classes.
+    """
+
+    loss: float
+    accuracy: float
+    samples: int
+    top5_accuracy: float | None
+    confusion: torch.Tensor | None
+
+
+def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> Evaluation:
+    """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end."""
+    strategy.train(False)
+    totals = torch.zeros(3, dtype=sum_dtype(strategy.device), device=strategy.device)
+    counts, classes = totals.new_zeros(0), 0
+    for batch in batches:
+        logits = strategy.predict(batch.inputs)
+        if not classes:
+            classes = logits.size(1)
+            counts = new_counts(classes, strategy.device)
+        totals += sums(strategy.loss(logits, batch.targets), logits, batch.targets)
+        count_predictions(counts, logits, batch.targets)
+    summed = strategy.total(totals, counts)
+    loss, accuracy, samples = means(summed[:3].tolist())
+    top5 = summed[3].item() / samples if classes > TOP else None
+    confusion = summed[4:].long().view(classes, classes) if len(summed) > 4 else None
+    return Evaluation(loss, accuracy, int(samples), top5, confusion)
+
+
+def means(sums: list[float]) -> tuple[float, float, float]:
+    """Return the mean loss, the accuracy and the number of samples of [loss_sum, correct, count]."""
+    loss_sum, correct, count = sums
+    return loss_sum / count, correct / count, count

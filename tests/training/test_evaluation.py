@@ -1,0 +1,50 @@
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ddp_lab.data.sharding import IGNORE, Batch
+from ddp_lab.strategies.single import Single
+from ddp_lab.strategies.sums import MOST_CLASSES
+from ddp_lab.training.evaluation import Evaluation, evaluate
+from ddp_lab.world.runtime import Runtime
+
+
+def evaluated(logits: torch.Tensor, targets: torch.Tensor, size: int = 7) -> Evaluation:
+    """Evaluate a model that returns its inputs, in batches of `size`, the last of which has padding."""
+    strategy = Single(Runtime("cpu"))
+    strategy.setup(torch.nn.Identity())
+    padding = -len(logits) % size
+    logits = torch.cat([logits, torch.rand(padding, logits.size(1))])
+    targets = torch.cat([targets, torch.full((padding,), IGNORE)])
+    return evaluate(strategy, (Batch(*batch, size) for batch in zip(logits.split(size), targets.split(size), strict=True)))
+
+
+@pytest.mark.parametrize("classes", [6, 30])
+def test_evaluation_equals_sums_over_single_samples(classes):
+    generator = torch.Generator().manual_seed(classes)
+    logits, targets = torch.randn(52, classes, generator=generator), torch.randint(classes, (52,), generator=generator)
+    tested = evaluated(logits, targets)
+    ranks = [
+        sorted(row, reverse=True).index(row[target]) for row, target in zip(logits.tolist(), targets.tolist(), strict=True)
+    ]
+    pairs = Counter((target, row.index(max(row))) for row, target in zip(logits.tolist(), targets.tolist(), strict=True))
+    assert tested.samples == 52
+    assert tested.loss == pytest.approx(F.cross_entropy(logits, targets).item())
+    assert tested.accuracy == ranks.count(0) / 52
+    assert tested.top5_accuracy == sum(rank < 5 for rank in ranks) / 52 < 1
+    assert tested.confusion.tolist() == [[pairs[true, predicted] for predicted in range(classes)] for true in range(classes)]
+
+
+@pytest.mark.parametrize(("classes", "top5", "confusion"), [(5, False, True), (6, True, True), (MOST_CLASSES + 1, True, False)])
+def test_top5_needs_six_classes_and_the_confusion_matrix_not_too_many(classes, top5, confusion):
+    tested = evaluated(torch.eye(classes)[:3], torch.arange(3))
+    assert (tested.accuracy, tested.top5_accuracy) == (1, 1 if top5 else None)
+    assert (tested.confusion is not None) == confusion
+
+
+def test_evaluation_of_a_model_that_returns_nan_counts_every_sample():
+    tested = evaluated(torch.full((8, 6), float("nan")), torch.arange(8) % 6)
+    assert tested.confusion.sum() == tested.samples == 8
+    assert tested.loss != tested.loss
