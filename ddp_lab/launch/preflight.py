@@ -221,7 +221,7 @@ def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optim
     stepped = optimizer([probe])
     stepped.step()
     copies = sum(torch.is_tensor(value) and value.shape == probe.shape for value in stepped.state[probe].values())
-    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    parameters = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     return sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
 
 

@@ -84,6 +84,7 @@ class Checkpoints:
                 f"resume={path}: was written with another optimizer: its options are {', '.join(sorted(saved))}; expected "
                 f"{', '.join(sorted(expected))}. Use the optimizer that it was trained with, or another name"
             )
+        self._check_frozen(path, {name for group in state["optimizer"]["param_groups"] for name in group["params"]})
         self.strategy.load_state_dict(self.optimizer, state)
         progress = self.kept = Progress(**state["progress"])
         # The state comes from the file; learning rate, momentum and other options come from this launch's config.
@@ -103,6 +104,21 @@ class Checkpoints:
                 f"seed={self.seed}: the checkpoint has seed={state['seed']}, so the order of the samples changes from here on"
             )
         return progress
+
+    def _check_frozen(self, path: str, trained: set[str]) -> None:
+        """Check that the parameters in the checkpoint's optimizer, `trained`, are those that this launch trains.
+
+        Raises:
+            ConfigError: a parameter is frozen in one of the two only, so its optimizer state is missing or superfluous.
+        """
+        for name, parameter in self.strategy.module.named_parameters():
+            if parameter.requires_grad != (name in trained):
+                now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
+                raise ConfigError(
+                    f"resume={path}: the parameter {name} is {now} in this launch and was {then} when the checkpoint was "
+                    f"written. Freeze the same parameters, or begin a new run from these weights: model.weights={path} with "
+                    "another name"
+                )
 
     def find(self, choice: str) -> str | None:
         """Return the file to resume from; for auto this is the newest valid one, and newer files that are damaged are logged.

@@ -18,6 +18,7 @@ from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import Loader
 from ddp_lab.models.own import build_model, require_chain
+from ddp_lab.models.trial import freeze_unused
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.strategies.base import Strategy
@@ -39,10 +40,14 @@ class Job:
     Each part is constructed when it is first read and needs only those above it, so that `ddp_lab.doctor` can check them one by
     one. Reading a part raises a ConfigError if the config does not allow its construction. Reading `dataset` downloads a
     missing dataset.
+
+    Attributes:
+        notes: lines for the log about the model.
     """
 
     def __init__(self, cfg: DictConfig, runtime: Runtime):
         self.cfg, self.runtime = cfg, runtime
+        self.notes: list[str] = []
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -76,7 +81,12 @@ class Job:
     def model(self) -> nn.Module:
         """The model on the CPU, with the same weights on every rank."""
         torch.manual_seed(self.cfg.seed)
-        return build_model(self.cfg.model, self.dataset.model_shape())
+        model, shape = build_model(self.cfg.model, self.dataset.model_shape()), self.dataset.model_shape()
+        if not self.cfg.model._target_.startswith("ddp_lab."):  # those of ddp_lab train all their parameters
+            images = shape["in_channels"], shape["image_size"], shape["image_size"]
+            key = f"model._target_={self.cfg.model._target_}"
+            self.notes += freeze_unused(model, images, shape["num_classes"], self.runtime, key)
+        return model
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -43,6 +43,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
+    for note in job.notes:
+        log.info(note)
     _ = job.options  # logs the options that are not supported
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")

@@ -14,7 +14,7 @@ With W ranks and n bytes of gradients:
 clusters of workstations").
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -145,7 +145,7 @@ class Buckets:
     all-reduce of the first layers' bucket has no computation left that could hide it.
 
     Args:
-        groups: parameters of each bucket; groups without parameters are ignored.
+        groups: parameters of each bucket. Frozen parameters are left out, and then groups without parameters.
 
     Attributes:
         active: whether gradients are counted and sent; False during gradient accumulation (`Strategy.no_sync`).
@@ -153,7 +153,7 @@ class Buckets:
 
     def __init__(self, groups: Iterable[list[nn.Parameter]]):
         self.active = True
-        self.buckets = [Bucket(parameters) for parameters in groups if parameters]
+        self.buckets = [Bucket(trained) for parameters in groups if (trained := list(trainable(parameters)))]
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._count(bucket))
@@ -184,6 +184,11 @@ def fill_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[n
             buckets.append([])
         buckets[-1].append(parameter)
     return buckets
+
+
+def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Yield the parameters that are not frozen, which are those that get a gradient."""
+    return (parameter for parameter in parameters if parameter.requires_grad)
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import gradients_of
+from ddp_lab.strategies.all_reduce import gradients_of, trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.loss import CrossEntropy, Loss
 from ddp_lab.strategies.sums import add_up, measure
@@ -290,7 +290,7 @@ class Strategy(ABC):
 
         Collective. Called after `forward_backward`.
         """
-        return get_total_norm(gradients_of(self.parameters()))
+        return get_total_norm(gradients_of(self.parameters())).to(self.device)  # on the CPU if all parameters here are frozen
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -323,8 +323,8 @@ class Strategy(ABC):
                 dist.broadcast(buffer, group=self.dp_group, group_src=0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that this rank holds. Called after `setup`."""
-        return self.module.parameters()
+        """Return the parameters that this rank holds and trains, without the frozen ones. Called after `setup`."""
+        return trainable(self.module.parameters())
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return `parameters` in the form that optimizers accept. Called after `setup`."""
@@ -346,8 +346,10 @@ class Strategy(ABC):
 
         held, options = self.module.state_dict().keys(), StateDictOptions(**self.load_options)
         model = {name: tensor for name, tensor in state["model"].items() if name in held}
-        if not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0:
-            # SGD without momentum has no state. torch's set_state_dict does not support that, in the file or in `optimizer`.
+        without_state = not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0
+        if without_state or not list(self.parameters()):
+            # SGD without momentum has no state, and neither has a rank that trains nothing because its stage is frozen.
+            # torch's set_state_dict does not support that, in the file or in `optimizer`.
             set_model_state_dict(self.module, model, options=options)
             return
         set_state_dict(

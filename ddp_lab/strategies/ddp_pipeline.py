@@ -86,6 +86,8 @@ class DDPPipeline(Pipeline):
 
     def wrap(self, stage: Stage) -> nn.Module:
         set_batch_norm(stage, self.batch_norm, self.dp_group)
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            return stage  # frozen: there is no gradient to sum, and DDP refuses such a module
         device_ids = [self.device] if self.device.type == "cuda" else None
         wrapped = DistributedDataParallel(stage, device_ids=device_ids, process_group=self.dp_group)
         wrapped.broadcast_buffers = False

@@ -65,7 +65,7 @@ class Scratch(Strategy):
             if isinstance(model, Chain):
                 self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
             else:
-                self.buckets = Buckets(fill_buckets(list(model.parameters()), self.bucket_sizes[0]))
+                self.buckets = Buckets(fill_buckets(list(self.parameters()), self.bucket_sizes[0]))
 
     def can_compile(self, model: nn.Module) -> bool:
         return self.algorithm != "bucketed" or isinstance(model, Chain)

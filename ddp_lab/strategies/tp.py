@@ -53,8 +53,10 @@ class ShardedConv2d(nn.Module):
         assert conv.groups == 1, "each output channel must depend on all input channels"
         assert conv.padding_mode == "zeros"
         for name, tensor in (("weight", conv.weight), ("bias", conv.bias)):
-            sharded = None if tensor is None else nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(0)]))
-            self.register_parameter(name, sharded)
+            if tensor is not None:
+                sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+                tensor = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+            self.register_parameter(name, tensor)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, [b, o, h, w], for `inputs`, [b, c, height, width], both the same on every rank. Collective."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from configs import config
-from launches import ROOT, SMALL, launch, main_in_world, only_run, read_metrics, refusal_in_world
+from launches import OWN, ROOT, launch, main_in_world, only_run, read_metrics, refusal_in_world
 from own_models import Plain
 from torch import nn
 from worlds import run_world
@@ -15,7 +15,6 @@ from ddp_lab.models.own import build_model
 from ddp_lab.strategies.fsdp import units
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
-OWN = [*(override for override in SMALL if not override.startswith("model=")), "data.dataset.channels=1", "model=own"]
 
 
 def test_arguments_from_the_data_are_passed_where_the_signature_names_them():
@@ -62,10 +61,13 @@ def test_units_of_fsdp_are_children_of_the_model_and_of_its_module_lists():
     assert units(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["Linear"])[0].in_features == 1
 
 
+GUARDED = ["max_grad_norm=0.05", "on_nan=skip", "check_replicas=1"]  # for `finetuned`
 BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.001"
 LINES = [
     ("Plain", 2, BUCKETED),
     ("Plain", 2, "strategy=ddp"),
+    ("finetuned", 2, BUCKETED),
+    ("finetuned", 2, "strategy=ddp accumulate=2"),
     ("Plain", 2, "strategy=fsdp"),
     ("sequential", 2, "strategy=pipeline strategy.num_microbatches=4"),
     *(
@@ -77,6 +79,9 @@ LINES = [
             ("sequential", 1, "strategy=split"),
             ("sequential", 2, "strategy=tp"),
             ("sequential", 2, "strategy=fsdp"),
+            ("finetuned", 1, "strategy=dp"),
+            ("finetuned", 2, "strategy=scratch"),
+            ("finetuned", 2, "strategy=fsdp"),
         ]
     ),
 ]
@@ -86,11 +91,15 @@ LINES = [
 def alone(tmp_path_factory) -> dict[str, dict]:
     """The final weights of `single`, by model."""
     found = {}
-    for name in ("Plain", "sequential"):
+    for name in ("Plain", "sequential", "finetuned"):
         folder = tmp_path_factory.mktemp(name)
-        run_world(1, main_in_world, *OWN, f"model._target_=own_models.{name}", "epochs=2", f"runs_dir={folder}")
+        run_world(1, main_in_world, *overrides_of(name), f"runs_dir={folder}")
         found[name] = weights(folder)
     return found
+
+
+def overrides_of(name: str) -> list[str]:
+    return [*OWN, f"model._target_=own_models.{name}", "epochs=2", *(GUARDED if name == "finetuned" else [])]
 
 
 def weights(runs_dir) -> dict[str, torch.Tensor]:
@@ -101,8 +110,7 @@ def weights(runs_dir) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "ranks", "strategy"), LINES, ids=lambda value: str(value).replace(" ", ","))
 def test_every_strategy_equals_single(name, ranks, strategy, alone, tmp_path):
-    overrides = [*OWN, f"model._target_=own_models.{name}", *strategy.split(), "epochs=2", f"runs_dir={tmp_path}"]
-    run_world(ranks, main_in_world, *overrides)
+    run_world(ranks, main_in_world, *overrides_of(name), *strategy.split(), f"runs_dir={tmp_path}")
     found, expected = weights(tmp_path), alone[name]
     assert found.keys() == expected.keys()
     assert max((found[key] - expected[key]).abs().max().item() for key in found) <= 1e-6

@@ -12,6 +12,7 @@ from cases import (
     HALF,
     MODEL_PARALLEL,
     ONE,
+    PARTLY_FROZEN,
     REFERENCE,
     REPLICAS,
     SHARDED,
@@ -132,9 +133,9 @@ ONCE = [
 
 
 def is_slow(case: Case, size: int) -> bool:
-    if case.model != "lenet":
+    if case.model not in ("lenet", "partly_frozen"):
         return case.model != "narrow" or size == 3
-    return size != 2 and case not in ONCE
+    return size != 2 and case not in ONCE and case not in PARTLY_FROZEN
 
 
 def cases_for(size: int) -> list[Case]:
@@ -149,7 +150,7 @@ def batch_norm_cases(size: int, model: str) -> list[Case]:
 def world(size: int, slow: bool) -> list[dict]:
     """Return the outcomes of the cases of `make test` or of `make test-slow`, for each rank."""
     cases = cases_for(size) + (batch_norm_cases(size, "narrow") + WRONG if 1 < size < 8 else [])
-    cases += batch_norm_cases(2, "resnet18") if size == 2 else []
+    cases += [*batch_norm_cases(2, "resnet18"), *PARTLY_FROZEN] if size == 2 else []
     return run_world(size, run_cases, [case for case in cases if is_slow(case, size) == slow], timeout=600)
 
 
@@ -169,7 +170,7 @@ def one_process(model: str) -> dict:
     cases = [*own, *batch_norm_cases(2, model)]
     if model == "narrow":
         cases += batch_norm_cases(4, model)
-        cases += [case for size in MODEL_PARALLEL for case in cases_for(size)]
+        cases += [*PARTLY_FROZEN, *(case for size in MODEL_PARALLEL for case in cases_for(size))]
     references = dict.fromkeys(case.reference() for case in cases)
     return run_world(1, run_cases, [*references, *own], timeout=300)[0]
 
@@ -207,6 +208,16 @@ def test_several_processes_equal_single(case, size):
     for outcome in others:
         assert outcome.sums == first.sums
         assert outcome.evaluation == first.evaluation
+
+
+@pytest.mark.parametrize("case", PARTLY_FROZEN, ids=name)
+def test_partly_frozen_model_equals_single(case):
+    """A stage, a bias and unused parameters stay as they are, and the optimizer has no state for them."""
+    outcome, start = outcomes(case, 2)[0], make_model("partly_frozen", SEED)
+    assert_equal(outcome, alone()[case.reference()])
+    assert outcome.momentum.keys() == {"fc1.1.weight", "fc2.weight", "fc2.bias"}
+    moved = {name for name, value in start.state_dict().items() if not torch.equal(value, outcome.weights[name])}
+    assert moved == outcome.momentum.keys()
 
 
 @pytest.mark.parametrize(("case", "size"), params((case, size) for case in WRONG for size in (2, 3, 4)))

@@ -23,6 +23,7 @@ CLIPPED = {"max_grad_norm": 0.1}
 AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
 SMOOTHED = {"loss": (("_target_", "ddp_lab.strategies.loss.CrossEntropy"), ("label_smoothing", 0.2))}
 FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}
+FROZEN = {"model": "partly_frozen", "epochs": 2}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
@@ -81,6 +82,7 @@ ONE = [
     split(2, 3, accumulate=3, **CLIPPED),
     split(3, 5, **SMOOTHED),
     split(2, 3, **FOCAL),
+    split(2, 4, **FROZEN),
 ]
 REPLICAS = [
     scratch("per_tensor", start=1),
@@ -139,6 +141,20 @@ MODEL_PARALLEL = {
     ],
     8: [ddp_pipeline(2, "1f1b"), ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
 }
+
+# On two ranks. The pipelines have a stage without trainable parameters.
+PARTLY_FROZEN = [
+    scratch(**FROZEN, **CLIPPED),
+    scratch("bucketed", accumulate=2, **FROZEN),
+    ddp(static=True, **FROZEN),
+    ddp(accumulate=2, **FROZEN, **CLIPPED),
+    fsdp(accumulate=2, **FROZEN, **CLIPPED),
+    pipeline("1f1b", cut=("fc1",), **FROZEN, **CLIPPED),
+    pipeline("interleaved1f1b", **FROZEN),
+    pipeline("interleavedzerobubble", **FROZEN),
+    ddp_pipeline(1, "gpipe", **FROZEN),
+    tp(2, **FROZEN, **CLIPPED),
+]
 
 
 def assert_equal(outcome, reference, tolerance: float = 1e-6) -> None:

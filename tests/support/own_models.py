@@ -50,3 +50,53 @@ class Greedy(Plain):
 
 def no_module(num_classes):
     return num_classes
+
+
+def finetuned(in_channels, image_size, num_classes, trained: str = "head"):
+    """A model of which one layer is trained, with parameters that are never used."""
+    model = Plain(in_channels, image_size, num_classes).requires_grad_(False)
+    model.get_submodule(trained).requires_grad_(True)
+    model.spare = nn.Linear(2, 2)
+    return model
+
+
+def frozen(in_channels, image_size, num_classes):
+    return Plain(in_channels, image_size, num_classes).requires_grad_(False)
+
+
+def two_classes(in_channels, image_size):
+    return Plain(in_channels, image_size, 2)
+
+
+class Picky(Plain):
+    """A model that needs large images, draws random numbers and counts batches."""
+
+    def __init__(self, in_channels, image_size, num_classes, smallest: int = 8):
+        super().__init__(in_channels, image_size, num_classes)
+        self.smallest = smallest
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, inputs):
+        if inputs.size(3) < self.smallest:
+            raise ValueError(f"{inputs.size(3)} pixels are too few")
+        self.batches += 1
+        return super().forward(torch.nn.functional.dropout(inputs, 0.5, self.training))
+
+
+class Pair(Plain):
+    def forward(self, inputs):
+        return super().forward(inputs), inputs
+
+
+class ReadsValues(Plain):
+    """A model that the meta device cannot run, with a layer that is used in training only."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.training_only, self.spare = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, inputs):
+        if inputs.sum().item() > 1e9:
+            return inputs
+        logits = super().forward(inputs)
+        return logits + self.training_only(logits.new_ones(1)) if self.training else logits

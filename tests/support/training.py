@@ -46,7 +46,33 @@ def narrow_resnet(in_channels: int, image_size: int, num_classes: int, init_std:
     )
 
 
+class Spare(nn.Module):
+    """A layer that passes its input on, and whose parameters are never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+
+def partly_frozen(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
+    """Return a network with a frozen block, a frozen bias, parameters that are never used, and others that are trained."""
+    model = Chain(
+        (in_channels, image_size, image_size),
+        conv=nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.Tanh(), nn.AvgPool2d(2)),
+        fc1=nn.Sequential(nn.Flatten(), nn.Linear(8 * (image_size // 2 - 1) ** 2, 16), nn.Tanh()),
+        spare=Spare(),
+        fc2=nn.Linear(16, num_classes),
+    )
+    model.conv.requires_grad_(False)
+    model.fc1[1].bias.requires_grad = False
+    return model
+
+
 MODELS = {
+    "partly_frozen": (partly_frozen, 1, 16),
     "lenet": (lenet, 1, 28),
     "narrow": (narrow_resnet, 3, 16),
     "resnet18": (resnet18, 3, 16),

@@ -1,0 +1,97 @@
+"""A trial of the model before the run: one forward and backward pass of two images, which finds what training does not use."""
+
+import copy
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.world.runtime import Runtime
+
+LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
+
+
+def freeze_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int, runtime: Runtime, key: str) -> list[str]:
+    """Freeze the parameters that training never uses, and return notes about the frozen parameters for the log.
+
+    No gradient reaches an unused parameter, so one device leaves it as it is. Data parallelism would wait for its gradient.
+    A frozen parameter (requires_grad=False) has no gradient under any strategy.
+
+    Args:
+        model: the complete model, on the CPU. Its buffers and torch's random state are restored.
+        shape: a sample's (channels, height, width).
+        num_classes: expected number of logits.
+        key: key and value of the config that the messages are about.
+
+    Raises:
+        ConfigError: the model cannot process these images, does not return logits, or has nothing to train.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = [name for name, _ in model.named_parameters() if name not in trained]
+    unused = find_unused(model, shape, num_classes, runtime, key) if trained else []
+    if len(unused) == len(trained):
+        raise ConfigError(
+            f"{key}: has nothing to train: {'its logits depend on no parameter' if trained else 'all parameters are frozen'}. "
+            "Leave requires_grad=True for some of the parameters that `forward` uses, for example for the head"
+        )
+    for name in unused:
+        model.get_parameter(name).requires_grad = False
+    notes = {"frozen": frozen, "not used in training, so they stay as they are": unused}
+    return [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
+
+
+def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int, runtime: Runtime, key: str) -> list[str]:
+    """Return the names of the trainable parameters that get no gradient in a training step. The arguments are as above."""
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+        with suppress(Exception):  # a model that reads values cannot run on the meta device, which computes shapes only
+            return without_gradient(meta_copy(model), torch.empty(2, *shape, device="meta"), num_classes)
+    device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
+            return without_gradient(model.to(device), torch.rand(2, *shape, device=device), num_classes)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: failed for images of {'x'.join(map(str, shape))} (channels, height, width): {describe(error)}. Use images "
+            "that the model supports (a common cause is that they are too small), or correct the model"
+        ) from None
+    finally:
+        model.to("cpu").zero_grad()
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+
+def without_gradient(model: nn.Module, images: torch.Tensor, num_classes: int) -> list[str]:
+    """Run a forward and backward pass; return the names of the trainable parameters that then have no gradient."""
+    logits = model.train()(images)
+    if not isinstance(logits, torch.Tensor) or logits.shape != (len(images), num_classes):
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise TypeError(f"it must return logits of shape [{len(images)}, {num_classes}] (batch, classes), got {found}")
+    if logits.requires_grad:
+        logits.float().sum().backward()
+    return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the model on the meta device. No memory is allocated for its parameters and buffers."""
+    memo: dict[int, torch.Tensor] = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in model.buffers()}
+    for tensor in model.parameters():
+        memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def describe(error: Exception) -> str:
+    """Return the type and the text of an error and, if it was raised in the user's code, the place."""
+    code = Path(torch.__file__).parents[1]  # installed packages
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if code not in Path(frame.filename).parents]
+    place = places[-1] if places else None
+    where = "" if place is None or place.filename == __file__ else f" ({Path(place.filename).name}, line {place.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

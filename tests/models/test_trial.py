@@ -1,0 +1,112 @@
+"""The trial of a user's model before the run, and models of which training changes only a part."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import FROZEN, assert_equal, ddp, fsdp, pipeline, scratch
+from launches import OWN, main_in_world, refusal_in_world
+from own_models import Picky, Plain, ReadsValues, finetuned
+from torch import nn
+from training import Outcome, run_cases
+from worlds import run_world
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models import trial
+from ddp_lab.models.own import build_model
+from ddp_lab.models.trial import freeze_unused, meta_copy, some
+from ddp_lab.world.runtime import Runtime
+
+SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
+
+
+def tried(model: nn.Module, size: int = 28, classes: int = 10) -> list[str]:
+    return freeze_unused(model, (1, size, size), classes, Runtime("cpu"), "model._target_=net")
+
+
+@pytest.mark.parametrize("large", [0, 10**9], ids=["meta device", "real images"])
+def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
+    monkeypatch.setattr(trial, "LARGE", large)
+    model = finetuned(**SHAPE)
+    assert tried(model) == [
+        "7 parameters are frozen: scale, entry.weight, entry.bias and 4 more",
+        "2 parameters are not used in training, so they stay as they are: spare.weight, spare.bias",
+    ]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("large", [0, 10**9])
+def test_model_that_reads_values_is_tried_with_real_images(large, monkeypatch):
+    monkeypatch.setattr(trial, "LARGE", large)
+    (note,) = tried(ReadsValues(**SHAPE))
+    assert note.endswith("they are: spare.weight, spare.bias"), "training_only is used in training"
+
+
+def test_trial_changes_neither_the_model_nor_the_random_state():
+    model = Picky(**SHAPE)
+    before, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    assert tried(model) == []
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("frozen", {}, "has nothing to train: all parameters are frozen. Leave requires_grad=True for some"),
+        (
+            "Picky",
+            {"smallest": 29},
+            r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line",
+        ),
+        ("Pair", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got tuple"),
+        ("two_classes", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
+    ],
+)
+def test_model_that_cannot_be_trained_is_refused(name, overrides, message):
+    model = build_model({"_target_": f"own_models.{name}", **overrides}, SHAPE)
+    with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
+        tried(model)
+
+
+def test_meta_copy_allocates_nothing_and_keeps_ties_and_frozen_parameters():
+    model = Plain(**SHAPE)
+    model.tied, model.entry.bias.requires_grad = model.head, False
+    copied = meta_copy(model)
+    assert all(tensor.is_meta for tensor in copied.parameters())
+    assert copied.tied.weight is copied.head.weight
+    assert not copied.entry.bias.requires_grad
+    assert not model.head.weight.is_meta
+
+
+def test_long_lists_of_names_are_cut():
+    assert some(["a", "b", "c"]) == "a, b, c"
+    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+
+
+def frozen_runs(folder: str) -> dict[str, Outcome]:
+    """Train a partly frozen model under FSDP, and resume it after its first epoch under other strategies."""
+    resumed = FROZEN | {"resume": f"{folder}/step_00000005.pt"}
+    cases = {"straight": fsdp(save=folder, **FROZEN), "ddp": ddp(**resumed), "scratch": scratch(**resumed)}
+    cases["pipeline"] = pipeline("1f1b", cut=("fc1",), **resumed)
+    outcomes = run_cases(list(cases.values()))
+    return {name: outcomes[case] for name, case in cases.items()}
+
+
+def test_partly_frozen_run_resumes_under_other_strategies(tmp_path):
+    outcomes = run_world(2, frozen_runs, str(tmp_path))[0]
+    straight = outcomes.pop("straight")
+    for outcome in outcomes.values():
+        assert_equal(outcome, replace(straight, sums=straight.sums[1:]))
+
+
+def test_resume_with_other_frozen_parameters_is_refused(tmp_path):
+    overrides = [*OWN, "model._target_=own_models.finetuned", "name=a", f"runs_dir={tmp_path}"]
+    run_world(1, main_in_world, *overrides, "epochs=1")
+    code, printed = run_world(1, refusal_in_world, f"{' '.join(overrides)} epochs=2 +model.trained=entry")[0]
+    assert code == 2
+    assert (
+        "step_00000005.pt: the parameter entry.weight is trained in this launch and was frozen when the checkpoint was "
+        "written. Freeze the same parameters, or begin a new run from these weights: model.weights="
+    ) in printed
