@@ -21,10 +21,8 @@ ORDER = [
     "launch",
     "run",
 ]
-COMMANDS = [
-    "__main__",
-    "doctor",
-]  # `python -m ddp_lab` and `python -m ddp_lab.NAME`; they may import all rooms, but not each other
+# `python -m ddp_lab` and `python -m ddp_lab.NAME`; they may import all rooms, but not each other
+COMMANDS = ["__main__", "doctor", "evaluate"]
 
 
 def room_of(module: str) -> str:

@@ -107,7 +107,7 @@ def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
     """
     if not (run_dir / "config.yaml").exists():
         return
-    there = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))
+    there = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"), resolve=True))
     here = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     changed = [key for key in there if key not in MAY_CHANGE and there[key] != here.get(key)]
     if changed:

@@ -82,12 +82,13 @@ def damage(path: Path) -> str | None:
         return str(error)
 
 
-def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]], key: str = "resume=") -> dict[str, Any]:
     """Load a checkpoint into host memory. Only tensors and plain values are read, so a malicious file cannot execute code.
 
     Args:
         path: the file, as in resume=PATH.
         shapes: the shape of each tensor of the full model, by name.
+        key: what the user sets to the path, for messages.
 
     Returns:
         The keys "progress", "seed", "model", "optimizer" and "scheduler".
@@ -97,23 +98,21 @@ def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
             tensor that differs).
     """
     if digest_of(Path(path)).exists() and (problem := damage(Path(path))):
-        raise ConfigError(f"resume={path}: the file is damaged: {problem}. Use another checkpoint")
+        raise ConfigError(f"{key}{path}: the file is damaged: {problem}. Use another checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"progress", "seed", "model", "optimizer", "scheduler"} - state.keys()
     except (RuntimeError, OSError, EOFError, AttributeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = f"{type(error).__name__} {error}".split("\n")[0]
-        raise ConfigError(f"resume={path}: cannot be read as a checkpoint ({reason}). Use {EXPECTED}") from None
+        raise ConfigError(f"{key}{path}: cannot be read as a checkpoint ({reason}). Use {EXPECTED}") from None
     if missing:
-        raise ConfigError(
-            f"resume={path}: is not a checkpoint of ddp_lab: it lacks {', '.join(sorted(missing))}. Use {EXPECTED}"
-        )
+        raise ConfigError(f"{key}{path}: is not a checkpoint of ddp_lab: it lacks {', '.join(sorted(missing))}. Use {EXPECTED}")
     saved = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
     for name in [*shapes, *saved]:
         here, there = shapes.get(name, "missing"), saved.get(name, "missing")
         if here != there:
             raise ConfigError(
-                f"resume={path}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
-                "Use the model and data that it was trained with, another name, or resume=never"
+                f"{key}{path}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
+                f"Use the model and data that it was trained with{', another name, or resume=never' * (key == 'resume=')}"
             )
     return state

@@ -174,13 +174,19 @@ class Training:
         return fit(self.job.strategy, self.step, *self.job.loaders, logger, hooks, progress, cfg.epochs, cfg.patience)
 
 
-def materialize(job: Job) -> Training:
-    """Open the process group, place the model on its devices, and construct optimizer, schedule and step. Collective."""
-    cfg, strategy, plan = job.cfg, job.strategy, job.plan
+def place(job: Job) -> None:
+    """Open the process group and place the model and the loss on their devices. Collective."""
+    strategy = job.strategy
     if not strategy.one_process:
         job.runtime.open_group()
     strategy.loss = job.loss.to(strategy.loss_device)
     strategy.setup(job.options.shape(job.model))
+
+
+def materialize(job: Job) -> Training:
+    """Place the model on its devices, and construct optimizer, schedule and step. Collective."""
+    cfg, strategy, plan = job.cfg, job.strategy, job.plan
+    place(job)
     optimizer = job.options.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)

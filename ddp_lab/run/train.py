@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.record import to_record
 from ddp_lab.launch.preflight import Finding, check_network, check_storage, checkpoint_bytes, warn
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.profiler import NEEDED, Profiled
@@ -20,6 +21,7 @@ from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, Training, materialize, prepare
+from ddp_lab.run.trained import record_data
 from ddp_lab.training.loop import is_over
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -140,10 +142,10 @@ def profiled(training: Training, progress: Progress, logger: Logger, folder: Pat
 
 
 def open_logger(job: Job, run_dir: Path, start_epoch: int, choices: Mapping[str, str]) -> FileLogger:
-    """Write config.yaml to the run directory and return the logger of rank 0."""
+    """Write config.yaml and data.json to the run directory and return the logger of rank 0."""
     cfg, plan = job.cfg, job.plan
-    config = OmegaConf.to_yaml(cfg, resolve=True)
-    (run_dir / "config.yaml").write_text(config)
+    (run_dir / "config.yaml").write_text(to_record(cfg))
+    record_data(run_dir, job.dataset)
     return FileLogger(
         run_dir,
         start_epoch=start_epoch,
@@ -153,7 +155,7 @@ def open_logger(job: Job, run_dir: Path, start_epoch: int, choices: Mapping[str,
             "world_size": plan.world_size,
             "strategy": job.strategy.name,
         },
-        config=config,
+        config=OmegaConf.to_yaml(cfg, resolve=True),
         hparams={group: choices[group] for group in ("data", "model", "strategy", "optimizer", "scheduler")}
         | {key: cfg[key] for key in ("epochs", "precision", "seed")}
         | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices},

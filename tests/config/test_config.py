@@ -10,6 +10,7 @@ from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.options import descriptions
+from ddp_lab.config.record import to_record
 from ddp_lab.strategies.loss import build_loss
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
@@ -36,6 +37,19 @@ def test_every_option_composes_passes_the_check_and_instantiates(group, option):
     assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr
     assert build(cfg.scheduler)(0.0) == 1.0
     assert str(plan_of(cfg, 1, strategy.replicas, 1000)).startswith("1 rank, global batch")
+
+
+def test_recorded_config_keeps_references_and_resolves_resolvers(monkeypatch):
+    monkeypatch.setenv("SOMEWHERE", "/far")
+    cfg = config("data=mnist", "data.root=${oc.env:SOMEWHERE}", "optimizer.momentum=${warmup_epochs}")
+    record = OmegaConf.create(to_record(cfg))
+    monkeypatch.delenv("SOMEWHERE")
+    assert OmegaConf.to_container(record, resolve=True) == OmegaConf.to_container(record) | {
+        "data": {**record.data, "dataset": {**record.data.dataset, "root": "/far"}},
+        "optimizer": {**record.optimizer, "momentum": 0},
+    }
+    record.data.root = "/near"
+    assert record.data.dataset.root == "/near"
 
 
 def test_help_names_every_strategy():

@@ -1,0 +1,45 @@
+"""Evaluate a trained run on its test set, under any strategy: the metrics that training logged, from a checkpoint.
+
+python -m ddp_lab.evaluate runs/mine                                     the newest checkpoint, as it was trained
+python -m ddp_lab.evaluate runs/mine strategy=single data.root=/data     any override of the run's config
+python -m ddp_lab.evaluate runs/mine --checkpoint best --json best.json
+torchrun --nproc_per_node=2 -m ddp_lab.evaluate runs/mine strategy=ddp   the same numbers
+
+It prints one line, and writes nothing but the file of --json.
+"""
+
+import argparse
+from pathlib import Path
+
+from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.parser import Parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = Parser("python -m ddp_lab.evaluate", __doc__)
+    parser.add_run()
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of the run's config, for example strategy=ddp")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to this file, too")
+    return parser.parse_intermixed_args()
+
+
+@record
+@user_errors
+def main() -> None:
+    given = arguments()
+    from ddp_lab.resilience.run_directory import write_json
+    from ddp_lab.run.evaluate import evaluate_run
+    from ddp_lab.run.trained import read_config
+    from ddp_lab.world.runtime import Runtime
+
+    cfg = read_config(given.run, given.overrides, given.config_dir)
+    with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
+        result = evaluate_run(cfg, runtime, given.run, given.checkpoint)
+    if runtime.rank == 0:
+        print(result)
+        if given.json:
+            write_json(given.json, result.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The command line of the commands that open a trained run: evaluate, predict, export."""
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from ddp_lab.config.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, so that several ranks report them once.
+
+    Args:
+        command: how the command is started, for --help.
+        text: the command's docstring.
+    """
+
+    def __init__(self, command: str, text: str | None):
+        super().__init__(prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def add_run(self) -> None:
+        """Add the run directory and the checkpoint."""
+        self.add_argument("run", type=Path, help="the run directory, runs/NAME")
+        self.add_argument(
+            "--checkpoint", default="last", metavar="last|best|PATH", help="the newest one (default), the best one, or a file"
+        )
+        self.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")

@@ -1,0 +1,68 @@
+"""The evaluation of a trained run under any strategy."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ddp_lab.launch.preflight import check_network
+from ddp_lab.run.job import place, prepare
+from ddp_lab.run.trained import find_checkpoint, load_weights
+from ddp_lab.training.evaluation import Evaluation, evaluate
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """The metrics of a checkpoint on the test set.
+
+    Attributes:
+        checkpoint: path of the file.
+        progress: its position in the training.
+        metrics: the sums over all samples, divided once.
+        where: number and kind of the devices.
+    """
+
+    checkpoint: str
+    progress: Progress
+    metrics: Evaluation
+    where: str
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch that the checkpoint has been trained in, at least in part."""
+        return self.progress.epoch - (self.progress.samples == 0)
+
+    def __str__(self) -> str:
+        metrics = self.metrics
+        top5 = "" if metrics.top5_accuracy is None else f" top-5 {metrics.top5_accuracy:.4f}"
+        found = f"test loss {metrics.loss:.4f} accuracy {metrics.accuracy:.4f}{top5} on {metrics.samples:,} images"
+        return f"{self.checkpoint}, epoch {self.epoch}: {found} ({self.where})"
+
+    def values(self) -> dict[str, Any]:
+        """Return the metrics under the names that they have in metrics.jsonl."""
+        metrics = self.metrics
+        values = {"checkpoint": self.checkpoint, "epoch": self.epoch, "step": self.progress.step, "samples": metrics.samples}
+        values |= {"test_loss": metrics.loss, "test_accuracy": metrics.accuracy}
+        return values if metrics.top5_accuracy is None else values | {"test_top5_accuracy": metrics.top5_accuracy}
+
+
+def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str) -> EvaluatedRun:
+    """Evaluate a checkpoint on the test set of the config. Collective.
+
+    Args:
+        cfg: the run's config, with overrides.
+        folder: the run directory.
+        checkpoint: "last", "best" or a path.
+
+    Raises:
+        ConfigError: the checkpoint, the data or the strategy cannot be used.
+    """
+    check_network(runtime)
+    path = str(runtime.agree("checkpoint", lambda: find_checkpoint(folder, checkpoint)))
+    job = prepare(cfg, runtime)
+    progress = load_weights(job.model, path)
+    place(job)
+    return EvaluatedRun(path, progress, evaluate(job.strategy, job.loaders[1]), job.strategy.where)

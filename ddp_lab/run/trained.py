@@ -1,0 +1,136 @@
+"""A trained run, opened from its directory: the config with overrides, what the data look like, the weights of a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+from yaml import YAMLError
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.datasets import Dataset
+from ddp_lab.launch.command_line import CONF, compose_config
+from ddp_lab.models.own import build_model
+from ddp_lab.observe.logger import log
+from ddp_lab.resilience.checkpoint_files import damage, in_order, load_checkpoint
+from ddp_lab.resilience.run_directory import read_json, write_json
+from ddp_lab.training.progress import Progress
+
+DATA = "data.json"
+# Keys of a launch that trains, with their values afterwards.
+AFTERWARDS = {"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False}
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """What a model needs to know of the data that it was trained on, from data.json. The data themselves may be elsewhere.
+
+    Attributes:
+        shape: the arguments of the model that follow from the data: in_channels, image_size and num_classes.
+        classes: the names of the classes, in the order of the logits.
+    """
+
+    shape: dict[str, int]
+    classes: list[str]
+
+
+def record_data(folder: Path, dataset: Dataset) -> None:
+    """Write data.json to a run directory."""
+    write_json(folder / DATA, {"shape": dataset.model_shape(), "classes": dataset.classes})
+
+
+def read_data(folder: Path) -> DataRecord:
+    """Read data.json from a run directory.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    record = read_json(folder / DATA)
+    if not isinstance(record, dict) or record.keys() != {"shape", "classes"}:
+        raise ConfigError(f"{folder}: {DATA} is missing or damaged; a launch of this run that resumes it writes the file again")
+    return DataRecord(**record)
+
+
+def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> DictConfig:
+    """Return the config of a run with overrides: choices of a group replace the whole group, other keys are set.
+
+    Args:
+        folder: the run directory.
+        overrides: Hydra overrides.
+        config_dir: directory of further yaml, as in --config-dir.
+
+    Raises:
+        ConfigError: the directory contains no readable config, or the config with the overrides is not allowed.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder}: is not the directory of a run: there is no {path}. Use a directory in runs_dir, runs/NAME"
+        )
+    try:
+        cfg = OmegaConf.load(path)
+        if not isinstance(cfg, DictConfig):
+            raise ConfigError(f"{path}: must be a config, got a list")
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
+    groups = {entry.name for entry in CONF.iterdir() if entry.is_dir() and entry.name in cfg}
+    choices = [override for override in overrides if override.partition("=")[0] in groups]
+    if choices:
+        composed = compose_config(choices, config_dir)
+        for group in (choice.partition("=")[0] for choice in choices):
+            cfg[group] = OmegaConf.to_container(composed[group])  # with its references, which now refer to the run's keys
+    others = [override for override in overrides if override not in choices]
+    for override in OverridesParser.create().parse_overrides(others):
+        if override.is_delete() or override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: must be of the form key=value")
+        OmegaConf.update(cfg, override.key_or_group, override.value(), force_add=True)
+    for key, value in AFTERWARDS.items():
+        cfg[key] = value
+    check(cfg)
+    return cfg
+
+
+def find_checkpoint(folder: Path, choice: str) -> str:
+    """Return the path of a checkpoint of a run.
+
+    Args:
+        folder: the run directory.
+        choice: "last" is the newest valid one; newer ones that are damaged are logged. "best" is best.pt. Else a path.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    if choice not in ("last", "best"):
+        if not Path(choice).is_file():
+            raise ConfigError(f"--checkpoint {choice}: must be last, best or the path of a checkpoint; there is no such file")
+        return choice
+    pattern = "step_*.pt" if choice == "last" else "best.pt"
+    files = in_order((folder / "checkpoints").glob(pattern))
+    for path in reversed(files):
+        if (problem := damage(path)) is None:
+            return str(path)
+        log.warning(f"{path} is damaged ({problem})")
+    raise ConfigError(f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {'valid ' * bool(files)}{pattern}")
+
+
+def load_weights(model: nn.Module, path: str) -> Progress:
+    """Load the weights of a checkpoint into the complete model, and return its position in the training.
+
+    Raises:
+        ConfigError: the file is damaged, or is not a checkpoint of this model.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = load_checkpoint(path, shapes, key="--checkpoint ")
+    model.load_state_dict(state["model"])
+    return Progress(**state["progress"])
+
+
+def load_model(folder: Path, cfg: DictConfig, checkpoint: str) -> nn.Module:
+    """Return the complete model of a run on the CPU in evaluation mode, with the weights of a checkpoint. It needs no data."""
+    model = build_model(cast("dict[str, Any]", cfg.model), read_data(folder).shape)
+    load_weights(model, checkpoint)
+    return model.eval()
