@@ -277,4 +277,5 @@ def figure(plots: Sequence[Plot], columns: int = 2) -> "Figure":
 @house_style()
 def beside(plots: Sequence[Plot], path: Path, columns: int = 2) -> None:
     """Write the plots as one PNG file, `columns` in a row."""
-    figure(plots, columns).savefig(path, format="png")
+    fast = {"compress_level": 1}  # a third of the time for a third more bytes than zlib's default
+    figure(plots, columns).savefig(path, format="png", pil_kwargs=fast)

@@ -1,12 +1,16 @@
 """The modules that test processes need, imported once by the servers that they are forked from."""
 
 import importlib
+import inspect
 import os
 import pkgutil
+import weakref
 from pathlib import Path
 
+import hydra
 import hydra._internal.core_plugins
-import launches  # noqa: F401
+import hydra._internal.hydra
+import launches
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
 import psutil  # noqa: F401
@@ -33,7 +37,18 @@ for package in (ddp_lab, hydra._internal.core_plugins):
         if "hydra_plugins" not in module.name:  # Hydra imports its plug-ins itself
             importlib.import_module(module.name)
 
-# Operations that are slow only the first time: an optimizer's step imports parts of torch, matplotlib searches for fonts.
+# Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks at the file of every loaded
+# module (0.7 s), Hydra's parser fills its caches, an optimizer's step imports parts of torch, matplotlib searches for fonts.
+inspect.stack()
+with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"):
+    hydra.compose("config", ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"])
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
 beside([curves("title", "x", "y", [Curve("a", [(1, 0.25), (2, 1e3)])])] * 2, Path(os.devnull))
+
+# Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s), which conf/ leaves at null.
+hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
+
+# torch removes its operators at exit, one by one (0.15 s). A forked process need not: it exits without tearing down the modules.
+for finalizer in list(weakref.finalize._registry):
+    finalizer.atexit = False

@@ -4,7 +4,7 @@ A new interpreter spends 3 to 7 s of CPU time on imports and torchrun's agent an
 forked program runs as usual, in a process with its own arguments, environment, working directory, files, session and exit code.
 The ranks that a forked agent or sweep starts are forked, too. They are its children, because ranks find their agent by getppid
 and die with it. Three things differ, so some tests start their launches cold: imports, the interpreter's finalization, and the
-seed of string hashes, which all forks share.
+seed of string hashes, which all forks share. preload.py leaves out what would only cost time.
 
 `warm.py FD` runs the server on an inherited socket. `warm.py ask python|torchrun ARGUMENT...` runs the command as a fork of the
 server at $DDP_LAB_TESTS_WARM. `warm.py be torchrun ARGUMENT...` runs torchrun in its own process, which forks its ranks.
@@ -246,7 +246,12 @@ def execute(request: Request) -> None:
     trains = module == "ddp_lab" or first.endswith("train.py")
     if {"-m", "--multirun"} & set(arguments) or module == "torch.distributed.run" or not (module or trains):
         fork_children()
-    if module:
+    if module == "torch.distributed.run":
+        # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen frame (0.7 s).
+        sys.argv = arguments
+        sys.path[:] = [request.cwd, *given, *SEARCH]
+        sys.modules[module].main()
+    elif module:
         sys.modules.pop(module if module != "ddp_lab" else "ddp_lab.__main__", None)  # runpy warns about what is imported
         sys.argv = arguments
         sys.path[:] = [request.cwd, *given, *SEARCH]
