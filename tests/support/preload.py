@@ -49,6 +49,6 @@ beside([curves("title", "x", "y", [Curve("a", [(1, 0.25), (2, 1e3)])])] * 2, Pat
 # Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s), which conf/ leaves at null.
 hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
 
-# torch removes its operators at exit, one by one (0.15 s). A forked process need not: it exits without tearing down the modules.
+# torch removes its operators one by one at exit (0.15 s). Forked processes need not: they exit without tearing modules down.
 for finalizer in list(weakref.finalize._registry):
     finalizer.atexit = False
