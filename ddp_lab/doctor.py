@@ -114,9 +114,8 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
     root, checkpoint = Path(cfg.runs_dir), cfg.checkpoint
     if model is not None and runtime.rank == 0 and root.is_dir():
         size = checkpoint_bytes(build(cfg.optimizer), model)
-        findings.look(
-            "free disk", lambda: check_free_disk(root, cfg.name, size, checkpoint.keep, checkpoint.on_error), as_it_is
-        )
+        rest = checkpoint.keep, checkpoint.best is not None, checkpoint.on_error
+        findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest), as_it_is)
     if strategy is None:
         return
     plan = findings.look("batch", lambda: job.plan, str)

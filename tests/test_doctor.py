@@ -265,13 +265,13 @@ def test_nearly_full_disk_is_a_warning_in_the_log(tmp_path):
     line = f"{' '.join(SMALL)} strategy=ddp name=mine runs_dir={tmp_path}"
     file = tmp_path / "mine/checkpoints/step_00000005.pt"
     size = checkpoint_bytes(build(OmegaConf.load(ROOT / "conf/optimizer/sgd.yaml")), simple_cnn(3, 28, 10))
-    run_world(2, with_free_bytes, 2 * size, main_with_overrides, f"{line} epochs=1")
+    run_world(2, with_free_bytes, 3 * size, main_with_overrides, f"{line} epochs=1")
     log = (tmp_path / "mine/train.log").read_text()
     assert log.count("WARNING") == 1
-    assert f"checkpoint.keep=2 of them and the one being written need {3 * size / 2**20:,.1f} MiB" in log
+    assert f"checkpoint.keep=2 of them, the best and the one being written need {4 * size / 2**20:,.1f} MiB" in log
     assert size < file.stat().st_size < size + 2**14, "the file must contain the tensors and little else"
 
-    run_world(2, with_free_bytes, 2 * size, main_with_overrides, f"{line} epochs=2")
+    run_world(2, with_free_bytes, 3 * size, main_with_overrides, f"{line} epochs=2")
     assert (tmp_path / "mine/train.log").read_text().count("WARNING") == 1, "it warned although a checkpoint was there"
 
 

@@ -55,6 +55,9 @@ class CheckpointConfig(Keys):
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")] = Field(
         description="Number of newest checkpoints to keep."
     )
+    best: Literal["test_loss", "test_accuracy"] | None = Field(
+        description="Metric of the test set whose best checkpoint is kept as best.pt, besides the newest ones; null keeps none."
+    )
     on_error: Literal["stop", "continue"] = Field(description="What training does when a checkpoint cannot be written.")
 
 

@@ -55,7 +55,9 @@ def check_network(runtime: Runtime) -> list[Finding]:
     return [check_master(runtime)] + ([check_host_name(runtime)] if runtime.several_nodes else [])
 
 
-def check_storage(runtime: Runtime, root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> list[Finding]:
+def check_storage(
+    runtime: Runtime, root: Path, name: str | None, checkpoint: int, keep: int, best: bool, on_error: str
+) -> list[Finding]:
     """Check that all nodes share `runs_dir` and that the run's checkpoints fit on its disk.
 
     Collective. Call it before anything is written.
@@ -66,12 +68,13 @@ def check_storage(runtime: Runtime, root: Path, name: str | None, checkpoint: in
         name: The config key `name`.
         checkpoint: Size of one checkpoint in bytes.
         keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
+        best: Whether the best checkpoint is kept, too.
 
     Raises:
         ConfigError: The nodes do not share the directory, or not even one checkpoint fits and `on_error` is "stop".
     """
     shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on a single node, RunDir checks the directory
-    return [*shared, _agree_on(runtime, "free_disk", lambda: check_free_disk(root, name, checkpoint, keep, on_error))]
+    return [*shared, _agree_on(runtime, "free_disk", lambda: check_free_disk(root, name, checkpoint, keep, best, on_error))]
 
 
 def warn(findings: list[Finding], runtime: Runtime) -> None:
@@ -225,29 +228,32 @@ def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optim
     return sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
 
 
-def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, on_error: str) -> Finding:
+def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, best: bool, on_error: str) -> Finding:
     """Check the free space on the node that calls it; disk quotas are not taken into account.
 
-    The run needs space for `keep` checkpoints and the one being written, less the checkpoints that it already has there.
+    The run needs space for `keep` checkpoints, the best and the one being written, less those that it already has there.
 
     Args:
         root: The config key `runs_dir`.
         name: The config key `name`.
         checkpoint: Size of one checkpoint in bytes.
         keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
+        best: Whether the best checkpoint is kept, too.
 
     Raises:
         ConfigError: Not even one checkpoint fits, and `on_error` is "stop".
     """
     one = checkpoint
     name = name or find_launch(root, launch_id())
-    held = sum(file.stat().st_size for file in (root / name / "checkpoints").glob("step_*.pt")) if name else 0
-    needed = max(one, (keep + 1) * one - held)
+    files = [file.stat() for file in (root / name / "checkpoints").glob("*.pt")] if name else []
+    held = sum({file.st_ino: file.st_size for file in files}.values())  # the best is a second name of a file, as a rule
+    needed = max(one, (keep + best + 1) * one - held)
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
+    kept = f"{keep} of them{', the best' if best else ''}"
     text = (
-        f"{free / 2**20:,.1f} MiB are free at {folder}; a checkpoint takes {one / 2**20:,.1f} MiB, and checkpoint.keep={keep} "
-        f"of them and the one being written need {needed / 2**20:,.1f} MiB{' more' if held else ''}"
+        f"{free / 2**20:,.1f} MiB are free at {folder}; a checkpoint takes {one / 2**20:,.1f} MiB, and checkpoint.keep={kept} "
+        f"and the one being written need {needed / 2**20:,.1f} MiB{' more' if held else ''}"
     )
     if free >= needed:
         return Finding("ok", "free disk", text)

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: saved in the background and verified by SHA-256 on resume. Only the newest are kept.
+"""Checkpoints of a run: saved in the background and verified by SHA-256 on resume. Only the newest and the best are kept.
 
 main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
-writer thread                           | write, fsync, hash, rename, remove old ones |
+writer thread                           | write, fsync, hash, rename, link the best, remove old ones |
 """
 
 import copy
@@ -17,14 +17,24 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.logger import log
-from ddp_lab.resilience.checkpoint_files import by_step, damage, digest_of, in_order, load_checkpoint, sha256, write_atomically
+from ddp_lab.resilience.checkpoint_files import (
+    BEST,
+    by_step,
+    damage,
+    digest_of,
+    in_order,
+    link_atomically,
+    load_checkpoint,
+    sha256,
+    write_atomically,
+)
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.progress import Progress
+from ddp_lab.training.progress import BestBy, Progress
 from ddp_lab.world.runtime import Runtime
 
 
 class Checkpoints:
-    """The files `step_NNNNNNNN.pt` of one run, each with a SHA-256 file in the format of `sha256sum`.
+    """The files `step_NNNNNNNN.pt` and `best.pt` of one run, each with a SHA-256 file in the format of `sha256sum`.
 
     A file has the keys "progress", "seed", "model", "optimizer" and "scheduler". It contains full tensors, not shards, under
     the model's own names. Any strategy at any world size can therefore load what any other strategy saved.
@@ -33,7 +43,8 @@ class Checkpoints:
         folder: the directory of the files; the first save creates it.
         shapes: the shape of each tensor of the full model, by name. A file with other tensors is rejected.
         seed: the seed of this launch, compared with that of a checkpoint.
-        keep: number of files to keep.
+        keep: number of files `step_NNNNNNNN.pt` to keep.
+        best: metric of the test set by which the best checkpoint is chosen and kept as `best.pt`; None: no such file.
 
     Attributes:
         write: writes a state to a path, in the writer thread. It may be replaced between two saves, as fault injection does.
@@ -51,8 +62,10 @@ class Checkpoints:
         shapes: dict[str, tuple[int, ...]],
         seed: int = 0,
         keep: int = 2,
+        best: BestBy | None = None,
     ):
         self.folder, self.runtime, self.seed, self.keep = folder, runtime, seed, keep
+        self.best: BestBy | None = best
         self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
         self.problem: str | None = None
         self.kept = Progress()
@@ -98,6 +111,7 @@ class Checkpoints:
                 if by_step(other) > by_step(Path(f"step_{progress.step:08d}.pt")):
                     other.unlink()
                     digest_of(other).unlink(missing_ok=True)
+            self._correct_best(progress, Path(path))
         log.info(f"resumed from {path}: {progress}")
         if state["seed"] != self.seed and self.runtime.rank == 0:
             log.warning(
@@ -119,6 +133,21 @@ class Checkpoints:
                     f"written. Freeze the same parameters, or begin a new run from these weights: model.weights={path} with "
                     "another name"
                 )
+
+    def _correct_best(self, progress: Progress, source: Path) -> None:
+        """Let `best.pt` be the best checkpoint up to `progress`, with which the run resumes from the file `source`.
+
+        A launch may have been killed before it linked its last checkpoint. A file of a later step is from a continuation that
+        is now abandoned; it is removed.
+        """
+        best = self.folder / BEST
+        if progress.is_best(self.best) and source.resolve().parent == self.folder.resolve() and source.name != BEST:
+            link_atomically(source, best)
+        elif best.exists() and damage(best) is None:
+            state = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
+            if state["progress"]["step"] > progress.step:
+                best.unlink()
+                digest_of(best).unlink(missing_ok=True)
 
     def find(self, choice: str) -> str | None:
         """Return the file to resume from; for auto this is the newest valid one, and newer files that are damaged are logged.
@@ -168,17 +197,21 @@ class Checkpoints:
         """Return the checkpoint files, oldest first."""
         return in_order(self.folder.glob("step_*.pt"))
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, newest: bool = True) -> None:
         """Copy the state to the host and let rank 0 write it in the background. Collective.
 
         If the file cannot be written, the earlier files are kept, and `problem` is set to the reason.
+
+        Args:
+            progress: the progress in the file.
+            newest: whether a run can resume from it with resume=auto; False: it is only kept as the best.
         """
         self.wait()  # one save at a time: a disk that is slower than training slows it down, but memory stays bounded
         state = {"scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
         if self.runtime.rank == 0:
             # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
             state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed}
-            self._pending = self._writer.submit(self._write, replace(progress), state)
+            self._pending = self._writer.submit(self._write, replace(progress), state, newest)
 
     def wait(self) -> None:
         """Wait until the last save has ended, successfully or not."""
@@ -186,12 +219,17 @@ class Checkpoints:
             self._pending.result()
             self._pending = None
 
-    def _write(self, progress: Progress, state: dict[str, Any]) -> None:
-        path = self.folder / f"step_{progress.step:08d}.pt"
+    def _write(self, progress: Progress, state: dict[str, Any], newest: bool) -> None:
+        path = self.folder / (f"step_{progress.step:08d}.pt" if newest else BEST)
         try:
             self.folder.mkdir(exist_ok=True)
             self.write(path, state)
-            self.problem, self.kept = None, progress
+            self.problem = None
+            if not newest:
+                return
+            self.kept = progress
+            if progress.is_best(self.best):
+                link_atomically(path, self.folder / BEST)
         except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
             valid = [str(file) for file in self.files() if file != path]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 
-EXPECTED = "a file step_*.pt from a run's directory checkpoints"
+BEST = "best.pt"  # name of the best checkpoint
+EXPECTED = "a file step_*.pt or best.pt from a run's directory checkpoints"
 
 
 def by_step(path: Path) -> tuple[int, str]:
@@ -41,7 +43,7 @@ def write_atomically(path: Path, state: dict[str, Any], temporary: Path | None =
     A file under its final name is therefore complete. It counts as a checkpoint only once its SHA-256 file exists, too.
 
     Args:
-        path: the final name, `step_NNNNNNNN.pt`.
+        path: the final name.
         state: the content, for torch.save.
         temporary: the file to write and then rename; None: one in the directory of `path`.
 
@@ -49,22 +51,55 @@ def write_atomically(path: Path, state: dict[str, Any], temporary: Path | None =
         OSError, RuntimeError: the file cannot be written. The temporary files are removed.
     """
     temporary = temporary or path.with_suffix(".tmp")
-    digest = path.with_suffix(".sha256.tmp")
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        with digest.open("w") as file:
-            file.write(f"{sha256(temporary)}  {path.name}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        os.replace(digest, digest_of(path))
+        publish(temporary, path, sha256(temporary))
     finally:
         if temporary.is_file():
             temporary.unlink()
-        digest.unlink(missing_ok=True)
+
+
+def link_atomically(source: Path, path: Path) -> None:
+    """Give a checkpoint and its SHA-256 a second name, in its own directory. An earlier file of that name is replaced.
+
+    Both names share the file, which is never written in place, so this takes no space until the first name is removed.
+
+    Raises:
+        OSError: the file cannot be linked, and it cannot be copied.
+    """
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(source, temporary)
+        publish(temporary, path, digest_of(source).read_text().split()[0])
+    finally:
+        temporary.unlink(missing_ok=True)  # renaming does nothing if `path` already is the same file
+
+
+def publish(temporary: Path, path: Path, digest: str) -> None:
+    """Rename a complete file, with a file of its SHA-256, and sync the directory.
+
+    Args:
+        temporary: the file, synced to the disk.
+        path: the final name.
+        digest: SHA-256 of the file.
+    """
+    beside = path.with_suffix(".sha256.tmp")
+    try:
+        with beside.open("w") as file:
+            file.write(f"{digest}  {path.name}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        os.replace(beside, digest_of(path))
+    finally:
+        beside.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)

@@ -118,13 +118,15 @@ class Guard(Hooks):
             self._save_and_leave(progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
-        """Save a checkpoint after an evaluation if one is due. `progress` is at the beginning of the next epoch.
+        """Save a checkpoint after an evaluation if one is due or the best. `progress` is at the beginning of the next epoch.
 
         Raises:
             Preempted, TrainingError: on all ranks.
         """
         if last or (progress.epoch - 1) % self.settings.every_epochs == 0:
             self.save(progress)
+        elif progress.is_best(self.checkpoints.best):
+            self.save(progress, newest=False)
         else:
             self.check(progress)
 
@@ -138,16 +140,21 @@ class Guard(Hooks):
         self.checkpoints.wait()
         self._must_leave_now(self.progress)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, newest: bool = True) -> None:
         """Save a checkpoint. Collective; waits for the device.
+
+        Args:
+            progress: the progress in the checkpoint.
+            newest: as in `Checkpoints.save`; a run that is preempted always saves one to resume from.
 
         Raises:
             Preempted, TrainingError: on all ranks. If it is Preempted, the checkpoint is being written.
         """
-        self.progress = progress
         leave = self._must_leave_now(progress, weights=True)  # before saving: weights that are not finite must not be saved
+        newest = newest or leave
+        self.progress = progress if newest else self.progress
         self.watchdog.at("saving")
-        self.checkpoints.save(progress)
+        self.checkpoints.save(progress, newest)
         if leave:
             raise Preempted
 

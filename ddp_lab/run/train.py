@@ -67,7 +67,8 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     findings = check_network(runtime)
     job = prepare(cfg, runtime)
     size = checkpoint_bytes(build(cfg.optimizer), job.model)
-    findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, cfg.checkpoint.keep, cfg.checkpoint.on_error)
+    keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
+    findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
     if cfg.resume not in ("auto", "never"):
         runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes))
     return job, findings
@@ -92,9 +93,8 @@ def train_guarded(
     """Resume, train, record the outcome in the run directory, and return it."""
     job, cfg, runtime = training.job, training.job.cfg, training.job.runtime
     folder = run_dir.path / "checkpoints"
-    checkpoints = Checkpoints(
-        folder, runtime, job.strategy, training.optimizer, training.scheduler, job.shapes, cfg.seed, cfg.checkpoint.keep
-    )
+    state = job.strategy, training.optimizer, training.scheduler
+    checkpoints = Checkpoints(folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, cfg.checkpoint.best)
     resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, cfg.epochs, cfg.patience):

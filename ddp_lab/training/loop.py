@@ -71,7 +71,7 @@ def fit(
         )
         logger.predictions(progress.epoch, shown.inputs, shown.targets, strategy.predict(shown.inputs))
         logger.confusion(progress.epoch, tested.confusion)
-        progress = next_epoch(progress, tested.loss)
+        progress = next_epoch(progress, tested.loss, tested.accuracy)
         hooks.end_epoch(progress, last=is_over(progress, epochs, patience))
     if durations:
         logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
@@ -114,11 +114,14 @@ def train_epoch(
     return here()
 
 
-def next_epoch(progress: Progress, test_loss: float) -> Progress:
-    """Return the position at the beginning of the next epoch. `test_loss` is the mean test loss of the epoch that ended."""
-    following = Progress(progress.epoch + 1, 0, progress.step, best_loss=progress.best_loss, best_epoch=progress.best_epoch)
-    if math.isfinite(test_loss) and (progress.best_loss is None or test_loss < progress.best_loss):
-        following.best_loss, following.best_epoch = test_loss, progress.epoch
+def next_epoch(progress: Progress, test_loss: float, test_accuracy: float) -> Progress:
+    """Return the position at the beginning of the next epoch. The metrics are those of the epoch that ended."""
+    following = replace(progress, epoch=progress.epoch + 1, samples=0, sums=[0.0, 0.0, 0.0], seconds=0.0, lr=0.0)
+    if math.isfinite(test_loss):
+        if progress.best_loss is None or test_loss < progress.best_loss:
+            following.best_loss, following.best_epoch = test_loss, progress.epoch
+        if progress.best_accuracy is None or test_accuracy > progress.best_accuracy:
+            following.best_accuracy, following.best_accuracy_epoch = test_accuracy, progress.epoch
     return following
 
 

@@ -80,7 +80,7 @@ class Job:
         return json.loads((self.dir / "status.json").read_text())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        newest = max((self.dir / "checkpoints").glob("*.pt"))
+        newest = max((self.dir / "checkpoints").glob("step_*.pt"))
         return torch.load(newest, weights_only=True)["model"]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -21,9 +22,13 @@ from training import Case, Outcome, make_model, run_cases
 from worlds import once, run_world
 
 from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.checkpoint_files import damage as problem_of
 from ddp_lab.resilience.checkpoint_files import in_order, write_atomically
+from ddp_lab.resilience.decisions import Agreement
+from ddp_lab.resilience.guard import Guard, GuardSettings
 from ddp_lab.resilience.run_directory import write_json
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.loop import next_epoch
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, make_scheduler
 from ddp_lab.world.runtime import Runtime
@@ -216,7 +221,7 @@ def test_resume_from_an_older_path_removes_later_checkpoints_and_metrics(tmp_pat
     train(tmp_path, "run", "epochs=5")
     path = tmp_path / "old" / "checkpoints" / "step_00000010.pt"
     assert train(tmp_path, "run", "epochs=4", f"resume={path}")["progress"]["epoch"] == 5
-    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))] == [
+    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").glob("step_*.pt"))] == [
         "step_00000015.pt",
         "step_00000020.pt",
     ]
@@ -436,17 +441,17 @@ def test_bad_files_are_refused(kind, message, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_only_the_last_two_checkpoints_are_kept(tmp_path):
+def test_only_the_last_two_checkpoints_and_the_best_are_kept(tmp_path):
     train(tmp_path, "many", "epochs=5")
     names = sorted(path.name for path in (tmp_path / "many" / "checkpoints").iterdir())
-    assert names == [f"step_000000{step}.pt{end}" for step in (20, 25) for end in ("", ".sha256")]
+    assert names == [f"{name}.pt{end}" for name in ("best", "step_00000020", "step_00000025") for end in ("", ".sha256")]
     assert only_run(tmp_path).name == "many"
 
 
 def test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked(tmp_path):
     """The last epoch is always saved."""
     train(tmp_path, "run", "epochs=5", "checkpoint.every_epochs=2", "checkpoint.keep=3")
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*.pt"))
     assert names == ["step_00000010.pt", "step_00000020.pt", "step_00000025.pt"]
 
 
@@ -481,3 +486,98 @@ def test_checkpoints_are_ordered_by_step():
     """This holds even if a step has more digits than the zero-padded file names."""
     paths = [Path(f"step_{step:08d}.pt") for step in (5, 99_999_999, 100_000_000)]
     assert in_order(reversed(paths)) == paths
+
+
+def tiny_checkpoints(folder: Path, best: str | None = "test_loss") -> Checkpoints:
+    runtime = Runtime("cpu")
+    strategy = Single(runtime)
+    strategy.setup(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
+    return Checkpoints(folder, runtime, strategy, optimizer, make_scheduler(optimizer, cosine, 10, 0), shapes, best=best)
+
+
+def save_epochs(checkpoints: Checkpoints, losses: list[float], accuracies: list[float], start: Progress | None = None) -> None:
+    """Save a checkpoint after each epoch. The bias is the number of the epoch, and an epoch has one step."""
+    progress = start or Progress()
+    for loss, accuracy in zip(losses, accuracies, strict=True):
+        checkpoints.strategy.module.bias.data.fill_(progress.epoch)
+        progress = next_epoch(replace(progress, step=progress.step + 1, samples=1), loss, accuracy)
+        checkpoints.save(progress)
+    checkpoints.wait()
+
+
+def epoch_of_best(folder: Path) -> float | None:
+    """Return the epoch whose weights `best.pt` holds, after a check of its hash; None if there is no such file."""
+    if not (folder / "best.pt").exists():
+        return None
+    assert problem_of(folder / "best.pt") is None
+    return torch.load(folder / "best.pt", weights_only=True)["model"]["bias"].item()
+
+
+@pytest.mark.parametrize(("best", "expected"), [("test_loss", 2), ("test_accuracy", 3), (None, None)])
+def test_best_checkpoint_is_kept_besides_the_newest(best, expected, tmp_path):
+    save_epochs(tiny_checkpoints(tmp_path, best), [3.0, 1.0, 2.0, 4.0, float("nan")], [0.1, 0.2, 0.5, 0.4, 0.9])
+    assert epoch_of_best(tmp_path) == expected
+    names = [path.name for path in sorted(tmp_path.glob("*.pt"))]
+    assert names == ["best.pt"] * (best is not None) + ["step_00000004.pt", "step_00000005.pt"]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_best_checkpoint_shares_its_file_or_is_a_copy(tmp_path, monkeypatch):
+    checkpoints = tiny_checkpoints(tmp_path)
+    save_epochs(checkpoints, [3.0], [0.1])
+    assert (tmp_path / "best.pt").samefile(tmp_path / "step_00000001.pt")
+
+    def refuse(source: Path, path: Path):
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    save_epochs(checkpoints, [2.0], [0.1], Progress(epoch=2, step=1, best_loss=3.0, best_epoch=1))
+    assert not (tmp_path / "best.pt").samefile(tmp_path / "step_00000002.pt")
+    assert epoch_of_best(tmp_path) == 2
+
+
+def test_resume_auto_ignores_the_best_checkpoint_and_a_path_accepts_it(tmp_path):
+    checkpoints = tiny_checkpoints(tmp_path)
+    save_epochs(checkpoints, [1.0, 2.0, 3.0], [0.1] * 3)
+    assert checkpoints.find("auto") == str(tmp_path / "step_00000003.pt")
+    assert checkpoints.resume(str(tmp_path / "best.pt"), lambda progress: progress.step).epoch == 2
+    assert checkpoints.strategy.module.bias.item() == 1
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["best.pt"], "files of later steps are abandoned"
+    assert checkpoints.find("auto") is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "lost", "resumed", "expected"),
+    [
+        ([2.0, 1.0, 3.0], False, 3, 2),  # the best is from before
+        ([3.0, 2.0, 1.0], True, 3, 3),  # killed between the file and its second name
+        ([3.0, 2.0, 1.0], False, 2, 2),  # the newest is given up
+        ([1.0, 3.0, 0.5], False, 2, None),  # the best is given up, and the one before it is no longer there
+    ],
+)
+def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected, tmp_path):
+    checkpoints = tiny_checkpoints(tmp_path)
+    save_epochs(checkpoints, losses, [0.1] * 3)
+    if lost:
+        (tmp_path / "best.pt").unlink()
+    again = tiny_checkpoints(tmp_path)
+    progress = again.resume(str(tmp_path / f"step_0000000{resumed}.pt"), lambda progress: progress.step)
+    assert epoch_of_best(tmp_path) == expected
+    save_epochs(again, [9.0], [0.1], progress)
+    assert epoch_of_best(tmp_path) == expected, "the best test loss must survive a resume"
+
+
+@pytest.mark.parametrize(("loss", "saved"), [(1.0, ["best.pt"]), (3.0, [])])
+def test_best_epoch_is_saved_even_if_no_checkpoint_is_due(loss, saved, tmp_path):
+    checkpoints = tiny_checkpoints(tmp_path)
+    settings = GuardSettings(10, None, "stop", "stop", None)
+    decisions = SimpleNamespace(begin=lambda step, tally: None, now=lambda *args: Agreement(None, False, False, False))
+    watchdog = SimpleNamespace(at=lambda doing: None)
+    start = Progress(epoch=2, step=1, best_loss=2.0, best_epoch=1)
+    guard = Guard(settings, checkpoints.strategy, checkpoints, decisions, watchdog, start, None)
+    guard.end_epoch(next_epoch(start, loss, 0.1), last=False)
+    checkpoints.wait()
+    assert [path.name for path in tmp_path.glob("*.pt")] == saved
+    assert guard.progress is start, "a run cannot resume from the best with resume=auto"

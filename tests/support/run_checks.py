@@ -30,7 +30,10 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     assert log.count("global batch") == 1
     assert log.count("epoch 1:") == 1
     assert "\r" not in log, "a progress bar in the log file"
-    assert len(list(run_dir.glob("checkpoints/*.pt"))) == len(list(run_dir.glob("checkpoints/*.sha256"))) == min(2, epochs)
+    files = {path.name for path in run_dir.glob("checkpoints/*.pt")}
+    assert {path.name for path in run_dir.glob("checkpoints/*.sha256")} == {f"{name}.sha256" for name in files}
+    assert len(files) == min(2, epochs) + 1
+    assert "best.pt" in files
     assert len(list(run_dir.glob("events*"))) == 1
     check_classes(run_dir, metrics[-1])
     check_tensorboard(run_dir, metrics)

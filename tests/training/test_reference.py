@@ -126,5 +126,5 @@ def test_train_equals_a_loop_written_by_hand(line, model, overrides, cosine, tmp
     assert [{key: record[key] for key in expected[0]} for record in metrics] == [
         pytest.approx(record, rel=1e-5) for record in expected
     ]
-    saved = torch.load(max((tmp_path / "run" / "checkpoints").glob("*.pt")), weights_only=True)["model"]
+    saved = torch.load(max((tmp_path / "run" / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
     assert largest_difference(saved, network.state_dict()) <= 1e-6
