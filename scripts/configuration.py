@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from ddp_lab.config.messages import describe_field, is_model  # noqa: E402
 from ddp_lab.config.options import options  # noqa: E402
-from ddp_lab.config.schema import DataConfig, Keys, RunConfig  # noqa: E402
+from ddp_lab.config.schema import DataConfig, Keys, ModelConfig, RunConfig  # noqa: E402
 
 CONF = ROOT / "conf"
 FILE = ROOT / "docs/configuration.md"
@@ -102,6 +102,8 @@ def render() -> str:
             parts += [f"## {code(name)}\n", f"{field.description}\n"]
         if is_model(field.annotation):
             parts += [table(Row._fields, *make_rows(field.annotation, run[name], f"{name}."))]
+        if name == "model":
+            parts += [table(Row._fields, *make_rows(ModelConfig, run["model"], "model."))]
         if name in groups and (rows := group_rows(name)):
             parts += [table((name, *Row._fields), *((", ".join(having), *row) for row, having in rows.items()))]
     return "\n".join(parts)

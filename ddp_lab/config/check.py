@@ -25,7 +25,7 @@ def check(cfg: DictConfig) -> RunConfig:
     # The optimizer's ranges are checked first, because looking up the constructors imports torch, which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
     for group, node in groups.items():
-        given = {key: value for key, value in node.items() if not key.startswith("_")}
+        given = {key: value for key, value in node.items() if not key.startswith("_") and value != "???"}
         validate(options(group, node), given, f"{group}.")
     check_optimizer(config.optimizer)
     return config

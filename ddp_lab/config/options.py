@@ -8,7 +8,7 @@ from hydra.utils import get_object
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.schema import Keys, OptimizerConfig
+from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
 
 # The groups in the order in which they are checked. Each is listed with the constructor parameters that the code passes, which
 # are therefore not keys of the config.
@@ -68,6 +68,8 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
         fields[name] = (list if get_origin(hint) is tuple else hint, Field(default, description=texts.get(name)))
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)
+    if group == "model":
+        fields |= {name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()}
     return create_model(target.__name__, __base__=base, **fields)
 
 

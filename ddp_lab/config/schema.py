@@ -47,6 +47,17 @@ class DataConfig(Keys):
     std: list[Positive] = Field(description="Standard deviation of each channel, by which pixels are then divided.")
 
 
+class ModelConfig(Keys):
+    """The keys that all options of the group `model` have in common."""
+
+    weights: str | None = Field(
+        None,
+        description="File of weights (safetensors, or of torch.save) to begin from, also a checkpoint of ddp_lab; with "
+        "model=torchvision also a name such as IMAGENET1K_V1; null draws the initial weights. A run that resumes from a "
+        "checkpoint does not need it.",
+    )
+
+
 class CheckpointConfig(Keys):
     """The keys of the group `checkpoint`."""
 

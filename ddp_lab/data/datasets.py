@@ -3,8 +3,7 @@
 import os
 import socket
 import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
+from ddp_lab.world.network import default_timeout
 
 
 class LabelledImages(NamedTuple):
@@ -105,17 +105,6 @@ class Synthetic:
 
         train, test = (draw(size) for size in self.sizes)
         return Dataset(train, test, [str(label) for label in range(self.num_classes)])
-
-
-@contextmanager
-def default_timeout(seconds: float) -> Generator[None]:
-    """Set the default timeout, in seconds, of sockets that are created in the body."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 class _Split(Protocol):

@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
@@ -19,7 +19,7 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> 
     A plain nn.Sequential becomes a Chain of its modules, with the same parameter names.
 
     Args:
-        node: the config group `model`.
+        node: the config group `model`; `weights` is not passed.
         shape: the arguments that follow from the data: in_channels, image_size and num_classes. Only those are passed that are
             parameters of the class or function.
 
@@ -28,7 +28,9 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> 
     """
     target = node["_target_"]
     accepted = inspect.signature(get_object(target)).parameters
-    model = build(node, **{name: value for name, value in shape.items() if name in accepted})
+    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
+    options = {key: value for key, value in cast("dict[str, Any]", values).items() if key != "weights"}
+    model = build(options, **{name: value for name, value in shape.items() if name in accepted})
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_={target}: must return a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:

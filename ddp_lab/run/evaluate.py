@@ -62,7 +62,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     """
     check_network(runtime)
     path = str(runtime.agree("checkpoint", lambda: find_checkpoint(folder, checkpoint)))
-    job = prepare(cfg, runtime)
+    job = prepare(cfg, runtime, with_weights=False)
     progress = load_weights(job.model, path)
     place(job)
     return EvaluatedRun(path, progress, evaluate(job.strategy, job.loaders[1]), job.strategy.where)

@@ -17,8 +17,8 @@ from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.sharding import Loader
-from ddp_lab.models.own import build_model, require_chain
-from ddp_lab.models.trial import freeze_unused
+from ddp_lab.models.make import make_model
+from ddp_lab.models.own import require_chain
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.strategies.base import Strategy
@@ -41,12 +41,15 @@ class Job:
     one. Reading a part raises a ConfigError if the config does not allow its construction. Reading `dataset` downloads a
     missing dataset.
 
+    Args:
+        with_weights: whether to load the file `model.weights`. A run that resumes from a checkpoint does not need it.
+
     Attributes:
         notes: lines for the log about the model.
     """
 
-    def __init__(self, cfg: DictConfig, runtime: Runtime):
-        self.cfg, self.runtime = cfg, runtime
+    def __init__(self, cfg: DictConfig, runtime: Runtime, with_weights: bool = True):
+        self.cfg, self.runtime, self.with_weights = cfg, runtime, with_weights
         self.notes: list[str] = []
 
     @cached_property
@@ -81,11 +84,7 @@ class Job:
     def model(self) -> nn.Module:
         """The model on the CPU, with the same weights on every rank."""
         torch.manual_seed(self.cfg.seed)
-        model, shape = build_model(self.cfg.model, self.dataset.model_shape()), self.dataset.model_shape()
-        if not self.cfg.model._target_.startswith("ddp_lab."):  # those of ddp_lab train all their parameters
-            images = shape["in_channels"], shape["image_size"], shape["image_size"]
-            key = f"model._target_={self.cfg.model._target_}"
-            self.notes += freeze_unused(model, images, shape["num_classes"], self.runtime, key)
+        model, self.notes = make_model(self.cfg.model, self.dataset.model_shape(), self.runtime, self.with_weights)
         return model
 
     @cached_property
@@ -130,13 +129,16 @@ class Job:
         return wanted.supported(self.strategy, self.cfg.data.loader, self.model)
 
 
-def prepare(cfg: DictConfig, runtime: Runtime) -> Job:
-    """Construct every part of a run. It does not open the process group and writes nothing but a missing dataset.
+def prepare(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
+    """Construct every part of a run. It does not open the process group and writes nothing but missing downloads.
+
+    Args:
+        with_weights: whether to load the file `model.weights`.
 
     Raises:
         ConfigError: A value of the config is not allowed with this model, dataset, strategy, device or number of ranks.
     """
-    job = Job(cfg, runtime)
+    job = Job(cfg, runtime, with_weights)
     _ = job.strategy, job.dataset, job.plan
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)

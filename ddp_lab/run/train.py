@@ -18,12 +18,13 @@ from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
-from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.resilience.run_directory import RunDir, find_launch
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, Training, materialize, prepare
 from ddp_lab.run.trained import record_data
 from ddp_lab.training.loop import is_over
 from ddp_lab.training.progress import Progress
+from ddp_lab.world.process import launch_id
 from ddp_lab.world.runtime import Runtime
 
 
@@ -65,13 +66,23 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
         ConfigError: The config cannot be used, or a machine cannot take part in the run.
     """
     findings = check_network(runtime)
-    job = prepare(cfg, runtime)
+    needed = cfg.model.get("weights") is not None and runtime.agree("progress", partial(find_progress, cfg)) is None
+    job = prepare(cfg, runtime, with_weights=needed)
     size = checkpoint_bytes(build(cfg.optimizer), job.model)
     keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
     if cfg.resume not in ("auto", "never"):
         runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes))
     return job, findings
+
+
+def find_progress(cfg: DictConfig) -> str | None:
+    """Return the checkpoint, or the directory of checkpoints, that the run resumes from; None if it begins anew."""
+    if cfg.resume != "auto":
+        return None if cfg.resume == "never" else cfg.resume
+    name = cfg.name or find_launch(Path(cfg.runs_dir), launch_id())
+    folder = Path(cfg.runs_dir) / name / "checkpoints" if name else None
+    return str(folder) if folder and any(folder.glob("step_*.pt")) else None
 
 
 def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -11,6 +11,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.options import descriptions
 from ddp_lab.config.record import to_record
+from ddp_lab.models.own import build_model
 from ddp_lab.strategies.loss import build_loss
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
@@ -19,6 +20,7 @@ from scripts import configuration
 GROUPS = ["data", "model", "strategy", "loss", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 OPTIONS.remove(("model", "own"))  # tests/models/test_own.py
+OPTIONS.remove(("model", "torchvision"))  # tests/models/test_torchvision.py
 OPTIONS.remove(("loss", "own"))  # tests/strategies/test_loss.py
 
 
@@ -30,7 +32,7 @@ def test_every_option_composes_passes_the_check_and_instantiates(group, option):
     strategy = build(cfg.strategy, Runtime("cpu"))
     source = build(cfg.data.dataset)
     assert callable(source.prepare)
-    model = build(cfg.model, in_channels=3, image_size=28, num_classes=10)
+    model = build_model(cfg.model, {"in_channels": 3, "image_size": 28, "num_classes": 10})
     assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
     assert build_loss(cfg.loss, 10)(torch.zeros(2, 10), torch.arange(2)) == pytest.approx(2 * math.log(10))
     optimizer = build(cfg.optimizer)(model.parameters(), lr=cfg.optimizer.lr)

@@ -1,0 +1,133 @@
+"""Weights from a file: read without executing code, matched by name, and loaded into the complete model."""
+
+import pickle
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.models.trial import some
+
+NESTED = ("state_dict", "model_state_dict", "model")  # where checkpoints of other programs, and of ddp_lab, hold the weights
+PREFIXES = ("module.", "_orig_mod.")  # of nn.DataParallel and of torch.compile
+
+
+def load_weights(model: nn.Module, state: dict[str, torch.Tensor], num_classes: int, key: str) -> list[str]:
+    """Load weights into the model, by name, and return notes for the log.
+
+    A head of another number of classes keeps its initial weights. A first convolution for 3 channels is summed over them if the
+    model's has 1: grey images then give the same activations as three equal channels.
+
+    Args:
+        model: the complete model, before it is wrapped or sharded.
+        state: the weights by name.
+        num_classes: number of logits.
+        key: key and value of the config that the messages are about.
+
+    Raises:
+        ConfigError: names or shapes are not those of the model.
+    """
+    given, own, notes = dict(state), model.state_dict(), [f"{key}: loaded"]
+    for name, tensor in state.items():
+        if name in own and tensor.dim() == 4 and (tensor.size(1), own[name].size(1)) == (3, 1):
+            given[name] = tensor.sum(1, keepdim=True)
+            notes.append(f"{name}: summed over its 3 channels, because the images have 1")
+    differ = [name for name in own if name in given and given[name].shape != own[name].shape]
+    heads = [name for name in differ if is_head(given[name], own[name], num_classes)]
+    if len({given[name].size(0) for name in heads}) == 1:
+        notes.append(f"{some(heads)}: initialised anew, for {num_classes} classes instead of {given[heads[0]].size(0)}")
+        differ = [name for name in differ if name not in heads]
+        given = {name: tensor for name, tensor in given.items() if name not in heads}
+    else:
+        heads = []
+    # Files from before torch 0.4.1 have no counters of batches, which only BatchNorm layers without a momentum use.
+    counters = {name for name in own if name.endswith("num_batches_tracked")}
+    problems = {
+        "missing": [name for name in own if name not in given and name not in counters.union(heads)],
+        "not in the model": [name for name in given if name not in own],
+        "of another shape": [f"{name} {list(given[name].shape)} instead of {list(own[name].shape)}" for name in differ],
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in problems.items() if names)
+        raise ConfigError(
+            f"{key}: are not the weights of this model: {found}. Use the model that they were trained with, with "
+            "the same options and image size"
+        )
+    model.load_state_dict(given, strict=False)
+    return notes
+
+
+def is_head(given: torch.Tensor, own: torch.Tensor, num_classes: int) -> bool:
+    """Return whether two tensors of different shapes can belong to heads of different numbers of classes."""
+    return own.dim() > 0 and own.size(0) == num_classes and given.dim() > 0 and given.shape[1:] == own.shape[1:]
+
+
+def read(path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in a file by name, without the prefixes of wrappers.
+
+    Args:
+        path: a safetensors file, or one of torch.save with a dict of tensors, also in a checkpoint.
+
+    Raises:
+        NodeError: the file is missing or cannot be read on this machine.
+        ConfigError: it has no weights, or its pickle could run code.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    key = f"model.weights={path}"
+    try:
+        Path(path).open("rb").close()
+        state = load_file(path) if path.endswith(".safetensors") else torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise NodeError(
+            f"{key}: cannot be read on {socket.gethostname()} ({reason}). Use the path of an existing file"
+        ) from None
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{key}: has other objects than tensors, which could run code when they are loaded, or is damaged "
+            f"({' '.join(str(error).split())[:200]}). Where you trust the file, save its weights alone: "
+            "torch.save(model.state_dict(), FILE)"
+        ) from None
+    except (SafetensorError, RuntimeError, EOFError, AttributeError, KeyError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'it is incomplete'}"
+        raise ConfigError(f"{key}: is not a file of weights, or is damaged ({reason})") from None
+    return strip(unwrap(state, key))
+
+
+def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
+    """Return the dict of tensors that a file consists of, or that it has under one of the names NESTED.
+
+    Args:
+        key: the start of the message.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    if is_weights(state):
+        return state
+    found = [name for name in NESTED if is_weights(state.get(name))] if isinstance(state, dict) else []
+    if len(found) == 1:
+        return state[found[0]]
+    has = f"has {some([str(name) for name in state], 6)}" if isinstance(state, dict) else f"is a {type(state).__name__}"
+    raise ConfigError(
+        f"{key}: must be a dict of tensors by name, or have exactly one under {', '.join(NESTED)}; it {has}. Save the weights "
+        "alone: torch.save(model.state_dict(), FILE)"
+    )
+
+
+def is_weights(state: Any) -> bool:
+    """Return whether `state` is a dict of tensors that is not empty."""
+    return isinstance(state, dict) and len(state) > 0 and all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def strip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Remove the prefixes that wrappers add to all names."""
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return state
