@@ -1,17 +1,30 @@
 """The commands for trained runs: evaluate, predict, export."""
 
+import csv
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import onnxruntime
 import pytest
+import torch
 from launches import SMALL, main_in_world, read_metrics
+from omegaconf import OmegaConf
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torchvision.models import resnet18
 from worlds import run_world
 
-from ddp_lab import evaluate
+from ddp_lab import evaluate, export, predict
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.evaluate import evaluate_run
-from ddp_lab.run.trained import read_config
+from ddp_lab.run.export import write_pt2
+from ddp_lab.run.job import prepare
+from ddp_lab.run.predict import find_images, short_side
+from ddp_lab.run.trained import DataRecord, find_checkpoint, load_model, read_config
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.
@@ -91,6 +104,11 @@ def test_evaluate_takes_any_checkpoint_and_other_data(trained, command):
     assert (code, errors) == (0, "")
     assert output.startswith(f"{old}, epoch 1: test loss ")
     assert output.endswith(" on 20 images (1 x cpu)\n")
+    best = min(read_metrics(trained), key=lambda record: record["test_loss"])
+    code, output, errors = command(evaluate.main, trained, "--checkpoint=best", "strategy=single")
+    assert (code, errors) == (0, "")
+    loss = f"test loss {best['test_loss']:.4f} accuracy {best['test_accuracy']:.4f}"
+    assert output.startswith(f"{trained}/checkpoints/best.pt, epoch {best['epoch']}: {loss}")
 
 
 def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluated(trained, command, tmp_path, caplog):
@@ -104,6 +122,9 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
     code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", f"--checkpoint={newest}")
     assert (code, output) == (2, "")
     assert errors.startswith(f"error: --checkpoint {newest}: the file is damaged: its SHA-256 differs")
+    newest.with_name("best.pt").unlink()
+    code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", "--checkpoint=best")
+    assert (code, output, errors) == (2, "", f"error: --checkpoint best: {newest.parent} contains no best.pt\n")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +132,6 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
     [
         (["{run}/nowhere"], "{run}/nowhere: is not the directory of a run: there is no {run}/nowhere/config.yaml"),
         (["--json"], "argument --json: expected one argument; see python -m ddp_lab.evaluate --help"),
-        (["{run}", "--checkpoint=best"], "--checkpoint best: {run}/checkpoints contains no best.pt"),
         (["{run}", "--checkpoint=none.pt"], "--checkpoint none.pt: must be last, best or the path of a checkpoint"),
         (["{run}", "bogus=1"], "bogus=1: there is no such key; allowed: seed"),
         (["{run}", "batch_size=0"], "batch_size=0: must be an integer of at least 1"),
@@ -145,3 +165,167 @@ def test_damaged_run_directory_is_reported_in_one_message(name, content, message
     assert (code, output) == (2, "")
     assert message in errors
     assert errors.count("\n") == 1
+
+
+def reference(folder: Path) -> tuple[nn.Module, torch.Tensor, torch.Tensor, list[str]]:
+    """Return the trained model, the test images as they are and normalised by the loader, and the classes."""
+    cfg = read_config(folder, ["strategy=single", "batch_size=50"], None)
+    job = prepare(cfg, Runtime("cpu"))
+    model = load_model(folder, cfg, find_checkpoint(folder, "last"))
+    return model, job.dataset.test.images, next(iter(job.loaders[1])).inputs, job.dataset.classes
+
+
+def save(pixels: torch.Tensor, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
+
+
+def test_predictions_of_files_equal_those_of_the_test_set(trained, command, tmp_path):
+    model, images, inputs, classes = reference(trained)
+    for number, pixels in enumerate(images):
+        save(pixels, tmp_path / "images" / f"{number:02d}.png")
+    code, output, errors = command(
+        predict.main, trained, tmp_path / "images", "--output", tmp_path / "p.csv", "--top=3", "--batch-size=17"
+    )
+    assert (code, output, errors) == (0, "", "")
+    header, *rows = csv.reader((tmp_path / "p.csv").open())
+    assert header == ["file", "class_1", "probability_1", "class_2", "probability_2", "class_3", "probability_3"]
+    expected = model(inputs).softmax(1).topk(3)
+    assert [row[0] for row in rows] == sorted(map(str, (tmp_path / "images").iterdir()))
+    assert [row[1::2] for row in rows] == [[classes[i] for i in numbers] for numbers in expected.indices]
+    assert torch.tensor([[float(p) for p in row[2::2]] for row in rows]) == pytest.approx(expected.values.detach(), abs=2e-6)
+
+
+def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left_out(trained, command, tmp_path):
+    _, images, _, _ = reference(trained)
+    size = images.shape[-1]
+    save(images[0], tmp_path / "a.png")
+    save(images[0].repeat_interleave(2, 1).repeat_interleave(2, 2), tmp_path / "more" / "large.png")
+    Image.new("L", (3 * size, size), 7).save(tmp_path / "more" / "grey.jpg")
+    (tmp_path / "more" / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    (tmp_path / "more" / "notes.txt").touch()
+    code, output, errors = command(predict.main, trained, tmp_path / "a*.png", tmp_path / "more", tmp_path / "a.png")
+    assert code == 2
+    assert errors.startswith(f"error: 1 of 4 images are left out: {tmp_path}/more/broken.png: cannot be decoded (")
+    assert errors.count("\n") == 1
+    _, *rows = csv.reader(output.splitlines())
+    assert [Path(row[0]).name for row in rows] == ["a.png", "grey.jpg", "large.png"]
+    assert all(len(row) == 11 for row in rows)
+
+
+def test_predict_resizes_as_the_data_of_the_run_are_resized():
+    assert short_side(OmegaConf.create({"mean": [0.5]}), 28) == 28
+    assert short_side(OmegaConf.create({"image_size": 224, "resize": None}), 224) == 256
+    assert short_side(OmegaConf.create({"image_size": 224, "resize": 232}), 224) == 232
+
+
+def test_find_images_searches_folders_and_globs_once(tmp_path):
+    for name in ("b/2.JPG", "b/1.png", "b/deep/3.webp", "b/._1.png", "c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = find_images([f"{tmp_path}/c.png", f"{tmp_path}/b", f"{tmp_path}/*.png"])
+    assert [Path(path).name for path in found] == ["c.png", "1.png", "2.JPG", "3.webp"]
+    with pytest.raises(ConfigError, match=r"no such image; expected a file, a glob, or a folder with \.jpg"):
+        find_images([f"{tmp_path}/*.gif"])
+
+
+def test_exported_files_have_the_models_names_and_logits(trained, command, tmp_path):
+    model, _, inputs, classes = reference(trained)
+    for suffix in ("safetensors", "onnx", "pt2"):
+        code, output, errors = command(export.main, trained, "--output", tmp_path / f"m.{suffix}")
+        assert (code, errors) == (0, "")
+        assert output.startswith(f"{tmp_path}/m.{suffix}: {trained}/checkpoints/step_00000010.pt; input [batch, 3, ")
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["classes"]) == classes
+    state, weights = model.state_dict(), load_file(tmp_path / "m.safetensors")
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    for batch in (inputs[:1], inputs[:7]):
+        expected = model(batch)
+        assert torch.equal(program(batch), expected)
+        (logits,) = session.run(["logits"], {"images": batch.numpy()})
+        assert torch.from_numpy(logits) == pytest.approx(expected.detach(), abs=1e-5)
+
+
+def test_plain_torchvision_resnet_loads_what_was_trained_here(tmp_path, command):
+    """It began from a file of weights that is not needed afterwards."""
+    weights = tmp_path / "weights.pt"
+    torch.save(resnet18(num_classes=10).state_dict(), weights)
+    model = ["model=torchvision", "model.name=resnet18", f"model.weights={weights}"]
+    size = ["data.dataset.train_size=50", "batch_size=50", "epochs=1"]
+    run_world(1, main_in_world, *SMALL, *model, *size, "name=resnet", f"runs_dir={tmp_path}")
+    weights.unlink()
+    code, _, errors = command(export.main, tmp_path / "resnet", "--output", tmp_path / "resnet.safetensors")
+    assert (code, errors) == (0, "")
+    model = resnet18(num_classes=10)
+    model.load_state_dict(load_file(tmp_path / "resnet.safetensors"))
+    ours, _, inputs, _ = reference(tmp_path / "resnet")
+    assert torch.equal(model.eval()(inputs), ours(inputs))
+
+
+class DependsOnValues(nn.Module):
+    def forward(self, images):
+        return images.flatten(1) if images.sum() > 0 else images.flatten(1) * 2
+
+
+def test_model_that_cannot_be_exported_is_reported(tmp_path):
+    data = DataRecord({"in_channels": 1, "image_size": 4, "num_classes": 16}, [])
+    with pytest.raises(ConfigError, match=r"torch cannot export this model as \.pt2 \("):
+        write_pt2(DependsOnValues(), data, None, tmp_path / "m.pt2")
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (predict.main, ["{run}", "{tmp}/none"], "{tmp}/none: no such image"),
+        (predict.main, ["{run}", "{tmp}", "--top=0"], "--top 0: must be an integer of at least 1"),
+        (
+            predict.main,
+            ["{run}", "{tmp}", "--output={tmp}/old.onnx"],
+            "old.onnx: already exists; use --force to replace a file",
+        ),
+        (predict.main, ["{run}", "{tmp}", "--output={tmp}/no/p.csv"], "no/p.csv: cannot be written: {tmp}/no does not exist"),
+        (predict.main, ["{run}", "{tmp}/a.png", "--device=cuda:9"], "device=cuda:9: there is no such device"),
+        (predict.main, ["{tmp}", "{tmp}/a.png"], "{tmp}: is not the directory of a run"),
+        (export.main, ["{run}", "--output={tmp}/m.pth"], "m.pth: the name must end in .safetensors, .onnx, .pt2"),
+        (export.main, ["{run}"], "the following arguments are required: --output"),
+        (export.main, ["{run}", "--output={tmp}/old.onnx"], "old.onnx: already exists; use --force to replace a file"),
+    ],
+)
+def test_predict_and_export_report_mistakes_in_one_message(main, arguments, message, trained, command, tmp_path):
+    for name in ("old.onnx", "a.png"):
+        (tmp_path / name).write_text("old")
+    code, output, errors = command(main, *(argument.format(run=trained, tmp=tmp_path) for argument in arguments))
+    assert (code, output) == (2, ""), errors
+    assert message.format(run=trained, tmp=tmp_path) in errors
+    assert errors.count("\n") == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"old.onnx": "old", "a.png": "old"}
+
+
+def test_run_without_its_data_record_is_reported(trained, command, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "data.json").write_text("{")
+    code, _, errors = command(export.main, tmp_path / "run", "--output", tmp_path / "m.pt2")
+    assert code == 2
+    assert errors == (
+        f"error: {tmp_path}/run: data.json is missing or damaged; a launch of this run that resumes it writes the file again\n"
+    )
+
+
+def test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one(trained, command, tmp_path, monkeypatch):
+    old = tmp_path / "m.safetensors"
+    old.write_text("old")
+
+    def fail(tensors, path, metadata):
+        Path(path).write_text("a part")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr("safetensors.torch.save_file", fail)
+        code, _, errors = command(export.main, trained, "--output", old, "--force")
+    assert (code, errors) == (2, f"error: --output {old}: cannot be written (No space left on device)\n")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"m.safetensors": "old"}
+    assert command(export.main, trained, "--output", old, "--force")[0] == 0
+    assert load_file(old)

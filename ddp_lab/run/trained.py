@@ -16,13 +16,13 @@ from ddp_lab.data.datasets import Dataset
 from ddp_lab.launch.command_line import CONF, compose_config
 from ddp_lab.models.own import build_model
 from ddp_lab.observe.logger import log
-from ddp_lab.resilience.checkpoint_files import damage, in_order, load_checkpoint
+from ddp_lab.resilience.checkpoint_files import BEST, damage, in_order, load_checkpoint
 from ddp_lab.resilience.run_directory import read_json, write_json
 from ddp_lab.training.progress import Progress
 
 DATA = "data.json"
 # Keys of a launch that trains, with their values afterwards.
-AFTERWARDS = {"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False}
+AFTERWARDS = {"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> D
             raise ConfigError(f"{override.input_line}: must be of the form key=value")
         OmegaConf.update(cfg, override.key_or_group, override.value(), force_add=True)
     for key, value in AFTERWARDS.items():
-        cfg[key] = value
+        OmegaConf.update(cfg, key, value)
     check(cfg)
     return cfg
 
@@ -108,7 +108,7 @@ def find_checkpoint(folder: Path, choice: str) -> str:
         if not Path(choice).is_file():
             raise ConfigError(f"--checkpoint {choice}: must be last, best or the path of a checkpoint; there is no such file")
         return choice
-    pattern = "step_*.pt" if choice == "last" else "best.pt"
+    pattern = "step_*.pt" if choice == "last" else BEST
     files = in_order((folder / "checkpoints").glob(pattern))
     for path in reversed(files):
         if (problem := damage(path)) is None:

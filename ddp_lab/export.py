@@ -1,0 +1,43 @@
+"""Export the model of a trained run to a file, under the model's own parameter names.
+
+python -m ddp_lab.export runs/mine --output model.safetensors   the weights, for safetensors.torch.load_file
+python -m ddp_lab.export runs/mine --output model.onnx          for onnxruntime and others; needs pip install 'ddp_lab[export]'
+python -m ddp_lab.export runs/mine --output model.pt2           for torch.export.load
+
+The input of the last two is `images`, float32 [batch, channels, height, width], normalised; the output is `logits`. Any batch
+size is allowed.
+"""
+
+import argparse
+
+from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.output import add_output, check_output, replacing
+from ddp_lab.launch.parser import Parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = Parser("python -m ddp_lab.export", __doc__)
+    parser.add_run()
+    add_output(parser, "file to write: .safetensors, .onnx or .pt2", required=True)
+    return parser.parse_args()
+
+
+@record
+@user_errors
+def main() -> None:
+    given = arguments()
+    from ddp_lab.run.export import describe_input, find_writer
+    from ddp_lab.run.trained import find_checkpoint, load_model, read_config, read_data
+
+    write = find_writer(given.output)
+    check_output(given.output, given.force)
+    cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
+    checkpoint = find_checkpoint(given.run, given.checkpoint)
+    model = load_model(given.run, cfg, checkpoint)
+    with replacing(given.output) as temporary:
+        write(model, data, cfg.data, temporary)
+    print(f"{given.output}: {checkpoint}; {describe_input(data, cfg.data)}")
+
+
+if __name__ == "__main__":
+    main()

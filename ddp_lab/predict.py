@@ -1,0 +1,64 @@
+"""Predict the classes of image files with a trained run, in one process.
+
+python -m ddp_lab.predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
+python -m ddp_lab.predict runs/mine photos --top 1 --device cpu --checkpoint best
+
+Folders are searched with their subfolders. A row has the file, then the most probable class and its probability, then the
+second one, and so on. Without --output the rows are printed. Images are transformed as those of the run's test set. Images that
+cannot be decoded are left out and named, and the exit code is 2.
+"""
+
+import argparse
+import sys
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.output import add_output, check_output, replacing
+from ddp_lab.launch.parser import Parser
+from ddp_lab.world.process import env_int
+
+
+def arguments() -> argparse.Namespace:
+    parser = Parser("python -m ddp_lab.predict", __doc__)
+    parser.add_run()
+    parser.add_argument("images", nargs="+", help="files, folders or quoted globs")
+    add_output(parser, "CSV file to write; without it, the rows are printed", required=False)
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes in a row (default: 5)")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    given = parser.parse_intermixed_args()
+    for option in ("top", "batch_size"):
+        if getattr(given, option) < 1:
+            text = f"--{option.replace('_', '-')} {getattr(given, option)}"
+            raise ConfigError(f"{text}: must be an integer of at least 1")
+    return given
+
+
+@record
+@user_errors
+def main() -> None:
+    given = arguments()
+    if env_int("WORLD_SIZE", 1) > 1:
+        raise ConfigError("ddp_lab.predict: runs in one process; start it without torchrun")
+    if given.output:
+        check_output(given.output, given.force)
+    from ddp_lab.run.predict import Predictor, find_images, write_table
+    from ddp_lab.run.trained import find_checkpoint, load_model, read_config, read_data
+    from ddp_lab.world.runtime import Runtime
+
+    images = find_images(given.images)
+    cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
+    model = load_model(given.run, cfg, find_checkpoint(given.run, given.checkpoint))
+    predictor = Predictor(model, cfg.data, data, Runtime(given.device, cfg.precision), given.top)
+    rows, corrupt = predictor.run(images, given.batch_size)
+    if given.output:
+        with replacing(given.output) as temporary, temporary.open("w", newline="") as file:
+            write_table(file, rows)
+    else:
+        write_table(sys.stdout, rows)
+    if corrupt:
+        raise ConfigError(f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}")
+
+
+if __name__ == "__main__":
+    main()

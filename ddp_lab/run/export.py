@@ -1,0 +1,98 @@
+"""A trained model as a file for other programs: its weights, or its computation with a batch of any size."""
+
+import json
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.run.trained import DataRecord
+
+INPUT, OUTPUT = "images", "logits"
+BATCH = ({0: torch.export.Dim("batch")},)  # dimension 0 of the input may have any size
+Writer = Callable[[nn.Module, DataRecord, DictConfig, Path], None]
+
+
+def find_writer(path: Path) -> Writer:
+    """Return the function that writes files with the suffix of `path`.
+
+    Raises:
+        ConfigError: the suffix is unknown, or packages are missing.
+    """
+    if path.suffix not in WRITERS:
+        raise ConfigError(f"--output {path}: the name must end in {', '.join(WRITERS)}, which is the format")
+    if path.suffix == ".onnx" and (missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]):
+        raise ConfigError(f"--output {path}: needs the package {missing[0]}: pip install 'ddp_lab[export]'")
+    return WRITERS[path.suffix]
+
+
+def describe_input(data: DataRecord, options: DictConfig) -> str:
+    """Return a line that tells how images become the model's input."""
+    shape, size = data.shape, data.shape["image_size"]
+    mean, std = list(options.mean), list(options.std)
+    return (
+        f"input [batch, {shape['in_channels']}, {size}, {size}], (pixels / 255 - {mean}) / {std}; {len(data.classes)} classes"
+    )
+
+
+def write_safetensors(model: nn.Module, data: DataRecord, options: DictConfig, path: Path) -> None:
+    """Write parameters and buffers by name; the metadata have the classes and the normalisation as JSON."""
+    from safetensors.torch import save_file
+
+    # Copies, because tensors that share memory (tied weights) are not allowed in the file.
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+    values = {"classes": data.classes, "mean": list(options.mean), "std": list(options.std)}
+    save_file(tensors, path, {"format": "pt", **{key: json.dumps(value) for key, value in values.items()}})
+
+
+def write_onnx(model: nn.Module, data: DataRecord, options: DictConfig, path: Path) -> None:
+    """Write the model as ONNX, in one file."""
+    with exporting(path):
+        torch.onnx.export(
+            model,
+            (example(data),),
+            path,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=BATCH,
+        )
+
+
+def write_pt2(model: nn.Module, data: DataRecord, options: DictConfig, path: Path) -> None:
+    """Write the model as a program of torch.export."""
+    with exporting(path):
+        torch.export.save(torch.export.export(model, (example(data),), dynamic_shapes=BATCH), path)
+
+
+@contextmanager
+def exporting(path: Path) -> Generator[None]:
+    """Report what torch cannot export as a ConfigError, without warnings that are about torch's own code."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except OSError:
+        raise
+    except Exception as error:  # torch.export raises many kinds of errors
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"--output: torch cannot export this model as {path.suffix} ({type(error).__name__}: {reason}). Its forward must "
+            "not depend on the values or the number of its inputs; .safetensors works for any model"
+        ) from None
+
+
+def example(data: DataRecord) -> torch.Tensor:
+    """Return two inputs in the shape that the model expects: from one, torch.export would conclude that there is always one."""
+    size = data.shape["image_size"]
+    return torch.zeros(2, data.shape["in_channels"], size, size)
+
+
+WRITERS: dict[str, Writer] = {".safetensors": write_safetensors, ".onnx": write_onnx, ".pt2": write_pt2}

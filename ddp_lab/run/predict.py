@@ -1,0 +1,115 @@
+"""The classes of image files according to a trained model."""
+
+import csv
+import glob
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.decode import ImageError, decode, evaluation_view
+from ddp_lab.run.trained import DataRecord
+from ddp_lab.world.runtime import Runtime
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+
+
+class Prediction(NamedTuple):
+    """The most probable classes of an image, with their probabilities, the most probable one first."""
+
+    path: str
+    classes: list[str]
+    probabilities: list[float]
+
+
+def find_images(names: Sequence[str]) -> list[str]:
+    """Return the image files that files, folders (with subfolders) and globs stand for, without duplicates.
+
+    Raises:
+        ConfigError: a name stands for no image.
+    """
+    found: list[str] = []
+    for name in names:
+        if Path(name).is_dir():
+            paths = sorted(str(path) for path in Path(name).rglob("*") if path.suffix.lower() in SUFFIXES)
+            paths = [path for path in paths if not Path(path).name.startswith(".")]  # macOS writes `._` files beside images
+        else:
+            paths = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
+        if not paths:
+            raise ConfigError(f"{name}: no such image; expected a file, a glob, or a folder with {', '.join(SUFFIXES)} files")
+        found += paths
+    return list(dict.fromkeys(found))
+
+
+class Predictor:
+    """A trained model with the transform of its test set.
+
+    Args:
+        model: the complete model with its weights.
+        data: the config group `data`.
+        record: what the training data looked like.
+        runtime: the device and the precision.
+        top: number of classes of each prediction.
+    """
+
+    def __init__(self, model: nn.Module, data: DictConfig, record: DataRecord, runtime: Runtime, top: int):
+        self.model, self.runtime, self.classes = model.to(runtime.device), runtime, record.classes
+        self.channels, self.image_size = record.shape["in_channels"], record.shape["image_size"]
+        self.top = min(top, len(record.classes))
+        self.short_side = short_side(data, self.image_size)
+        means, deviations = (torch.tensor(list(v), device=runtime.device).view(-1, 1, 1) for v in (data.mean, data.std))
+        self.scale, self.offset = 1 / (255 * deviations), means / deviations
+
+    def run(self, paths: list[str], batch_size: int) -> tuple[list[Prediction], list[str]]:
+        """Return the predictions of all files that can be decoded, and why the others cannot."""
+        predictions: list[Prediction] = []
+        corrupt: list[str] = []
+        with ThreadPoolExecutor() as pool:  # Pillow and torchvision release the interpreter's lock
+            for first in range(0, len(paths), batch_size):
+                names = paths[first : first + batch_size]
+                views = dict(zip(names, pool.map(self._view, names), strict=True))
+                corrupt += [str(error) for error in views.values() if isinstance(error, ImageError)]
+                good = {name: view for name, view in views.items() if isinstance(view, torch.Tensor)}
+                if good:
+                    predictions += self._predict(good)
+        return predictions, corrupt
+
+    def _view(self, path: str) -> torch.Tensor | ImageError:
+        try:
+            return evaluation_view(decode(path, self.channels), self.short_side, self.image_size)
+        except ImageError as error:
+            return error
+
+    @torch.no_grad()
+    def _predict(self, views: dict[str, torch.Tensor]) -> list[Prediction]:
+        images = torch.stack(list(views.values())).to(self.runtime.device)
+        with self.runtime.autocast():
+            logits = self.model(images * self.scale - self.offset)
+        found = logits.float().softmax(1).topk(self.top)
+        rows = zip(views, found.indices.tolist(), found.values.tolist(), strict=True)
+        return [Prediction(path, [self.classes[i] for i in numbers], values) for path, numbers, values in rows]
+
+
+def short_side(data: DictConfig, image_size: int) -> int:
+    """Return the length to which the shorter side of an image is resized before the crop of its centre.
+
+    Datasets that are held in memory have no such option: their images are resized to the size that the model was trained on.
+    """
+    if data.get("image_size") is None:
+        return image_size
+    return data.resize or round(data.image_size * 8 / 7)
+
+
+def write_table(file: TextIO, predictions: list[Prediction]) -> None:
+    """Write predictions as CSV: the file, then pairs of a class and its probability."""
+    writer = csv.writer(file, lineterminator="\n")
+    top = len(predictions[0].classes) if predictions else 0
+    writer.writerow(["file", *(f"{what}_{i}" for i in range(1, top + 1) for what in ("class", "probability"))])
+    for path, classes, probabilities in predictions:
+        pairs = zip(classes, probabilities, strict=True)
+        writer.writerow([path, *(text for name, p in pairs for text in (name, f"{p:.6f}"))])
