@@ -113,7 +113,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
     )
     root, checkpoint = Path(cfg.runs_dir), cfg.checkpoint
     if model is not None and runtime.rank == 0 and root.is_dir():
-        size = checkpoint_bytes(build(cfg.optimizer), model)
+        size = checkpoint_bytes(build(cfg.optimizer), model, cfg.ema is not None)
         rest = checkpoint.keep, checkpoint.best is not None, checkpoint.on_error
         findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest), as_it_is)
     if strategy is None:

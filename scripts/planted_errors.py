@@ -45,12 +45,15 @@ class Error:
 
 JOB, TRAIN, LOOP, STEP = "ddp_lab/run/job.py", "ddp_lab/run/train.py", "ddp_lab/training/loop.py", "ddp_lab/training/step.py"
 EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/sums.py"
+EMA, FSDP = "ddp_lab/training/ema.py", "ddp_lab/strategies/fsdp.py"
 SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
 SHARDING, LOADERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/loaders.py", "ddp_lab/data/augment.py"
 TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
 MAIN, OUTCOME = "ddp_lab/__main__.py", "ddp_lab/launch/outcome.py"
 COMPARE, LOGGER = "scripts/compare.py", "ddp_lab/observe/logger.py"
-FILES, GUARD, RUN_DIR = (f"ddp_lab/resilience/{name}.py" for name in ("checkpoint_files", "guard", "run_directory"))
+CHECKPOINT, FILES, GUARD, RUN_DIR = (
+    f"ddp_lab/resilience/{name}.py" for name in ("checkpoint", "checkpoint_files", "guard", "run_directory")
+)
 
 BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
 SINGLE_SAMPLES = "tests/training/test_evaluation.py::test_evaluation_equals_sums_over_single_samples[6]"
@@ -86,7 +89,7 @@ ERRORS = [
           '"auto" if run_dir.restarted and checkpoints.files() else cfg.resume', "cfg.resume",
           "tests/resilience/test_faults.py::test_elastic_restart_of_a_sharded_model_ends_with_the_same_weights[pipeline]"),
     Error("checkpoint.keep is ignored", TRAIN,
-          "cfg.checkpoint.keep, cfg.checkpoint.best)", "2, cfg.checkpoint.best)",
+          "cfg.checkpoint.keep, cfg.checkpoint.best,", "2, cfg.checkpoint.best,",
           "tests/resilience/test_checkpoint.py::test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked"),
     Error("checkpoint.every_epochs is ignored", TRAIN,
           "(every.every_epochs,", "(1,",
@@ -212,8 +215,25 @@ ERRORS = [
           "0 < best == self.epoch - 1", "0 < best",
           "tests/resilience/test_checkpoint.py::test_best_checkpoint_is_kept_besides_the_newest[test_loss-2]"),
     Error("checkpoint.best is ignored", TRAIN,
-          "cfg.checkpoint.keep, cfg.checkpoint.best)", "cfg.checkpoint.keep)",
+          "cfg.checkpoint.keep, cfg.checkpoint.best,", "cfg.checkpoint.keep, None,",
           "tests/resilience/test_checkpoint.py::test_only_the_last_two_checkpoints_and_the_best_are_kept"),
+    Error("the averages are updated before the step", STEP,
+          "        self._optimize()\n        if self.ema is not None:\n            self.ema.update()\n",
+          "        if self.ema is not None:\n            self.ema.update()\n        self._optimize()\n",
+          BY_HAND.format("batch_norm")),
+    Error("the weights are evaluated and not their averages", LOOP,
+          "ema.in_use() if ema else nullcontext()", "nullcontext()", BY_HAND.format("batch_norm")),
+    Error("BatchNorm's statistics are not averaged", EMA,
+          "trained | dict(module.named_buffers())", "trained", BY_HAND.format("batch_norm")),
+    Error("a checkpoint saved during an evaluation has weights and averages exchanged", CHECKPOINT,
+          "            self.ema.end_use()  # a preemption may interrupt an evaluation\n", "",
+          "tests/resilience/test_checkpoint.py"
+          "::test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_places"),
+    Error("the averages in a checkpoint are ignored", CHECKPOINT,
+          'state.get("ema", state["model"])', 'state["model"]',
+          "tests/resilience/test_checkpoint.py::test_averages_are_resumed_or_start_from_the_weights[True-2]"),
+    Error("after an evaluation fsdp computes with the gathered averages", FSDP,
+          "                module.reshard()", "                pass", MATRIX.format("FSDP-False-local-None-clipped-on-2")),
     Error("a checkpoint may run code", FILES,
           "weights_only=True", "weights_only=False",
           "tests/resilience/test_checkpoint.py::test_bad_files_are_refused[archive-cannot be read as a checkpoint]"),

@@ -281,10 +281,11 @@ def test_full_disk_is_a_warning_with_checkpoint_on_error_continue(tmp_path):
     assert (only_run(tmp_path) / "train.log").read_text().count("WARNING") == 1
 
 
+@pytest.mark.parametrize("ema", [False, True])
 @pytest.mark.parametrize(("optimizer", "options", "copies"), [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)])
-def test_checkpoint_bytes_counts_model_and_optimizer_state(optimizer, options, copies):
+def test_checkpoint_bytes_counts_model_averages_and_optimizer_state(optimizer, options, copies, ema):
     cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
-    assert checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10)) == copies * 110 * 4
+    assert checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10), ema) == (copies + ema) * 110 * 4
 
 
 def receive_error() -> str:

@@ -104,6 +104,10 @@ class RunConfig(Keys):
     max_grad_norm: Positive | None = Field(
         description="Maximum L2 norm of the whole model's gradient; null disables gradient clipping."
     )
+    ema: Fraction | None = Field(
+        description="Decay per step of the exponential moving average of the weights, which is then what is evaluated; null "
+        "keeps no average."
+    )
     device: Literal["auto", "mps"] | DeviceName = Field(
         description="Device of this process; auto is a visible CUDA GPU if there is one, else the CPU, and never mps."
     )

@@ -212,12 +212,15 @@ def _try_token(token: Path) -> str:
     return ""
 
 
-def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: nn.Module) -> int:
-    """Return the size in bytes of a checkpoint's tensors: the unsharded model and the optimizer's state.
+def checkpoint_bytes(
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: nn.Module, ema: bool = False
+) -> int:
+    """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the optimizer's state.
 
     Args:
         optimizer: Constructs the optimizer of a list of parameters.
         model: The unsharded model.
+        ema: Whether the weights are averaged.
     """
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
@@ -225,7 +228,7 @@ def checkpoint_bytes(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optim
     stepped.step()
     copies = sum(torch.is_tensor(value) and value.shape == probe.shape for value in stepped.state[probe].values())
     parameters = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
+    return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
 
 
 def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, best: bool, on_error: str) -> Finding:

@@ -29,6 +29,7 @@ from ddp_lab.resilience.checkpoint_files import (
     write_atomically,
 )
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import BestBy, Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -36,8 +37,9 @@ from ddp_lab.world.runtime import Runtime
 class Checkpoints:
     """The files `step_NNNNNNNN.pt` and `best.pt` of one run, each with a SHA-256 file in the format of `sha256sum`.
 
-    A file has the keys "progress", "seed", "model", "optimizer" and "scheduler". It contains full tensors, not shards, under
-    the model's own names. Any strategy at any world size can therefore load what any other strategy saved.
+    A file has the keys "progress", "seed", "model", "optimizer" and "scheduler", and "ema" if the weights are averaged. It
+    contains full tensors, not shards, under the model's own names. Any strategy at any world size can therefore load what any
+    other strategy saved.
 
     Args:
         folder: the directory of the files; the first save creates it.
@@ -45,6 +47,7 @@ class Checkpoints:
         seed: the seed of this launch, compared with that of a checkpoint.
         keep: number of files `step_NNNNNNNN.pt` to keep.
         best: metric of the test set by which the best checkpoint is chosen and kept as `best.pt`; None: no such file.
+        ema: averages of the weights, saved under the key "ema"; None: no averages.
 
     Attributes:
         write: writes a state to a path, in the writer thread. It may be replaced between two saves, as fault injection does.
@@ -63,9 +66,11 @@ class Checkpoints:
         seed: int = 0,
         keep: int = 2,
         best: BestBy | None = None,
+        ema: EMA | None = None,
     ):
         self.folder, self.runtime, self.seed, self.keep = folder, runtime, seed, keep
         self.best: BestBy | None = best
+        self.ema = ema
         self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
         self.problem: str | None = None
         self.kept = Progress()
@@ -98,6 +103,8 @@ class Checkpoints:
                 f"{', '.join(sorted(expected))}. Use the optimizer that it was trained with, or another name"
             )
         self._check_frozen(path, {name for group in state["optimizer"]["param_groups"] for name in group["params"]})
+        if self.ema is not None:
+            self.ema.load_state_dict(state.get("ema", state["model"]))
         self.strategy.load_state_dict(self.optimizer, state)
         progress = self.kept = Progress(**state["progress"])
         # The state comes from the file; learning rate, momentum and other options come from this launch's config.
@@ -113,6 +120,8 @@ class Checkpoints:
                     digest_of(other).unlink(missing_ok=True)
             self._correct_best(progress, Path(path))
         log.info(f"resumed from {path}: {progress}")
+        if self.ema is not None and "ema" not in state:
+            log.info("the checkpoint has no averages of the weights (ema): they start from its weights")
         if state["seed"] != self.seed and self.runtime.rank == 0:
             log.warning(
                 f"seed={self.seed}: the checkpoint has seed={state['seed']}, so the order of the samples changes from here on"
@@ -207,10 +216,14 @@ class Checkpoints:
             newest: whether a run can resume from it with resume=auto; False: it is only kept as the best.
         """
         self.wait()  # one save at a time: a disk that is slower than training slows it down, but memory stays bounded
+        averages: dict[str, Any] = {}
+        if self.ema is not None:
+            self.ema.end_use()  # a preemption may interrupt an evaluation
+            averages = {"ema": self.ema.state_dict()}
         state = {"scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
         if self.runtime.rank == 0:
             # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
-            state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed}
+            state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed} | averages
             self._pending = self._writer.submit(self._write, replace(progress), state, newest)
 
     def wait(self) -> None:

@@ -126,7 +126,7 @@ def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]], key: str = "r
         key: what the user sets to the path, for messages.
 
     Returns:
-        The keys "progress", "seed", "model", "optimizer" and "scheduler".
+        The keys "progress", "seed", "model", "optimizer" and "scheduler"; "ema" if the run averages its weights.
 
     Raises:
         ConfigError: the file is damaged, is not a checkpoint of ddp_lab, or is of another model (the message names the first
@@ -142,9 +142,9 @@ def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]], key: str = "r
         raise ConfigError(f"{key}{path}: cannot be read as a checkpoint ({reason}). Use {EXPECTED}") from None
     if missing:
         raise ConfigError(f"{key}{path}: is not a checkpoint of ddp_lab: it lacks {', '.join(sorted(missing))}. Use {EXPECTED}")
-    saved = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
-    for name in [*shapes, *saved]:
-        here, there = shapes.get(name, "missing"), saved.get(name, "missing")
+    pairs = [(name, part) for part in (state["model"], state.get("ema")) if part for name in [*shapes, *part]]
+    for name, saved in pairs:
+        here, there = shapes.get(name, "missing"), tuple(saved[name].shape) if name in saved else "missing"
         if here != there:
             raise ConfigError(
                 f"{key}{path}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "

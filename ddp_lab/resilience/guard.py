@@ -166,7 +166,8 @@ class Guard(Hooks):
                 self._save_and_leave(here())
 
     def _compare_replicas(self, step: int) -> None:
-        if difference := first_difference(self.strategy):
+        ema = self.checkpoints.ema
+        if difference := first_difference(self.strategy, ema.averages if ema else {}):
             name, replica = difference
             raise TrainingError(
                 f"the replicas have drifted apart: after step {step} {name} differs between replicas 0 and {replica} "

@@ -1,5 +1,7 @@
 """Comparison of the model replicas, which data parallelism assumes to be identical on all ranks."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -14,11 +16,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return (bits * places).sum()
 
 
-def first_difference(strategy: Strategy) -> tuple[str, int] | None:
-    """Compare the model's tensors over all replicas. Collective; waits for the device.
+def first_difference(strategy: Strategy, averages: Mapping[str, torch.Tensor]) -> tuple[str, int] | None:
+    """Compare the model's tensors and their averages over all replicas. Collective; waits for the device.
 
     Parameters are always compared. Buffers are compared only with synchronised BatchNorm: otherwise each replica has its own
     statistics during training.
+
+    Args:
+        averages: averages of tensors of the model by their names (`training.ema`); empty if there are none.
 
     Returns:
         The name of the first tensor that is not the same on all replicas, and the first replica whose tensor differs from that
@@ -29,6 +34,7 @@ def first_difference(strategy: Strategy) -> tuple[str, int] | None:
     tensors = dict(strategy.module.named_parameters())
     if strategy.batch_norm == "sync":
         tensors |= dict(strategy.module.named_buffers())
+    tensors |= {f"the average of {name}": averages[name] for name in tensors if name in averages}
     own = torch.stack([checksum(tensor) for tensor in tensors.values()])
     gathered = [torch.empty_like(own) for _ in range(strategy.dp_size)]
     dist.all_gather(gathered, own, group=strategy.dp_group)

@@ -23,6 +23,7 @@ from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
+from ddp_lab.training.ema import EMA
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.loop import fit
 from ddp_lab.training.plan import Plan
@@ -154,6 +155,7 @@ class Training:
 
     Attributes:
         eager_step: The training step in eager mode.
+        ema: The averages of the weights; None without the key `ema`.
         step: The step that `fit` takes: `eager_step` until `compile` replaces it.
     """
 
@@ -162,6 +164,7 @@ class Training:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     eager_step: Step
     step: TrainStep
+    ema: EMA | None = None
 
     def compile(self) -> Step | GraphStep:
         """Compile and capture the step as the performance options require, and return it. Collective; called after resuming."""
@@ -173,7 +176,7 @@ class Training:
     def fit(self, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
         """Train from `progress` to the end of the run, and return the final progress."""
         cfg = self.job.cfg
-        return fit(self.job.strategy, self.step, *self.job.loaders, logger, hooks, progress, cfg.epochs, cfg.patience)
+        return fit(self.job.strategy, self.step, *self.job.loaders, logger, hooks, progress, cfg.epochs, cfg.patience, self.ema)
 
 
 def place(job: Job) -> None:
@@ -192,5 +195,6 @@ def materialize(job: Job) -> Training:
     optimizer = job.options.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
-    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip")
-    return Training(job, optimizer, scheduler, step, step)
+    ema = None if cfg.ema is None else EMA(strategy, cfg.ema)
+    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", ema)
+    return Training(job, optimizer, scheduler, step, step, ema)

@@ -68,7 +68,7 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     findings = check_network(runtime)
     needed = cfg.model.get("weights") is not None and runtime.agree("progress", partial(find_progress, cfg)) is None
     job = prepare(cfg, runtime, with_weights=needed)
-    size = checkpoint_bytes(build(cfg.optimizer), job.model)
+    size = checkpoint_bytes(build(cfg.optimizer), job.model, cfg.ema is not None)
     keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
     if cfg.resume not in ("auto", "never"):
@@ -105,7 +105,9 @@ def train_guarded(
     job, cfg, runtime = training.job, training.job.cfg, training.job.runtime
     folder = run_dir.path / "checkpoints"
     state = job.strategy, training.optimizer, training.scheduler
-    checkpoints = Checkpoints(folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, cfg.checkpoint.best)
+    checkpoints = Checkpoints(
+        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, cfg.checkpoint.best, training.ema
+    )
     resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, cfg.epochs, cfg.patience):

@@ -118,14 +118,14 @@ def find_checkpoint(folder: Path, choice: str) -> str:
 
 
 def load_weights(model: nn.Module, path: str) -> Progress:
-    """Load the weights of a checkpoint into the complete model, and return its position in the training.
+    """Load the weights of a checkpoint, or their averages, into the complete model, and return its position in the training.
 
     Raises:
         ConfigError: the file is damaged, or is not a checkpoint of this model.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     state = load_checkpoint(path, shapes, key="--checkpoint ")
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state.get("ema", state["model"]))
     return Progress(**state["progress"])
 
 

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -330,6 +330,23 @@ class Strategy(ABC):
         """Return `parameters` in the form that optimizers accept. Called after `setup`."""
         return [{"params": list(self.parameters())}]
 
+    def forget_gathered(self) -> None:  # noqa: B027, most strategies keep no copies
+        """Discard the strategy's own copies of parameters, because other code than the optimizer is about to change them."""
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """Return the complete model's state under plain names, on the CPU. Collective; as `state_dict`, without optimizer."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.module, options=StateDictOptions(**self.save_options)))
+
+    def load_model_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what the `model_state` of any strategy returned. Collective; `state` must be complete on every rank."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        held = self.module.state_dict().keys()
+        own: dict[str, Any] = {name: tensor for name, tensor in state.items() if name in held}
+        set_model_state_dict(self.module, own, options=StateDictOptions(**self.load_options))
+
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the complete state of model and optimizer under plain names, on the CPU.
 
@@ -342,20 +359,19 @@ class Strategy(ABC):
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load a state that the `state_dict` of any strategy returned. Collective; `state` must be complete on every rank."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-        held, options = self.module.state_dict().keys(), StateDictOptions(**self.load_options)
-        model = {name: tensor for name, tensor in state["model"].items() if name in held}
         without_state = not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0
         if without_state or not list(self.parameters()):
             # SGD without momentum has no state, and neither has a rank that trains nothing because its stage is frozen.
             # torch's set_state_dict does not support that, in the file or in `optimizer`.
-            set_model_state_dict(self.module, model, options=options)
+            self.load_model_state(state["model"])
             return
+        held = self.module.state_dict().keys()
         set_state_dict(
             self.module,
             optimizer,
-            model_state_dict=model,
+            model_state_dict={name: tensor for name, tensor in state["model"].items() if name in held},
             optim_state_dict=state["optimizer"],
-            options=options,
+            options=StateDictOptions(**self.load_options),
         )

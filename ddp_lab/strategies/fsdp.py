@@ -115,5 +115,10 @@ class FSDP(Strategy):
         finally:
             self.module.set_requires_gradient_sync(True)
 
+    def forget_gathered(self) -> None:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # with reshard_after_forward=False an evaluation leaves the blocks gathered
+
     def gradient_norm(self) -> torch.Tensor:
         return cast(DTensor, super().gradient_norm()).full_tensor()

@@ -271,11 +271,20 @@ class Pipeline(Strategy):
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         own = super().state_dict(optimizer)  # of this rank's stages
+        states = self._gather(own)
+        return merge(states) if states else own
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        own = super().model_state()
+        return {name: tensor for state in self._gather(own) or [own] for name, tensor in state.items()}
+
+    def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Return the states of all ranks of the first pipeline on rank 0, and None on the other ranks."""
         if self.dp_rank != 0:
-            return {"model": {}, "optimizer": {}}
+            return None
         states: list[dict[str, Any]] | None = [{} for _ in range(self.axes["pp"])] if self.runtime.rank == 0 else None
         dist.gather_object(own, states, dst=0, group=self.pp_group)
-        return merge(states) if states else own
+        return states
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import math
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.sharding import Loader
 from ddp_lab.observe.logger import Logger, log
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.ema import EMA
 from ddp_lab.training.evaluation import evaluate, means
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
@@ -25,6 +27,7 @@ def fit(
     progress: Progress,
     epochs: int,
     patience: int | None = None,
+    ema: EMA | None = None,
 ) -> Progress:
     """Train from `progress` to the end, and evaluate and log after each epoch.
 
@@ -37,6 +40,7 @@ def fit(
         hooks: called between steps and epochs; the exceptions that they raise end the training.
         progress: position to resume from.
         epochs: number of the last epoch.
+        ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
         patience: stop early after this many epochs in a row without a lower test loss; None: never.
 
     Returns:
@@ -56,7 +60,9 @@ def fit(
             message = f"every batch of epoch {progress.epoch} was skipped (on_nan=skip): lower optimizer.lr"
             raise TrainingError(message, "not_finite")
         train_loss, train_accuracy, samples = means(progress.sums)
-        tested = evaluate(strategy, hooks.evaluating(test_loader, progress))
+        with ema.in_use() if ema else nullcontext():
+            tested = evaluate(strategy, hooks.evaluating(test_loader, progress))
+            logits = strategy.predict(shown.inputs)
         test_accuracy = tested.accuracy
         logger.epoch(
             progress.epoch,
@@ -69,7 +75,7 @@ def fit(
             seconds=progress.seconds,
             samples_per_second=samples / progress.seconds,
         )
-        logger.predictions(progress.epoch, shown.inputs, shown.targets, strategy.predict(shown.inputs))
+        logger.predictions(progress.epoch, shown.inputs, shown.targets, logits)
         logger.confusion(progress.epoch, tested.confusion)
         progress = next_epoch(progress, tested.loss, tested.accuracy)
         hooks.end_epoch(progress, last=is_over(progress, epochs, patience))

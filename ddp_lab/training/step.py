@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.strategies.all_reduce import gradient_of
 from ddp_lab.strategies.base import Fuse, Strategy, local
+from ddp_lab.training.ema import EMA
 from ddp_lab.training.tally import Tally
 
 
@@ -45,6 +46,7 @@ class Step:
         accumulate: number of gradient-accumulation steps.
         max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled down. None: no clipping.
         skip_not_finite: replace a gradient that is not finite by zeros.
+        ema: averages of the weights, updated after each step; None: no averages.
 
     Attributes:
         tally: sums of the losses, each computed before the optimizer's step.
@@ -59,8 +61,9 @@ class Step:
         accumulate: int = 1,
         max_grad_norm: float | None = None,
         skip_not_finite: bool = False,
+        ema: EMA | None = None,
     ):
-        self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
+        self.strategy, self.optimizer, self.scheduler, self.ema = strategy, optimizer, scheduler, ema
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
         self.tally = Tally(strategy.device, skip_not_finite)
         self._optimize = optimizer.step
@@ -99,6 +102,8 @@ class Step:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp sets it to False
                 clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm.nan_to_num(), foreach=foreach)
         self._optimize()
+        if self.ema is not None:
+            self.ema.update()
         self.optimizer.zero_grad()
         self.tally.add(sums)
 

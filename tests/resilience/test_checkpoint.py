@@ -18,7 +18,7 @@ import torch
 from cases import assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
 from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import Case, Outcome, make_model, run_cases
+from training import Case, Outcome, largest_difference, make_model, run_cases
 from worlds import once, run_world
 
 from ddp_lab.resilience.checkpoint import Checkpoints
@@ -28,6 +28,7 @@ from ddp_lab.resilience.decisions import Agreement
 from ddp_lab.resilience.guard import Guard, GuardSettings
 from ddp_lab.resilience.run_directory import write_json
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import next_epoch
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, make_scheduler
@@ -95,14 +96,15 @@ def test_strategy_resumes_the_run_of_another(first, second, tmp_path):
 
 
 CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}  # files that every launch changes
+MOVED = {"epochs": 2, "ema": 0.8}
 MOVES = {  # case and number of ranks; each writes a checkpoint, and each resumes from every other one's
-    "single@1": (Case(Single, epochs=2), 1),
-    "scratch@2": (scratch(epochs=2), 2),
-    "ddp@4": (ddp(epochs=2), 4),
-    "fsdp@2": (fsdp(epochs=2), 2),
-    "pipeline@2": (pipeline("1f1b", epochs=2), 2),
-    "ddp_pipeline@4": (ddp_pipeline(2, "1f1b", epochs=2), 4),
-    "tp@2": (tp(2, epochs=2), 2),
+    "single@1": (Case(Single, **MOVED), 1),
+    "scratch@2": (scratch(**MOVED), 2),
+    "ddp@4": (ddp(**MOVED), 4),
+    "fsdp@2": (fsdp(**MOVED), 2),
+    "pipeline@2": (pipeline("1f1b", **MOVED), 2),
+    "ddp_pipeline@4": (ddp_pipeline(2, "1f1b", **MOVED), 4),
+    "tp@2": (tp(2, **MOVED), 2),
 }
 
 
@@ -164,6 +166,7 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(source, tmp_path):
     )
     assert groups == expected_groups
     assert_same(written, expected, tolerance=1e-6)
+    assert largest_difference(written["ema"], expected["ema"]) <= 1e-6
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -581,3 +584,37 @@ def test_best_epoch_is_saved_even_if_no_checkpoint_is_due(loss, saved, tmp_path)
     checkpoints.wait()
     assert [path.name for path in tmp_path.glob("*.pt")] == saved
     assert guard.progress is start, "a run cannot resume from the best with resume=auto"
+
+
+def test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_places(tmp_path):
+    """A preemption saves a checkpoint while the model has the averages as its weights."""
+    checkpoints = tiny_checkpoints(tmp_path)
+    bias = checkpoints.strategy.module.bias.data
+    bias.fill_(1)
+    checkpoints.ema = EMA(checkpoints.strategy, 0.75)
+    bias.fill_(5)
+    checkpoints.ema.update()
+    with checkpoints.ema.in_use():
+        assert bias.item() == 2
+        checkpoints.save(Progress(step=1))
+    checkpoints.wait()
+    state = torch.load(tmp_path / "step_00000001.pt", weights_only=True)
+    assert (state["model"]["bias"].item(), state["ema"]["bias"].item(), bias.item()) == (5, 2, 5)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(True, 2), (False, 5)])
+def test_averages_are_resumed_or_start_from_the_weights(saved, expected, tmp_path, caplog):
+    first, second = tiny_checkpoints(tmp_path), tiny_checkpoints(tmp_path)
+    bias = first.strategy.module.bias.data
+    bias.fill_(1)
+    first.ema = EMA(first.strategy, 0.75) if saved else None
+    bias.fill_(5)
+    if saved:
+        first.ema.update()
+    first.save(Progress(step=1))
+    first.wait()
+    second.ema = EMA(second.strategy, 0.75)
+    with caplog.at_level("INFO", "ddp_lab"):
+        second.resume("auto", lambda progress: progress.step)
+    assert (second.strategy.module.bias.item(), second.ema.averages["bias"].item()) == (5, expected)
+    assert ("they start from its weights" in caplog.text) != saved

@@ -23,8 +23,8 @@ STEPS = 5  # per epoch of SMALL
 
 
 def overrides(tmp_path: Path, name: str, *more: str) -> list[str]:
-    """Return the Hydra overrides of a small run of three epochs."""
-    return [*SMALL, "epochs=3", f"runs_dir={tmp_path}", f"name={name}", *more]
+    """Return the Hydra overrides of a small run of three epochs that averages its weights."""
+    return [*SMALL, "epochs=3", "ema=0.8", f"runs_dir={tmp_path}", f"name={name}", *more]
 
 
 def newest(run_dir: Path) -> dict:
@@ -45,6 +45,7 @@ def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
     assert one["progress"]["step"] == two["progress"]["step"] == 3 * STEPS
     for name, tensor in one["model"].items():
         assert torch.allclose(tensor, two["model"][name], rtol=0, atol=tolerance), name
+        assert torch.allclose(one["ema"][name], two["ema"][name], rtol=0, atol=tolerance), name
         momenta = (state["optimizer"]["state"][name]["momentum_buffer"] for state in (one, two))
         assert torch.allclose(*momenta, rtol=0, atol=10 * tolerance), name
     for record, expected in zip(read_metrics(run_dir), read_metrics(other), strict=True):

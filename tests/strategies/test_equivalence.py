@@ -17,6 +17,7 @@ from cases import (
     REPLICAS,
     SHARDED,
     SMOOTHED,
+    assert_averages_equal,
     assert_equal,
     ddp,
     ddp_pipeline,
@@ -36,7 +37,7 @@ from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 
-WITH_BATCH_NORM = {"samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False}
+WITH_BATCH_NORM = {"samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False, "ema": 0.8}
 # ResNet-18 has ten million parameters, so `make test` compares the narrow model and `make test-slow` ResNet-18, on 2 ranks.
 MODELS = ["narrow", pytest.param("resnet18", marks=pytest.mark.slow)]
 MODELS_ON = [("narrow", 2), ("narrow", 3), ("narrow", 4), ("resnet18", 2)]
@@ -255,6 +256,7 @@ def test_batch_norm_differs_only_by_its_local_statistics(model, size):
     scratch, ddp = (outcomes(case, size)[0] for case in local(model))
     reference = alone(model)[local(model)[0].reference()]
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
+    assert_averages_equal(scratch, ddp, 1e-9)
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
     least = 1e-3 if model == "narrow" else 1e-2
     assert largest_difference(ddp.weights, reference.weights) > least, "the weights are equal after all"
@@ -280,6 +282,7 @@ def test_sync_batch_norm_equals_single_after_three_steps(case, size):
 
 def assert_stays(outcome: Outcome, reference: Outcome) -> None:
     assert largest_difference(outcome.weights, reference.weights) <= 1e-9
+    assert_averages_equal(outcome, reference, 1e-9)
     assert outcome.evaluation == pytest.approx(reference.evaluation, rel=1e-9)
 
 

@@ -17,7 +17,7 @@ from ddp_lab.strategies.tp import TP
 REFERENCE = Case(Single)
 # With 97 samples the last batch has one sample. With two or more ranks, some rank has only padding, which must not count.
 ALMOST_EMPTY = {"samples": 97}
-CLIPPED = {"max_grad_norm": 0.1}
+CLIPPED = {"max_grad_norm": 0.1, "ema": 0.8}  # also averages the weights, over about five steps
 # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
 # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
 AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
@@ -104,7 +104,7 @@ REPLICAS = [
     scratch(accumulate=3, **SMOOTHED),
     ddp(**FOCAL, **ALMOST_EMPTY),
 ]
-SHARDED = [fsdp(), fsdp(reshard=False), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED), fsdp(**SMOOTHED)]
+SHARDED = [fsdp(), fsdp(reshard=False, **CLIPPED), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED), fsdp(**SMOOTHED)]
 MODEL_PARALLEL = {
     1: [pipeline("1f1b"), ddp_pipeline(1, "gpipe"), tp(None), tp(1, **CLIPPED)],
     2: [
@@ -159,12 +159,20 @@ PARTLY_FROZEN = [
 
 def assert_equal(outcome, reference, tolerance: float = 1e-6) -> None:
     assert largest_difference(outcome.weights, reference.weights) <= tolerance
+    assert_averages_equal(outcome, reference, tolerance)
     assert largest_difference(outcome.momentum, reference.momentum) <= 10 * tolerance  # about 1/lr times a weight's change
     for sums, expected in zip(outcome.sums, reference.sums, strict=True):
         assert sums[1:] == expected[1:]  # correct and count, exactly
         assert sums[0] == pytest.approx(expected[0], rel=1e-5)
     assert outcome.evaluation[1:] == reference.evaluation[1:]
     assert outcome.evaluation[0] == pytest.approx(reference.evaluation[0], rel=1e-5)
+
+
+def assert_averages_equal(outcome, reference, tolerance: float) -> None:
+    assert bool(outcome.averages) == bool(reference.averages)
+    if reference.averages:
+        assert largest_difference(outcome.averages, reference.averages) <= tolerance
+        assert largest_difference(outcome.averages, outcome.weights) > 100 * tolerance, "nothing was averaged"
 
 
 def name(case: Case) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ class Case:
     loss: tuple[tuple[str, Any], ...] = ()  # the config group; (): the default
     accumulate: int = 1
     max_grad_norm: float | None = None
+    ema: float | None = None
     dtype: torch.dtype = torch.float32
     save: str = ""  # folder for checkpoints
     keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
@@ -117,6 +118,7 @@ class Outcome:
 
     weights: dict[str, torch.Tensor]
     momentum: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]  # of the weights; empty without ema
     digest: str  # hash of this rank's part of the model
     sums: list[list[float]]  # of each training epoch
     evaluation: tuple[float, ...]  # loss, accuracy, samples, top-5 accuracy, and the cells of the confusion matrix
@@ -154,6 +156,7 @@ def config_of(case: Case) -> DictConfig:
             "scaling": "strong",
             "accumulate": case.accumulate,
             "max_grad_norm": case.max_grad_norm,
+            "ema": case.ema,
             "lr_scaling": "linear",
             "lr_base_batch_size": case.batch_size,
             "warmup_epochs": 2 / -(-case.samples // case.batch_size),  # two steps
@@ -216,17 +219,20 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
                 parameter.add_(case.start)
     strategy, names = job.strategy, job.model.state_dict().keys()
     training = materialize(job)
-    checkpoints = Checkpoints(Path(case.save), runtime, strategy, training.optimizer, training.scheduler, job.shapes)
+    parts = runtime, strategy, training.optimizer, training.scheduler, job.shapes
+    checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema)
     progress = checkpoints.resume(case.resume, lambda progress: progress.step)
     training.compile()
     recorder = Recorder(checkpoints, bool(case.save))
     training.fit(recorder, recorder, progress)
-    tested = evaluate(strategy, job.loaders[1])
+    with training.ema.in_use() if training.ema else nullcontext():
+        tested = evaluate(strategy, job.loaders[1])
     assert tested.samples == tested.confusion.sum() == TEST_SAMPLES
     assert tested.accuracy == tested.confusion.trace().item() / TEST_SAMPLES
     cells = tested.confusion.flatten().tolist()
     evaluation = (tested.loss, tested.accuracy, tested.samples, tested.top5_accuracy, *cells)
     assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
+    averages = training.ema.state_dict() if training.ema else {}
     state = strategy.state_dict(training.optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
     whole = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
@@ -235,8 +241,9 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     weights = own if whole else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
     momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
-    weights, momentum = (weights, momentum) if runtime.rank == 0 else ({}, {})
-    return Outcome(weights, momentum if case.keep_momentum else {}, digest, recorder.sums, evaluation)
+    if runtime.rank > 0:
+        weights, momentum, averages = {}, {}, {}
+    return Outcome(weights, momentum if case.keep_momentum else {}, averages, digest, recorder.sums, evaluation)
 
 
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:

@@ -4,6 +4,7 @@ The other end-to-end tests compare runs of train.py with each other, so they can
 Here every key that changes numbers differs from its default.
 """
 
+import copy
 import hashlib
 import math
 
@@ -19,6 +20,7 @@ SEED, EPOCHS, BATCH, ACCUMULATE, SHIFT = 5, 2, 20, 2, 2
 MEAN, STD = 0.3, 0.4
 LR, MOMENTUM, WEIGHT_DECAY = 0.03 * math.sqrt(BATCH / 5), 0.8, 0.01
 LARGEST_NORM = {"lenet": 2.5, "narrow": 0.7}  # max_grad_norm, by model
+EMA = 0.7
 WARMUP = 3  # steps: half an epoch of six
 CHANGED = [
     "data=synthetic",
@@ -57,8 +59,13 @@ def moves(samples: int, epoch: int) -> list[tuple[int, int, int]]:
     return list(zip(down.tolist(), right.tolist(), mirrored.tolist(), strict=True))
 
 
-def train_by_hand(model: torch.nn.Module, train, test, cosine: bool, largest_norm: float) -> list[dict[str, float]]:
-    """Train with SGD and Nesterov momentum in plain PyTorch and float64. Return the metrics of each epoch."""
+def train_by_hand(
+    model: torch.nn.Module, train, test, cosine: bool, largest_norm: float, average: torch.nn.Module | None
+) -> list[dict[str, float]]:
+    """Train with SGD and Nesterov momentum in plain PyTorch and float64. Return the metrics of each epoch.
+
+    `average` is a copy of the model, which becomes the moving average of its weights and is evaluated in its place.
+    """
     normal = lambda images: (images.double() / 255 - MEAN) / STD  # noqa: E731
     velocity = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     steps, step, clipped, records = math.ceil(len(train.targets) / BATCH) * EPOCHS, 0, 0, []
@@ -82,10 +89,14 @@ def train_by_hand(model: torch.nn.Module, train, test, cosine: bool, largest_nor
                 gradient = parameter.grad * min(1.0, largest_norm / norm) + WEIGHT_DECAY * parameter.detach()
                 velocity[name] = gradient if step == 0 else MOMENTUM * velocity[name] + gradient
                 parameter.data -= LR * shape * (gradient + MOMENTUM * velocity[name])
+            for name, value in average.state_dict().items() if average else ():
+                now = model.state_dict()[name]
+                value.copy_(EMA * value + (1 - EMA) * now if value.is_floating_point() else now)
             step += 1
         model.eval()
+        tested = average.eval() if average else model
         with torch.no_grad():
-            logits = model(normal(test.images))
+            logits = tested(normal(test.images))
         records.append(
             {
                 "train_loss": loss_sum / len(order),
@@ -109,7 +120,7 @@ def train_by_hand(model: torch.nn.Module, train, test, cosine: bool, largest_nor
             ["model.init_std=0.1", "scaling=weak", f"batch_size={BATCH // 2}", "data.loader=workers"],
             True,
         ),
-        ("python train.py", "narrow", [*NARROW, f"batch_size={BATCH}"], True),
+        ("python train.py", "narrow", [*NARROW, f"batch_size={BATCH}", f"ema={EMA}"], True),
     ],
     ids=["lenet", "lenet-ddp", "batch_norm"],
 )
@@ -121,10 +132,13 @@ def test_train_equals_a_loop_written_by_hand(line, model, overrides, cosine, tmp
     dataset = Synthetic(101, 53, 3, size, 10).load()
     torch.manual_seed(SEED)
     network = make(3, size, 10, 0.1 if model == "lenet" else None)
-    expected = train_by_hand(network.double(), dataset.train, dataset.test, cosine, largest_norm)
+    average = copy.deepcopy(network.double()) if f"ema={EMA}" in overrides else None
+    expected = train_by_hand(network.double(), dataset.train, dataset.test, cosine, largest_norm, average)
     metrics = read_metrics(tmp_path / "run")
     assert [{key: record[key] for key in expected[0]} for record in metrics] == [
         pytest.approx(record, rel=1e-5) for record in expected
     ]
-    saved = torch.load(max((tmp_path / "run" / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
-    assert largest_difference(saved, network.state_dict()) <= 1e-6
+    saved = torch.load(max((tmp_path / "run" / "checkpoints").glob("step_*.pt")), weights_only=True)
+    assert largest_difference(saved["model"], network.state_dict()) <= 1e-6
+    if average:
+        assert largest_difference(saved["ema"], average.state_dict()) <= 1e-6

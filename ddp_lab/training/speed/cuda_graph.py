@@ -167,12 +167,13 @@ def try_out(step: Step, batch: Batch) -> None:
 
 @contextmanager
 def unchanged(step: Step) -> Generator[None]:
-    """Restore weights, buffers, the optimizer's state and the tally, in place, when the body ends.
+    """Restore weights, buffers, their averages, the optimizer's state and the tally, in place, when the body ends.
 
     Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """
     module, optimizer = step.strategy.module, step.optimizer
-    held = [*module.parameters(), *module.buffers(), *step.tally.state]
+    averages = step.ema.averages.values() if step.ema else ()
+    held = [*module.parameters(), *module.buffers(), *averages, *step.tally.state]
     before = [tensor.detach().clone() for tensor in held]
     moments = {(parameter, key): value.clone() for parameter, key, value in state_of(optimizer)}
     yield

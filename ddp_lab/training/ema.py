@@ -1,0 +1,88 @@
+"""The exponential moving average (EMA) of the weights, which often has a better test accuracy than the weights themselves."""
+
+import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ddp_lab.strategies.base import Strategy, local
+
+
+class EMA:
+    """Averages of this rank's part of the model: after each optimizer step, average = decay * average + (1 - decay) * weight.
+
+    The sum is elementwise, so each rank averages its own shards, and the result depends neither on the strategy nor on the
+    number of ranks. Buffers (BatchNorm's statistics) are averaged like weights, as by timm and torchvision's reference scripts;
+    integer buffers are copied. Without synchronised BatchNorm, the averages of replica 0's statistics count.
+
+    Args:
+        strategy: after `Strategy.setup`. The averages start from its weights.
+        decay: at least 0 and below 1. About 1 / (1 - decay) steps are averaged.
+
+    Attributes:
+        averages: by name, of the trained parameters and the buffers; this rank's shards, in place all the time.
+    """
+
+    def __init__(self, strategy: Strategy, decay: float):
+        self.strategy = strategy
+        module = strategy.module
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        # FSDP registers other tensors with the module while a block is gathered, so they are looked up only once.
+        self.tensors: dict[str, torch.Tensor] = trained | dict(module.named_buffers())
+        self.averages = {name: local(tensor.detach()).clone() for name, tensor in self.tensors.items()}
+        self._average = get_ema_multi_avg_fn(decay)
+        self._swapped = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the weights after a step to the averages. It does not wait for the device; a CUDA graph can capture it."""
+        pairs = [(average, local(self.tensors[name])) for name, average in self.averages.items()]
+        floating = [pair for pair in pairs if pair[0].is_floating_point()]
+        if floating:
+            averages, weights = map(list, zip(*floating, strict=True))
+            self._average(averages, weights, 0)  # the third argument, a number of steps, is not used
+        for average, integer in pairs:
+            if not average.is_floating_point():
+                average.copy_(integer)
+
+    @contextmanager
+    def in_use(self) -> Generator[None]:
+        """Let the model have the averages as its weights, for an evaluation. Collective."""
+        self.strategy.train(False)  # every replica gets replica 0's buffers; the evaluation does this for their averages
+        self._swap()
+        try:
+            yield
+        finally:
+            self.end_use()
+
+    def end_use(self) -> None:
+        """Let the model have its own weights again, if it has the averages."""
+        if self._swapped:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange weights and averages, in place, one by one, so that no second copy of the model is needed."""
+        self.strategy.forget_gathered()
+        for name, average in self.averages.items():
+            weight = local(self.tensors[name])
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+        self._swapped = not self._swapped
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the averages of the complete model under plain names, on the CPU, as `Strategy.model_state`. Collective."""
+        self._swap()
+        state = copy.deepcopy(self.strategy.model_state())  # on the CPU these are the model's own tensors
+        self._swap()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what `state_dict` returned under any strategy. Collective; the model has these weights, too, afterwards."""
+        self.strategy.load_model_state(state)
+        for name, average in self.averages.items():
+            average.copy_(local(self.tensors[name]))
