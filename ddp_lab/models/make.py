@@ -1,7 +1,7 @@
 """Construction of the complete model of a run: built, begun from a file of weights, and tried once."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from hydra.utils import get_object
@@ -34,8 +34,7 @@ def make_model(
     of_torchvision, notes = get_object(target) is torchvision_model, list[str]()
     if weights is not None and with_weights:
         if of_torchvision:
-            find = lambda: weights if Path(weights).exists() else find_weights(node["name"], weights)  # noqa: E731
-            state = rename(read(runtime.agree("weights", find, per_node=True)))
+            state = rename(read(runtime.agree("weights", partial(find_weights, node["name"], weights), per_node=True)))
         else:
             state = read(weights)
         notes += load_weights(model, state, shape["num_classes"], f"model.weights={weights}")

@@ -68,7 +68,11 @@ def defaults(name: str, image_size: int) -> dict[str, Any]:
 
 
 def find_weights(name: str, weights: str) -> str:
-    """Return the path of torchvision's weights `weights` for the model `name`. They are downloaded if they are missing.
+    """Return the file that `model.weights` names: a path, or torchvision's weights, which are downloaded if they are missing.
+
+    Args:
+        name: name of the model.
+        weights: path of a file, or a name such as IMAGENET1K_V1.
 
     Raises:
         ConfigError: there are no such weights.
@@ -76,6 +80,8 @@ def find_weights(name: str, weights: str) -> str:
     """
     from torchvision.models import get_model_weights
 
+    if Path(weights).exists():
+        return weights
     known = get_model_weights(name).__members__
     if weights not in known:
         raise ConfigError(

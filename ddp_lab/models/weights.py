@@ -121,8 +121,10 @@ def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
 
 
 def is_weights(state: Any) -> bool:
-    """Return whether `state` is a dict of tensors that is not empty."""
-    return isinstance(state, dict) and len(state) > 0 and all(isinstance(value, torch.Tensor) for value in state.values())
+    """Return whether `state` is a dict of tensors by name that is not empty."""
+    if not isinstance(state, dict) or not state:
+        return False
+    return all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items())
 
 
 def strip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

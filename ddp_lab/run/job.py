@@ -5,6 +5,7 @@ parts. `materialize` then connects the ranks and places the model on its devices
 tests use the same functions.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import cast
@@ -189,9 +190,14 @@ def place(job: Job) -> None:
 
 
 def materialize(job: Job) -> Training:
-    """Place the model on its devices, and construct optimizer, schedule and step. Collective."""
+    """Place the model on its devices, and construct optimizer, schedule and step. Collective.
+
+    The random state is that of the replica from here on: replicas draw different dropout masks, the ranks of one the same.
+    """
     cfg, strategy, plan = job.cfg, job.strategy, job.plan
     place(job)
+    digest = hashlib.sha256(f"masks {cfg.seed} {strategy.dp_rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
     optimizer = job.options.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)

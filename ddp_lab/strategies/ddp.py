@@ -75,16 +75,17 @@ class DDP(Strategy):
 
         After its first backward pass DDP rebuilds its buckets in the order in which the gradients arrived. With more than two
         ranks this changes the order of addition. The first step of a resumed run would then differ in its last bits from the
-        same step of an uninterrupted run.
+        same step of an uninterrupted run. The pass is one of training mode, which may use other parameters than evaluation.
         """
-        model.eval()
-        with self.autocast():
-            shape = model.input_shape if isinstance(model, Chain) else self.input_shape
-            logits = self.forward(torch.zeros(1, *shape, device=self.device))
+        shape = model.input_shape if isinstance(model, Chain) else self.input_shape
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
+            logits = self.forward(torch.zeros(2, *shape, device=self.device))
         logits.sum().backward()
-        model.train()
         for parameter in model.parameters():
             parameter.grad = None
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
     def divisor(self, count: int) -> float:
         return count / self.dp_size  # DDP averages over the ranks, but the gradient of the global mean is the sum

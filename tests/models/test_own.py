@@ -1,5 +1,8 @@
 """Models of users: `model=own model._target_=...`."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from configs import config
@@ -61,13 +64,16 @@ def test_units_of_fsdp_are_children_of_the_model_and_of_its_module_lists():
     assert units(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["Linear"])[0].in_features == 1
 
 
-GUARDED = ["max_grad_norm=0.05", "on_nan=skip", "check_replicas=1"]  # for `finetuned`
+SPECIAL = {
+    "finetuned": ["max_grad_norm=0.05", "on_nan=skip", "check_replicas=1"],
+    "vision_transformer": ["data.dataset.channels=3"],
+}
 BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.001"
 LINES = [
     ("Plain", 2, BUCKETED),
     ("Plain", 2, "strategy=ddp"),
     ("finetuned", 2, BUCKETED),
-    ("finetuned", 2, "strategy=ddp accumulate=2"),
+    ("ReadsValues", 2, "strategy=ddp accumulate=2"),
     ("Plain", 2, "strategy=fsdp"),
     ("sequential", 2, "strategy=pipeline strategy.num_microbatches=4"),
     *(
@@ -80,26 +86,30 @@ LINES = [
             ("sequential", 2, "strategy=tp"),
             ("sequential", 2, "strategy=fsdp"),
             ("finetuned", 1, "strategy=dp"),
+            ("finetuned", 2, "strategy=ddp"),
             ("finetuned", 2, "strategy=scratch"),
             ("finetuned", 2, "strategy=fsdp"),
+            ("vision_transformer", 2, "strategy=fsdp"),
         ]
     ),
 ]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict[str, dict]:
-    """The final weights of `single`, by model."""
-    found = {}
-    for name in ("Plain", "sequential", "finetuned"):
+def alone(tmp_path_factory) -> Callable[[str], dict]:
+    """The function that returns the final weights of `single` for a model."""
+
+    @functools.cache
+    def weights_of(name: str) -> dict:
         folder = tmp_path_factory.mktemp(name)
         run_world(1, main_in_world, *overrides_of(name), f"runs_dir={folder}")
-        found[name] = weights(folder)
-    return found
+        return weights(folder)
+
+    return weights_of
 
 
 def overrides_of(name: str) -> list[str]:
-    return [*OWN, f"model._target_=own_models.{name}", "epochs=2", *(GUARDED if name == "finetuned" else [])]
+    return [*OWN, f"model._target_=own_models.{name}", "epochs=2", *SPECIAL.get(name, [])]
 
 
 def weights(runs_dir) -> dict[str, torch.Tensor]:
@@ -111,7 +121,7 @@ def weights(runs_dir) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "ranks", "strategy"), LINES, ids=lambda value: str(value).replace(" ", ","))
 def test_every_strategy_equals_single(name, ranks, strategy, alone, tmp_path):
     run_world(ranks, main_in_world, *overrides_of(name), *strategy.split(), f"runs_dir={tmp_path}")
-    found, expected = weights(tmp_path), alone[name]
+    found, expected = weights(tmp_path), alone(name)
     assert found.keys() == expected.keys()
     assert max((found[key] - expected[key]).abs().max().item() for key in found) <= 1e-6
 

@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import FROZEN, assert_equal, ddp, fsdp, pipeline, scratch
+from cases import FROZEN, assert_equal, ddp, fsdp, pipeline, scratch, tp
 from launches import OWN, main_in_world, refusal_in_world
 from own_models import Picky, Plain, ReadsValues, finetuned
 from torch import nn
-from training import Outcome, run_cases
+from training import Outcome, config_of, run_cases
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
 from ddp_lab.models.own import build_model
 from ddp_lab.models.trial import freeze_unused, meta_copy, some
+from ddp_lab.run.job import materialize, prepare
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
@@ -99,6 +100,22 @@ def test_partly_frozen_run_resumes_under_other_strategies(tmp_path):
     straight = outcomes.pop("straight")
     for outcome in outcomes.values():
         assert_equal(outcome, replace(straight, sums=straight.sums[1:]))
+
+
+def drawn() -> dict[str, list[float]]:
+    """Return what this rank draws after `materialize`, by strategy."""
+    numbers = {}
+    with Runtime("cpu", timeout=30) as runtime:
+        for case in (ddp(**FROZEN), tp(2, **FROZEN)):
+            materialize(prepare(config_of(case), runtime))
+            numbers[case.strategy.__name__] = torch.rand(4).tolist()
+    return numbers
+
+
+def test_replicas_draw_different_dropout_masks_and_ranks_of_a_replica_the_same():
+    first, second = run_world(2, drawn)
+    assert first["DDP"] != second["DDP"]
+    assert first["TP"] == second["TP"] == first["DDP"]
 
 
 def test_resume_with_other_frozen_parameters_is_refused(tmp_path):
