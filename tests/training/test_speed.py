@@ -49,7 +49,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        (ddp(), 2),
+        (ddp(ema=0.8), 2),
         pytest.param(Case(Single), 1, marks=pytest.mark.slow),
         pytest.param(scratch("bucketed"), 2, marks=pytest.mark.slow),
     ],
