@@ -238,7 +238,7 @@ ERRORS = [
     Error("after an evaluation fsdp computes with the gathered averages", FSDP,
           "                module.reshard()", "                pass", MATRIX.format("FSDP-False-local-None-clipped-on-2")),
     Error("a checkpoint may run code", FILES,
-          "weights_only=True", "weights_only=False",
+          "weights_only=True)", "weights_only=False)",
           "tests/resilience/test_checkpoint.py::test_bad_files_are_refused[archive-cannot be read as a checkpoint]"),
     Error("checkpoints are ordered by name, where 10 comes before 9", FILES,
           "return len(path.name), path.name", "return (path.name,)",

@@ -20,11 +20,13 @@ from ddp_lab.observe.logger import log
 from ddp_lab.resilience.checkpoint_files import (
     BEST,
     by_step,
+    correct_best,
     damage,
     digest_of,
     in_order,
     link_atomically,
     load_checkpoint,
+    remove,
     sha256,
     write_atomically,
 )
@@ -68,9 +70,8 @@ class Checkpoints:
         best: BestBy | None = None,
         ema: EMA | None = None,
     ):
-        self.folder, self.runtime, self.seed, self.keep = folder, runtime, seed, keep
+        self.folder, self.runtime, self.seed, self.keep, self.ema = folder, runtime, seed, keep, ema
         self.best: BestBy | None = best
-        self.ema = ema
         self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
         self.problem: str | None = None
         self.kept = Progress()
@@ -116,9 +117,8 @@ class Checkpoints:
         if self.runtime.rank == 0:
             for other in self.files():
                 if by_step(other) > by_step(Path(f"step_{progress.step:08d}.pt")):
-                    other.unlink()
-                    digest_of(other).unlink(missing_ok=True)
-            self._correct_best(progress, Path(path))
+                    remove(other)
+            correct_best(self.folder / BEST, Path(path), progress.is_best(self.best), progress.step)
         log.info(f"resumed from {path}: {progress}")
         if self.ema is not None and "ema" not in state:
             log.info("the checkpoint has no averages of the weights (ema): they start from its weights")
@@ -142,21 +142,6 @@ class Checkpoints:
                     f"written. Freeze the same parameters, or begin a new run from these weights: model.weights={path} with "
                     "another name"
                 )
-
-    def _correct_best(self, progress: Progress, source: Path) -> None:
-        """Let `best.pt` be the best checkpoint up to `progress`, with which the run resumes from the file `source`.
-
-        A launch may have been killed before it linked its last checkpoint. A file of a later step is from a continuation that
-        is now abandoned; it is removed.
-        """
-        best = self.folder / BEST
-        if progress.is_best(self.best) and source.resolve().parent == self.folder.resolve() and source.name != BEST:
-            link_atomically(source, best)
-        elif best.exists() and damage(best) is None:
-            state = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
-            if state["progress"]["step"] > progress.step:
-                best.unlink()
-                digest_of(best).unlink(missing_ok=True)
 
     def find(self, choice: str) -> str | None:
         """Return the file to resume from; for auto this is the newest valid one, and newer files that are damaged are logged.
@@ -258,5 +243,4 @@ class Checkpoints:
         files = self.files()
         last = files.index(path) + 1
         for old in files[: max(0, last - self.keep)] + files[last:]:
-            old.unlink()
-            digest_of(old).unlink(missing_ok=True)
+            remove(old)

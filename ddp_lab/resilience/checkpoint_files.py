@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.logger import log
 
 BEST = "best.pt"  # name of the best checkpoint
 EXPECTED = "a file step_*.pt or best.pt from a run's directory checkpoints"
@@ -103,6 +104,35 @@ def publish(temporary: Path, path: Path, digest: str) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
+
+
+def correct_best(best: Path, source: Path, is_best: bool, step: int) -> None:
+    """Let `best` be the best checkpoint of a run that resumes.
+
+    A launch may have been killed before it linked its last checkpoint. A file of a later step is from a continuation that is
+    abandoned with the resume; it is removed.
+
+    Args:
+        best: path of the best checkpoint; it may not exist.
+        source: the checkpoint that the run resumes from, perhaps one of another run.
+        is_best: whether it is the best so far.
+        step: its step.
+    """
+    if is_best and source.resolve().parent == best.resolve().parent and source.name != best.name:
+        try:
+            link_atomically(source, best)
+        except OSError as error:  # for example a full disk, or the SHA-256 of `source` is missing
+            log.warning(f"{best} could not be written ({error}); it is not the best checkpoint")
+    elif best.exists() and damage(best) is None:
+        state = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
+        if state["progress"]["step"] > step:
+            remove(best)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint and its SHA-256."""
+    path.unlink()
+    digest_of(path).unlink(missing_ok=True)
 
 
 def damage(path: Path) -> str | None:

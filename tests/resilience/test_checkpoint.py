@@ -572,6 +572,14 @@ def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected,
     assert epoch_of_best(tmp_path) == expected, "the best test loss must survive a resume"
 
 
+def test_best_checkpoint_that_cannot_be_corrected_is_logged(tmp_path, caplog):
+    save_epochs(tiny_checkpoints(tmp_path), [3.0, 2.0], [0.1] * 2)
+    newest = tmp_path / "step_00000002.pt"
+    newest.with_name("step_00000002.pt.sha256").unlink()
+    assert tiny_checkpoints(tmp_path).resume(str(newest), lambda progress: progress.step).epoch == 3
+    assert "best.pt could not be written" in caplog.text
+
+
 @pytest.mark.parametrize(("loss", "saved"), [(1.0, ["best.pt"]), (3.0, [])])
 def test_best_epoch_is_saved_even_if_no_checkpoint_is_due(loss, saved, tmp_path):
     checkpoints = tiny_checkpoints(tmp_path)
