@@ -18,7 +18,7 @@ GROUPS: dict[str, list[str]] = {
     "strategy": ["runtime"],
     "loss": ["reduction"],
     "optimizer": ["params"],
-    "scheduler": ["progress"],
+    "scheduler": ["progress", "epoch"],
 }
 
 

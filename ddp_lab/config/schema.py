@@ -108,6 +108,17 @@ class RunConfig(Keys):
         description="Decay per step of the exponential moving average of the weights, which is then what is evaluated; null "
         "keeps no average."
     )
+    decay_norms_and_biases: bool = Field(
+        description="Whether optimizer.weight_decay also applies to parameters with fewer than two dimensions: biases and the "
+        "weights of normalization layers."
+    )
+    mixup: NonNegative = Field(
+        description="Alpha of mixup, which mixes the images of each full batch in pairs (Zhang et al. 2018); 0: off."
+    )
+    cutmix: NonNegative = Field(
+        description="Alpha of CutMix, which replaces a rectangle of each image by another image's (Yun et al. 2019); 0: off. "
+        "With mixup, too, either is chosen for each batch."
+    )
     device: Literal["auto", "mps"] | DeviceName = Field(
         description="Device of this process; auto is a visible CUDA GPU if there is one, else the CPU, and never mps."
     )

@@ -17,6 +17,7 @@ from torch import nn
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.loaders import LOADERS
+from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Loader
 from ddp_lab.models.make import make_model
 from ddp_lab.models.own import require_chain
@@ -97,7 +98,24 @@ class Job:
     @cached_property
     def loss(self) -> Loss:
         """The training loss, on the CPU."""
-        return build_loss(self.cfg.loss, len(self.dataset.classes))
+        return build_loss(self.cfg.loss, len(self.dataset.classes), mixed=self.mix is not None)
+
+    @cached_property
+    def mix(self) -> Mix | None:
+        """Mixup and CutMix of the training batches; None if both are off."""
+        cfg, shape = self.cfg, self.dataset.model_shape()
+        if cfg.mixup == cfg.cutmix == 0:
+            return None
+        return Mix(
+            cfg.mixup,
+            cfg.cutmix,
+            batch_size=self.plan.global_batch_size,
+            dp_size=self.strategy.dp_size,
+            image_size=shape["image_size"],
+            num_classes=shape["num_classes"],
+            seed=cfg.seed,
+            device=self.strategy.device,
+        )
 
     def partition(self) -> None:
         """Let the strategy decide which part of the model each rank or device holds."""
@@ -198,9 +216,10 @@ def materialize(job: Job) -> Training:
     place(job)
     digest = hashlib.sha256(f"masks {cfg.seed} {strategy.dp_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
-    optimizer = job.options.settle(build(cfg.optimizer)(strategy.param_groups(), lr=plan.lr))
+    groups = strategy.param_groups(cfg.decay_norms_and_biases)
+    optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr))
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
-    scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs * plan.steps_per_epoch, warmup_steps)
+    scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs, plan.steps_per_epoch, warmup_steps)
     ema = None if cfg.ema is None else EMA(strategy, cfg.ema)
-    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", ema)
+    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", ema, job.mix)
     return Training(job, optimizer, scheduler, step, step, ema)

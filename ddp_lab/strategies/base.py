@@ -242,7 +242,7 @@ class Strategy(ABC):
 
         Args:
             inputs: local batch, [b, channels, height, width].
-            targets: [b], IGNORE for padding.
+            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/mix.py).
             count: number of samples in the GLOBAL batch, without padding.
             accumulate: number of gradient-accumulation steps. Only one micro-batch's activations are in memory at a time.
 
@@ -326,9 +326,19 @@ class Strategy(ABC):
         """Return the parameters that this rank holds and trains, without the frozen ones. Called after `setup`."""
         return trainable(self.module.parameters())
 
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return `parameters` in the form that optimizers accept. Called after `setup`."""
-        return [{"params": list(self.parameters())}]
+    def param_groups(self, decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
+        """Return `parameters` in the form that optimizers accept. Called after `setup`.
+
+        Args:
+            decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with fewer than two
+                dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every
+                rank has both groups, which may be empty.
+        """
+        if decay_norms_and_biases:
+            return [{"params": list(self.parameters())}]
+        decayed = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
+        return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
     def forget_gathered(self) -> None:  # noqa: B027, most strategies keep no copies
         """Discard the strategy's own copies of parameters, because other code than the optimizer is about to change them."""
@@ -367,11 +377,14 @@ class Strategy(ABC):
             # torch's set_state_dict does not support that, in the file or in `optimizer`.
             self.load_model_state(state["model"])
             return
+        # The parameter groups and their options are those of this launch: the file may have other groups.
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        groups = [group | {"params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
         held = self.module.state_dict().keys()
         set_state_dict(
             self.module,
             optimizer,
             model_state_dict={name: tensor for name, tensor in state["model"].items() if name in held},
-            optim_state_dict=state["optimizer"],
+            optim_state_dict=state["optimizer"] | {"param_groups": groups},
             options=StateDictOptions(**self.load_options),
         )

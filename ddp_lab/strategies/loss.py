@@ -14,6 +14,7 @@ from torch import nn
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Fraction
+from ddp_lab.data.mix import classes_of
 from ddp_lab.data.sharding import IGNORE
 
 
@@ -25,11 +26,11 @@ class Loss(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the samples whose target is not IGNORE, []; without such samples it is 0.
+        """Return the sum over the samples that are not padding, []; without such samples it is 0.
 
         Args:
             logits: [b, classes].
-            targets: [b], IGNORE for padding.
+            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/mix.py).
         """
 
 
@@ -47,6 +48,9 @@ class CrossEntropy(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         smoothing = self.label_smoothing if self.training else 0.0
+        if targets.dim() == 2:
+            losses = F.cross_entropy(in_float32(logits), targets, reduction="none", label_smoothing=smoothing)
+            return without_padding(losses, targets).sum()
         return F.cross_entropy(in_float32(logits), targets, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing)
 
 
@@ -54,7 +58,8 @@ class OwnLoss(Loss):
     """A loss of the user's.
 
     Args:
-        function: returns the loss of each sample, [b], for logits [b, classes] and class indices [b].
+        function: returns the loss of each sample, [b], for logits [b, classes] and class indices [b], or mixed targets
+            [b, classes].
     """
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
@@ -63,7 +68,12 @@ class OwnLoss(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         losses = self.function(in_float32(logits), targets.clamp(min=0))  # IGNORE may not be used as an index
-        return torch.where(targets != IGNORE, losses, 0).sum()
+        return without_padding(losses, targets).sum()
+
+
+def without_padding(losses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the losses, [b], with 0 in place of those of padding."""
+    return torch.where(classes_of(targets) != IGNORE, losses, 0)
 
 
 def in_float32(logits: torch.Tensor) -> torch.Tensor:
@@ -71,7 +81,7 @@ def in_float32(logits: torch.Tensor) -> torch.Tensor:
     return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
-def build_loss(node: DictConfig | dict[str, Any], num_classes: int) -> Loss:
+def build_loss(node: DictConfig | dict[str, Any], num_classes: int, mixed: bool = False) -> Loss:
     """Construct the loss that `_target_` names: a class, which is called once, or a function, which is the loss itself.
 
     Either is given reduction="none" if it has a parameter of that name.
@@ -79,9 +89,11 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int) -> Loss:
     Args:
         node: the config group `loss`.
         num_classes: number of classes of the dataset.
+        mixed: whether it gets mixed targets.
 
     Raises:
-        ConfigError: the loss of two samples is not a loss per sample, or the loss has trainable parameters.
+        ConfigError: the loss of two samples is not a loss per sample, the loss has trainable parameters, or it does not support
+            mixed targets.
     """
     target = get_object(node["_target_"])
     arguments = {"reduction": "none"} if "reduction" in inspect.signature(target).parameters else {}
@@ -93,10 +105,16 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int) -> Loss:
         raise ConfigError(
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
         )
-    if problem := describe_losses(built, torch.arange(2) % num_classes, num_classes):
+    targets = torch.arange(2) % num_classes
+    if problem := describe_losses(built, targets, num_classes):
         raise ConfigError(
             f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; got {problem} for b=2. "
             "Do not reduce them: ddp_lab divides their sum by the size of the global batch"
+        )
+    if mixed and (problem := describe_losses(built, F.one_hot(targets, num_classes).float(), num_classes)):
+        raise ConfigError(
+            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]; got {problem} for b=2. "
+            "Use mixup=0 cutmix=0, or loss=cross_entropy"
         )
     return OwnLoss(built)
 

@@ -248,7 +248,7 @@ class Pipeline(Strategy):
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         schedule, rows, arguments = self._prepare(inputs, training=True)
         targets = targets[rows]
-        targets[len(inputs) :] = IGNORE
+        targets[len(inputs) :] = IGNORE if targets.dim() == 1 else 0  # mixed targets are probabilities
         measured = self.micro_batch_loss
         measured.divisor, measured.results = self.divisor(count), []
         schedule.step(*arguments, target=targets if self.reports else None, return_outputs=False)

@@ -2,6 +2,7 @@
 
 import torch
 
+from ddp_lab.data.mix import classes_of
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.strategies.loss import Loss
 
@@ -25,10 +26,11 @@ def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tor
     Args:
         loss: `Loss` of the logits and targets, [].
         logits: [b, classes].
-        targets: [b], IGNORE for padding.
+        targets: [b], IGNORE for padding; or mixed ones, [b, classes], of which the most probable class is the correct one.
     """
-    correct = (logits.argmax(1) == targets).sum()
-    count = (targets != IGNORE).sum()
+    expected = classes_of(targets)
+    correct = (logits.argmax(1) == expected).sum()
+    count = (expected != IGNORE).sum()
     dtype = sum_dtype(loss.device)
     return torch.stack([loss.detach().to(dtype), correct.to(dtype), count.to(dtype)])
 
@@ -73,7 +75,7 @@ def measure(loss: Loss, logits: torch.Tensor, targets: torch.Tensor, divisor: fl
 
     Args:
         logits: [b, classes].
-        targets: [b], IGNORE for padding.
+        targets: [b], IGNORE for padding; or mixed ones, [b, classes].
     """
     loss_sum = loss(logits, targets)
     return loss_sum / divisor, sums(loss_sum, logits, targets)

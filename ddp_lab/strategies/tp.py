@@ -141,9 +141,9 @@ class TP(Strategy):
             # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
             torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self, decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
         # The parameters are DTensors and tensors (for example BatchNorm's). The optimizers' foreach kernels need one kind.
-        return [group | {"foreach": False} for group in super().param_groups()]
+        return [group | {"foreach": False} for group in super().param_groups(decay_norms_and_biases)]
 
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.

@@ -1,10 +1,17 @@
-"""Learning-rate schedules: an optional linear warm-up, then a shape over the remaining steps of the run."""
+"""Learning-rate schedules: an optional linear warm-up, then a shape over the remaining steps of the run.
 
+A shape is a function of `progress`, the fraction of the steps after the warm-up, from 0 to below 1; or of `epoch`, the epochs
+since the beginning of the run, with a fraction within an epoch.
+"""
+
+import inspect
 import math
 from collections.abc import Callable
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+
+from ddp_lab.config.types import Fraction, Positive
 
 
 def constant(progress: float) -> float:
@@ -17,22 +24,54 @@ def cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def multi_step(epoch: float, milestones: list[Positive], gamma: Positive) -> float:
+    """Return a factor that starts at 1 and changes at milestones, as torch's MultiStepLR.
+
+    Args:
+        milestones: epochs from the beginning of the run after which the learning rate is multiplied by gamma.
+        gamma: factor of the learning rate at each milestone.
+    """
+    return gamma ** sum(epoch >= milestone for milestone in milestones)
+
+
+def one_cycle(progress: float, pct_start: Fraction, div_factor: Positive, final_div_factor: Positive) -> float:
+    """Return a factor that rises to 1 and falls again, along half cosines (Smith and Topin 2018, arXiv:1708.07120).
+
+    It is that of torch's OneCycleLR without its cycle of the momentum, which stays constant. optimizer.lr is the peak.
+
+    Args:
+        pct_start: fraction of the run in which the learning rate rises.
+        div_factor: the learning rate starts at optimizer.lr / div_factor.
+        final_div_factor: the learning rate ends at that of the start / final_div_factor.
+    """
+    start = 1 / div_factor
+    if progress < pct_start:
+        return start + (1 - start) * (1 - cosine(progress / pct_start))
+    end = start / final_div_factor
+    return end + (1 - end) * cosine((progress - pct_start) / (1 - pct_start))
+
+
 def make_scheduler(
-    optimizer: torch.optim.Optimizer, shape: Callable[[float], float], total_steps: int, warmup_steps: int
+    optimizer: torch.optim.Optimizer, shape: Callable[..., float], epochs: int, steps_per_epoch: int, warmup_steps: int
 ) -> LambdaLR:
     """Return a scheduler that multiplies the learning rate by a factor.
 
-    In warm-up step s (from 0) the factor is (s + 1) / (warmup_steps + 1). After the warm-up it is `shape(progress)`.
+    In warm-up step s (from 0) the factor is (s + 1) / (warmup_steps + 1). After the warm-up it is that of the shape.
 
     Args:
-        shape: maps the progress to a factor; the progress is the fraction, 0 to 1, of the steps after the warm-up.
-        total_steps: optimizer steps of the run, including the warm-up.
-        warmup_steps: optimizer steps of the warm-up.
+        shape: maps `progress` or `epoch`, whichever it has a parameter for, to a factor.
+        epochs: epochs of the run.
+        steps_per_epoch: optimizer steps of an epoch.
+        warmup_steps: optimizer steps of the warm-up, which are the first of the run.
     """
+    total_steps = epochs * steps_per_epoch
+    by_epoch = "epoch" in inspect.signature(shape).parameters
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
+        if by_epoch:
+            return shape(step / steps_per_epoch)
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
     return LambdaLR(optimizer, factor)

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
+from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.strategies.all_reduce import gradient_of
 from ddp_lab.strategies.base import Fuse, Strategy, local
@@ -47,6 +48,7 @@ class Step:
         max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled down. None: no clipping.
         skip_not_finite: replace a gradient that is not finite by zeros.
         ema: averages of the weights, updated after each step; None: no averages.
+        mix: mixes the samples of each batch; None: they stay as they are.
 
     Attributes:
         tally: sums of the losses, each computed before the optimizer's step.
@@ -62,8 +64,10 @@ class Step:
         max_grad_norm: float | None = None,
         skip_not_finite: bool = False,
         ema: EMA | None = None,
+        mix: Mix | None = None,
     ):
-        self.strategy, self.optimizer, self.scheduler, self.ema = strategy, optimizer, scheduler, ema
+        self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
+        self.ema, self.mix = ema, mix
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
         self.tally = Tally(strategy.device, skip_not_finite)
         self._optimize = optimizer.step
@@ -87,13 +91,23 @@ class Step:
 
     def __call__(self, batch: Batch) -> None:
         """Take one step, without waiting for the device."""
+        self.prepare()
         self.compute(batch)
         self.advance()
+
+    def prepare(self) -> None:
+        """Do the work on the host that a step needs: draw how its batch is mixed."""
+        if self.mix is not None:
+            self.mix.prepare(self.scheduler.last_epoch)  # the number of the step, also after a resume
+
+    def mixed(self, batch: Batch) -> Batch:
+        """Return the batch to train on."""
+        return batch if self.mix is None else self.mix(batch)
 
     def compute(self, batch: Batch) -> None:
         """Queue the work of a step on the device. A CUDA graph captures this method."""
         buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if self.skip_not_finite else []
-        sums = self.strategy.forward_backward(*batch, self.accumulate)
+        sums = self.strategy.forward_backward(*self.mixed(batch), self.accumulate)
         if self.max_grad_norm is not None or self.skip_not_finite:
             norm = self.strategy.gradient_norm()
             if self.skip_not_finite:

@@ -37,7 +37,7 @@ def test_every_option_composes_passes_the_check_and_instantiates(group, option):
     assert build_loss(cfg.loss, 10)(torch.zeros(2, 10), torch.arange(2)) == pytest.approx(2 * math.log(10))
     optimizer = build(cfg.optimizer)(model.parameters(), lr=cfg.optimizer.lr)
     assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr
-    assert build(cfg.scheduler)(0.0) == 1.0
+    assert build(cfg.scheduler)(0.0) == (1 / 25 if option == "one_cycle" else 1.0)
     assert str(plan_of(cfg, 1, strategy.replicas, 1000)).startswith("1 rank, global batch")
 
 
@@ -77,6 +77,11 @@ def test_help_names_every_strategy():
         ("warmup_epochs=-1", "warmup_epochs=-1: must be a number of at least 0"),
         ("accumulate=0", "accumulate=0: must be an integer of at least 1"),
         ("max_grad_norm=0", "max_grad_norm=0: must be a number above 0 or null"),
+        ("decay_norms_and_biases=0", "decay_norms_and_biases=0: must be true or false"),
+        ("scheduler=multi_step scheduler.milestones=[0]", "scheduler.milestones=[0]: must be a list, each a number above 0"),
+        ("scheduler=one_cycle scheduler.pct_start=1", "scheduler.pct_start=1: must be a number from 0 up to"),
+        ("mixup=-0.1", "mixup=-0.1: must be a number of at least 0"),
+        ("cutmix=true", "cutmix=True: must be a number of at least 0"),
         ("device=gpu", "device=gpu: must be auto or mps or cpu, cuda or cuda:N"),
         ("precision=fp8", "precision=fp8: must be float32 or bf16"),
         ("timeout=0", "timeout=0: must be a number above 0"),
@@ -271,7 +276,7 @@ def test_schedules_have_the_expected_learning_rates():
 
     def rates(shape, warmup_steps):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        scheduler = make_scheduler(optimizer, shape, total_steps=8, warmup_steps=warmup_steps)
+        scheduler = make_scheduler(optimizer, shape, epochs=2, steps_per_epoch=4, warmup_steps=warmup_steps)
         seen = []
         for _ in range(8):
             seen.append(optimizer.param_groups[0]["lr"])

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
+from cases import RECIPE, UNDECAYED, assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
+from cases import name as case_name
 from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training import Case, Outcome, largest_difference, make_model, run_cases
@@ -180,6 +181,71 @@ def test_every_strategy_resumes_from_every_other(source, target, tmp_path):
     for outcome in others:
         assert outcome.sums == first.sums
         assert outcome.evaluation == first.evaluation
+
+
+GROUPED = {"model": "unbiased", "epochs": 2, **UNDECAYED}  # one stage of its pipeline has no biases
+UNGROUPED = GROUPED | {"decay_norms_and_biases": True}
+RECIPES = {  # runs, and the checkpoint from which others resume
+    "recipe": (Case(Single, epochs=2, save_at=8, **RECIPE), "step_00000008.pt"),
+    "one group": (Case(Single, **UNGROUPED), "step_00000005.pt"),
+    "two groups": (Case(Single, **GROUPED), "step_00000005.pt"),
+}
+RESUMED = [
+    ("recipe", scratch(epochs=2, loader="workers", **RECIPE)),
+    ("recipe", pipeline("1f1b", epochs=2, **RECIPE)),
+    *(("one group", case) for case in (pipeline("gpipe", **GROUPED), fsdp(**GROUPED), tp(2, **GROUPED))),
+    *(("two groups", case) for case in (pipeline("gpipe", **UNGROUPED), fsdp(**UNGROUPED), tp(2, **UNGROUPED))),
+]
+
+
+def writing(folder: Path, writer: str) -> Case:
+    return replace(RECIPES[writer][0], save=str(folder / writer))
+
+
+def resuming(folder: Path, writer: str, case: Case) -> Case:
+    return replace(case, resume=str(folder / writer / RECIPES[writer][1]))
+
+
+@once
+def resumed(folder: Path) -> dict[Case, Outcome]:
+    """Return the outcomes of the writers, of RESUMED, and of `single` that resumes from the same checkpoints."""
+    for writer in RECIPES:
+        (folder / writer).mkdir()
+    on_one = [resuming(folder, writer, case.reference()) for writer, case in RESUMED]
+    alone = run_world(1, run_cases, [*(writing(folder, writer) for writer in RECIPES), *dict.fromkeys(on_one)])[0]
+    return alone | run_world(2, run_cases, [resuming(folder, *pair) for pair in RESUMED])[0]
+
+
+@pytest.mark.parametrize(("writer", "case"), RESUMED, ids=lambda value: value if isinstance(value, str) else case_name(value))
+def test_recipe_resumes_under_any_strategy(writer, case, tmp_path):
+    """The recipe resumes within an epoch; with one group or two, the other number of groups was saved."""
+    outcomes = resumed(tmp_path.parent)
+    reference = outcomes[resuming(tmp_path.parent, writer, case.reference())]
+    assert_equal(outcomes[resuming(tmp_path.parent, writer, case)], reference)
+
+
+def test_recipe_resumed_within_an_epoch_is_bit_identical(tmp_path):
+    outcomes, case = resumed(tmp_path.parent), RECIPES["recipe"][0]
+    again = outcomes[resuming(tmp_path.parent, "recipe", replace(case, save_at=0))]
+    straight = outcomes[writing(tmp_path.parent, "recipe")]
+    assert largest_difference(again.weights, straight.weights) == 0
+    assert again.sums == straight.sums[1:]
+
+
+def test_parameter_groups_are_those_of_this_launch(tmp_path):
+    outcomes, folder = resumed(tmp_path.parent), tmp_path.parent
+    saved = {
+        writer: torch.load(folder / writer / RECIPES[writer][1], weights_only=True) for writer in ("one group", "two groups")
+    }
+    groups = {writer: state["optimizer"]["param_groups"] for writer, state in saved.items()}
+    assert [group["weight_decay"] for group in groups["one group"]] == [0.1]
+    assert [(group["weight_decay"], group["params"]) for group in groups["two groups"]] == [
+        (0.1, ["first.1.weight", "second.weight"]),
+        (0.0, ["second.bias"]),
+    ]
+    one = outcomes[resuming(folder, "two groups", Case(Single, **UNGROUPED))]
+    two = outcomes[writing(folder, "two groups")]
+    assert largest_difference(one.weights, two.weights) > 1e-5
 
 
 def test_finished_run_is_not_changed(tmp_path):
@@ -372,7 +438,7 @@ def save_on_a_slow_disk(folder) -> tuple[list[float], dict, dict]:
     strategy.setup(make_model("lenet", 0))
     optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
-    scheduler = make_scheduler(optimizer, cosine, 10, 0)
+    scheduler = make_scheduler(optimizer, cosine, 1, 10, 0)
     checkpoints = Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes)
     weights = copy.deepcopy(strategy.module.state_dict())
     seconds = []

@@ -13,10 +13,11 @@ from cases import (
     MODEL_PARALLEL,
     ONE,
     PARTLY_FROZEN,
+    RECIPE,
     REFERENCE,
     REPLICAS,
     SHARDED,
-    SMOOTHED,
+    UNDECAYED,
     assert_averages_equal,
     assert_equal,
     ddp,
@@ -115,6 +116,14 @@ WRONG = [
 ]
 
 
+DECAYED = Case(Single, weight_decay=UNDECAYED["weight_decay"])
+EACH_OF_RECIPE = [
+    *(Case(Single, **{key: value}) for key, value in RECIPE.items() if key not in UNDECAYED),
+    Case(Single, lr_schedule="one_cycle"),
+    DECAYED,
+]
+
+
 # `make test` compares all cases on two ranks, and these on the other world sizes; `make test-slow` has the rest.
 ONCE = [
     *(REPLICAS[i] for i in (0, 3, 5, 9, 10, 13)),
@@ -127,6 +136,7 @@ ONCE = [
     ddp_pipeline(2, "1f1b", cut=("fc1",), accumulate=2, loader="workers", **CLIPPED),
     ddp_pipeline(2, "interleaved1f1b", **CLIPPED),
     ddp_pipeline(3, "1f1b"),
+    ddp_pipeline(2, "1f1b", accumulate=2, **RECIPE),
     tp(1, **CLIPPED),
     tp(2, accumulate=2, **CLIPPED),
     tp(4, HALF),
@@ -172,7 +182,7 @@ def one_process(model: str) -> dict:
     if model == "narrow":
         cases += batch_norm_cases(4, model)
         cases += [*PARTLY_FROZEN, *(case for size in MODEL_PARALLEL for case in cases_for(size))]
-    references = dict.fromkeys(case.reference() for case in cases)
+    references = dict.fromkeys(case.reference() for case in [*cases, *EACH_OF_RECIPE, Case(Single, **UNDECAYED)])
     return run_world(1, run_cases, [*references, *own], timeout=300)[0]
 
 
@@ -193,8 +203,10 @@ def test_reference_trains_clips_and_augments():
     start = make_model("lenet", SEED).state_dict()
     moved = largest_difference(alone()[REFERENCE].weights, start)
     assert moved > 0.01, "a run in which nothing happens proves nothing"
-    for other in (Case(Single, **CLIPPED), Case(Single, **AUGMENTED), Case(Single, **SMOOTHED), Case(Single, **FOCAL)):
+    for other in (Case(Single, **CLIPPED), Case(Single, **AUGMENTED), Case(Single, **FOCAL), *EACH_OF_RECIPE):
         assert largest_difference(alone()[other].weights, alone()[REFERENCE].weights) > 1e-3
+    decayed, undecayed = alone()[DECAYED].weights, alone()[Case(Single, **UNDECAYED)].weights
+    assert largest_difference(decayed, undecayed) > 1e-4
 
 
 @pytest.mark.parametrize("case", ONE, ids=name)

@@ -10,14 +10,15 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.strategies.loss import CrossEntropy, build_loss
+from ddp_lab.strategies.sums import sums
 
 LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGETS = torch.tensor([3, 1, IGNORE, 9, IGNORE, 0])
 REAL = TARGETS != IGNORE
 
 
-def own(name: str, **options):
-    return build_loss({"_target_": f"own_losses.{name}", **options}, 10)
+def own(name: str, mixed: bool = False, **options):
+    return build_loss({"_target_": f"own_losses.{name}", **options}, 10, mixed)
 
 
 def test_label_smoothing_mixes_the_target_with_all_classes():
@@ -29,6 +30,32 @@ def test_label_smoothing_mixes_the_target_with_all_classes():
 def test_test_loss_has_no_label_smoothing():
     loss = CrossEntropy(0.2).eval()
     assert loss(LOGITS, TARGETS) == F.cross_entropy(LOGITS[REAL], TARGETS[REAL], reduction="sum")
+
+
+def mixed_targets() -> torch.Tensor:
+    """Return the targets in the form of mixed ones: probabilities that are all 0 for padding."""
+    targets = torch.zeros(6, 10, dtype=torch.float64)
+    targets[REAL] = (3 * F.one_hot(TARGETS[REAL], 10) + F.one_hot(TARGETS[REAL].roll(1), 10)).double() / 4
+    return targets
+
+
+def test_mixed_targets_are_smoothed_and_padding_does_not_count():
+    targets = mixed_targets()
+    wanted = (0.8 * targets + 0.2 / 10)[REAL]
+    expected = -(wanted * LOGITS[REAL].log_softmax(1)).sum()
+    torch.testing.assert_close(CrossEntropy(0.2)(LOGITS, targets), expected)
+    torch.testing.assert_close(own("scaled", mixed=True, scale=1.0)(LOGITS, targets), CrossEntropy()(LOGITS, targets))
+
+
+def test_sums_of_mixed_targets_count_the_most_probable_class():
+    assert sums(torch.zeros(()), LOGITS, mixed_targets()).tolist() == sums(torch.zeros(()), LOGITS, TARGETS).tolist()
+    assert sums(torch.zeros(()), mixed_targets(), mixed_targets()).tolist() == [0, 4, 4]
+
+
+def test_own_loss_of_class_indices_refuses_mixed_targets():
+    message = r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* got RuntimeError \(gather"
+    with pytest.raises(ConfigError, match=message):
+        own("Focal", mixed=True)
 
 
 def test_own_class_is_built_without_reduction_and_ignores_padding():

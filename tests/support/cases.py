@@ -22,6 +22,8 @@ CLIPPED = {"max_grad_norm": 0.1, "ema": 0.8}  # also averages the weights, over 
 # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
 AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
 SMOOTHED = {"loss": (("_target_", "ddp_lab.strategies.loss.CrossEntropy"), ("label_smoothing", 0.2))}
+UNDECAYED = {"weight_decay": 0.1, "decay_norms_and_biases": False}
+RECIPE = {"mixup": 0.4, "cutmix": 1.0, "lr_schedule": "multi_step", **SMOOTHED, **UNDECAYED}
 FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}
 FROZEN = {"model": "partly_frozen", "epochs": 2}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
@@ -80,7 +82,8 @@ ONE = [
     split(3, 5),  # 24 is not divisible by 5
     split(4, 24, **ALMOST_EMPTY),
     split(2, 3, accumulate=3, **CLIPPED),
-    split(3, 5, **SMOOTHED),
+    Case(Single, loader="workers", accumulate=3, **RECIPE),
+    split(3, 5, **RECIPE),
     split(2, 3, **FOCAL),
     split(2, 4, **FROZEN),
 ]
@@ -101,10 +104,11 @@ REPLICAS = [
     ddp(accumulate=3, **CLIPPED),
     ddp(view=True),
     ddp(static=True, accumulate=2),
-    scratch(accumulate=3, **SMOOTHED),
+    scratch(accumulate=3, **RECIPE),
+    ddp(loader="workers", **RECIPE, **ALMOST_EMPTY),
     ddp(**FOCAL, **ALMOST_EMPTY),
 ]
-SHARDED = [fsdp(), fsdp(reshard=False, **CLIPPED), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED), fsdp(**SMOOTHED)]
+SHARDED = [fsdp(), fsdp(reshard=False, **CLIPPED), fsdp(**ALMOST_EMPTY), fsdp(accumulate=2, **CLIPPED), fsdp(**RECIPE)]
 MODEL_PARALLEL = {
     1: [pipeline("1f1b"), ddp_pipeline(1, "gpipe"), tp(None), tp(1, **CLIPPED)],
     2: [
@@ -121,9 +125,9 @@ MODEL_PARALLEL = {
         tp(2, (("fc1", "replicate"),), accumulate=3, **CLIPPED),
         tp(2, (("conv1", "replicate"), ("fc2", "shard"))),
         tp(1),
-        pipeline("1f1b", m=5, **SMOOTHED),
+        pipeline("1f1b", m=5, **RECIPE),
         pipeline("1f1b", m=5, **FOCAL, **ALMOST_EMPTY),
-        tp(2, **SMOOTHED),
+        tp(2, **RECIPE),
     ],
     3: [pipeline("gpipe"), pipeline("1f1b", m=7, **ALMOST_EMPTY), pipeline("1f1b", m=3, **CLIPPED), ddp_pipeline(3, "1f1b")],
     4: [
@@ -131,6 +135,7 @@ MODEL_PARALLEL = {
         pipeline("1f1b", m=5, **CLIPPED),
         *(ddp_pipeline(2, schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
         ddp_pipeline(2, "1f1b", m=5, **ALMOST_EMPTY),
+        ddp_pipeline(2, "1f1b", accumulate=2, **RECIPE),
         ddp_pipeline(2, "1f1b", cut=("fc1",), accumulate=2, loader="workers", **CLIPPED),
         ddp_pipeline(4, "1f1b"),
         tp(2),
@@ -179,5 +184,5 @@ def name(case: Case) -> str:
     changed = [case.loader] * (case.loader != "device") + [f"{case.samples} samples"] * (case.samples != 101)
     changed += [f"accumulate {case.accumulate}"] * (case.accumulate > 1) + ["clipped"] * (case.max_grad_norm is not None)
     changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
-    changed += [case.loss[0][1].rpartition(".")[2]] if case.loss else []
+    changed += ["recipe"] * (case.mixup > 0) + ["focal"] * ("own_losses.Focal" in str(case.loss))
     return "-".join([case.strategy.__name__, *(str(value) for _, value in case.options), *changed]).replace("'", "")

@@ -26,7 +26,7 @@ from ddp_lab.strategies.single import Single
 from ddp_lab.training.evaluation import evaluate
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import cosine
+from ddp_lab.training.schedule import cosine, multi_step, one_cycle
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
@@ -71,8 +71,18 @@ def partly_frozen(in_channels: int, image_size: int, num_classes: int, init_std:
     return model
 
 
+def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
+    """Return a network whose first stage of two has neither biases nor normalization layers."""
+    return Chain(
+        (in_channels, image_size, image_size),
+        first=nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 32, bias=False), nn.Tanh()),
+        second=nn.Linear(32, num_classes),
+    )
+
+
 MODELS = {
     "partly_frozen": (partly_frozen, 1, 16),
+    "unbiased": (unbiased, 1, 28),
     "lenet": (lenet, 1, 28),
     "narrow": (narrow_resnet, 3, 16),
     "resnet18": (resnet18, 3, 16),
@@ -94,12 +104,18 @@ class Case:
     loader: str = "device"
     shift: int = 0
     flip: bool = False
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    weight_decay: float = 0.0
+    decay_norms_and_biases: bool = True
+    lr_schedule: str = "cosine"
     loss: tuple[tuple[str, Any], ...] = ()  # the config group; (): the default
     accumulate: int = 1
     max_grad_norm: float | None = None
     ema: float | None = None
     dtype: torch.dtype = torch.float32
     save: str = ""  # folder for checkpoints
+    save_at: int = 0  # a step within an epoch after which another one is saved
     keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
     resume: str = "never"
     performance: PerformanceOptions = OFF
@@ -108,7 +124,16 @@ class Case:
     def reference(self) -> "Case":
         """Return the run on one device whose results this one must equal."""
         return replace(
-            self, strategy=Single, options=(), loader="device", accumulate=1, save="", resume="never", start=0, performance=OFF
+            self,
+            strategy=Single,
+            options=(),
+            loader="device",
+            accumulate=1,
+            save="",
+            save_at=0,
+            resume="never",
+            start=0,
+            performance=OFF,
         )
 
 
@@ -157,6 +182,9 @@ def config_of(case: Case) -> DictConfig:
             "accumulate": case.accumulate,
             "max_grad_norm": case.max_grad_norm,
             "ema": case.ema,
+            "decay_norms_and_biases": case.decay_norms_and_biases,
+            "mixup": case.mixup,
+            "cutmix": case.cutmix,
             "lr_scaling": "linear",
             "lr_base_batch_size": case.batch_size,
             "warmup_epochs": 2 / -(-case.samples // case.batch_size),  # two steps
@@ -183,18 +211,25 @@ def config_of(case: Case) -> DictConfig:
             # None: torch's initial weights. LeNet's default ones are so small that every gradient is nearly zero.
             "model": target(model, init_std=None),
             "strategy": target(case.strategy, **options),
-            "optimizer": target(torch.optim.SGD, lr=case.lr, momentum=0.9, _partial_=True),
-            "scheduler": target(cosine, _partial_=True),
+            "optimizer": target(torch.optim.SGD, lr=case.lr, momentum=0.9, weight_decay=case.weight_decay, _partial_=True),
+            "scheduler": SCHEDULES[case.lr_schedule],
             "loss": dict(case.loss) or target(CrossEntropy),
         }
     )
 
 
+SCHEDULES = {
+    "cosine": target(cosine, _partial_=True),
+    "multi_step": target(multi_step, milestones=[1.6], gamma=0.2, _partial_=True),
+    "one_cycle": target(one_cycle, pct_start=0.3, div_factor=5.0, final_div_factor=10.0, _partial_=True),
+}
+
+
 class Recorder(Hooks, Logger):
     """Record what `fit` reports of each epoch, and save checkpoints if the case requires it."""
 
-    def __init__(self, checkpoints: Checkpoints, save: bool):
-        self.checkpoints, self.saves = checkpoints, save
+    def __init__(self, checkpoints: Checkpoints, save: bool, save_at: int):
+        self.checkpoints, self.saves, self.save_at = checkpoints, save, save_at
         self.sums: list[list[float]] = []
         self.tests: list[tuple[float, float]] = []
 
@@ -203,6 +238,10 @@ class Recorder(Hooks, Logger):
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         self.tests.append((metrics["test_loss"], metrics["test_accuracy"]))
+
+    def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
+        if progress.step == self.save_at:
+            self.checkpoints.save(here())
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
         if self.saves:
@@ -223,7 +262,7 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema)
     progress = checkpoints.resume(case.resume, lambda progress: progress.step)
     training.compile()
-    recorder = Recorder(checkpoints, bool(case.save))
+    recorder = Recorder(checkpoints, bool(case.save), case.save_at)
     training.fit(recorder, recorder, progress)
     with training.ema.in_use() if training.ema else nullcontext():
         tested = evaluate(strategy, job.loaders[1])

@@ -94,6 +94,7 @@ class GraphStep:
             self.step(turn)
         elif turn in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
+            self.step.prepare()
             self.graphs[turn].replay()
             self.step.advance()
         else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
@@ -159,7 +160,7 @@ def try_out(step: Step, batch: Batch) -> None:
 
     A collective occupies a part of the GPU until the slowest rank arrives, so kernels timed meanwhile would appear too slow.
     """
-    inputs, targets, count = batch
+    inputs, targets, count = step.mixed(batch)
     with step.strategy.no_sync():
         step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)
     step.optimizer.zero_grad()
