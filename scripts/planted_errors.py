@@ -82,7 +82,7 @@ ERRORS = [
     Error("scaling is ignored", JOB,
           "scaling=cfg.scaling", 'scaling="strong"', BY_HAND.format("lenet-ddp")),
     Error("the loss is ignored", JOB,
-          "    strategy.loss = job.loss.to(strategy.loss_device)\n", "", BY_HAND.format("lenet")),
+          "    strategy.loss = job.loss.to(strategy.device)\n", "", BY_HAND.format("lenet")),
     Error("mixup and cutmix are ignored by the step", JOB,
           "ema, job.mix)", "ema, None)", BY_HAND.format("lenet")),
     Error("the seed is ignored by mixup and cutmix", JOB,

@@ -203,7 +203,7 @@ def place(job: Job) -> None:
     strategy = job.strategy
     if not strategy.one_process:
         job.runtime.open_group()
-    strategy.loss = job.loss.to(strategy.loss_device)
+    strategy.loss = job.loss.to(strategy.device)
     strategy.setup(job.options.shape(job.model))
 
 

@@ -81,7 +81,7 @@ class Strategy(ABC):
         device: device that this rank's batches must be on.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
-        loss: the training loss, on `loss_device`. Set before `setup`.
+        loss: the training loss, on `device`. Set before `setup`.
         input_shape: a sample's (channels, height, width), for models that are not Chains. Set before `partition`.
 
     Raises:
@@ -125,11 +125,6 @@ class Strategy(ABC):
     def name(self) -> str:
         """The value of `strategy=` that selects it, which is the name of its file."""
         return type(self).__module__.rpartition(".")[2]
-
-    @property
-    def loss_device(self) -> torch.device:
-        """The device on which the loss is computed."""
-        return self.device
 
     def lay_out(self, **inner: int) -> None:
         """Arrange the ranks in a mesh with the axis dp and the inner axes, and set `axes`, `dp_rank`, `dp_size` and `replicas`.

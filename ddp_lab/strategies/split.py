@@ -12,6 +12,8 @@ backward pass with one thread per device. The fraction of the time in which p eq
 BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its statistics must be those of the local batch.
 """
 
+from copy import deepcopy
+
 import torch
 from torch import nn
 
@@ -61,6 +63,7 @@ class Split(Strategy):
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         self.module = model
+        self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
         blocks = list(model)
         self.stages = [
             nn.Sequential(*(blocks[i] for i in indices)).to(device)
@@ -70,18 +73,9 @@ class Split(Strategy):
     def describe(self) -> str:
         return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"
 
-    @property
-    def loss_device(self) -> torch.device:
-        return self.devices[-1]
-
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         return self._through_stages(inputs).to(self.device)
-
-    @torch.no_grad()
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits, targets = self._through_stages(inputs), targets.to(self.loss_device, non_blocking=True)
-        return sums(self.loss(logits, targets), logits, targets).to(self.device, non_blocking=True)
 
     def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
         """Return the logits of one micro-batch, on the last device."""
@@ -98,7 +92,7 @@ class Split(Strategy):
             inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True
         ):
             logits = self._through_stages(micro_batch)
-            losses.append(self.loss(logits, expected))
+            losses.append(self.loss_on_last(logits, expected))
             results.append(sums(losses[-1], logits, expected))
         (add_up(losses) / self.divisor(count)).backward()
         return add_up(results).to(self.device, non_blocking=True)
