@@ -13,7 +13,9 @@ import torch
 from cases import (
     AUGMENTED,
     CLIPPED,
+    FOCAL,
     HALF,
+    RECIPE,
     assert_equal,
     ddp,
     ddp_pipeline,
@@ -99,7 +101,7 @@ def one_process(size: int) -> list[Case]:
         Case(DP, (devices(size),), samples=97, loader="workers"),
         Case(Split, (devices(size), ("num_microbatches", 1))),
         Case(Split, (devices(size), ("num_microbatches", 4))),
-        Case(Split, (devices(size), ("num_microbatches", 5)), samples=97, loader="workers"),
+        Case(Split, (devices(size), ("num_microbatches", 5)), samples=97, loader="workers", **FOCAL),
     ]
 
 
@@ -189,14 +191,16 @@ MOVED = AUGMENTED | {"shift": 2, "dtype": torch.float32}
 PLAIN = [Case(Single), Case(Single, **CLIPPED, accumulate=3)]
 ALONE = [case for performance in (GRAPH, FUSED, BOTH) for case in with_options(performance, *PLAIN)]
 ALONE += [
-    *with_options(GRAPH, Case(Single, **MOVED)),
+    *with_options(GRAPH, Case(Single, **MOVED), Case(Single, **RECIPE)),
     *with_options(FUSED, Case(Single, **AUGMENTED)),
-    *with_options(BOTH, Case(Single, **AUGMENTED)),
+    *with_options(BOTH, Case(Single, **AUGMENTED), Case(Single, accumulate=3, **RECIPE)),
 ]
 TOGETHER = [
-    *with_options(GRAPH, *ALGORITHMS, ddp(), ddp(view=True, static=True), ddp(**CLIPPED, accumulate=3), ddp(**MOVED)),
+    *with_options(
+        GRAPH, *ALGORITHMS, ddp(), ddp(view=True, static=True), ddp(**CLIPPED, accumulate=3), ddp(**MOVED), ddp(**RECIPE)
+    ),
     *with_options(FUSED, scratch("bucketed"), ddp()),
-    *with_options(BOTH, scratch("flat"), scratch("bucketed", samples=97), ddp(**CLIPPED)),
+    *with_options(BOTH, scratch("flat"), scratch("bucketed", samples=97, **RECIPE), ddp(**CLIPPED)),
 ]
 
 

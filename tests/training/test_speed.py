@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from cases import assert_equal, ddp, scratch
+from cases import RECIPE, assert_equal, ddp, scratch
 from launches import SMALL, finish, launch, main_in_world, read_metrics, start
 from omegaconf import OmegaConf
 from PIL import Image
@@ -49,7 +49,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        (ddp(ema=0.8), 2),
+        (ddp(ema=0.8, **RECIPE), 2),
         pytest.param(Case(Single), 1, marks=pytest.mark.slow),
         pytest.param(scratch("bucketed"), 2, marks=pytest.mark.slow),
     ],
