@@ -159,8 +159,8 @@ def find_backend(runtime: Runtime) -> str:
 
 def describe_dataset(name: str, dataset: Dataset) -> str:
     """Return the sizes, the shape of an image and the number of classes of a dataset."""
-    sizes = f"{len(dataset.train.targets):,} images to train on, {len(dataset.test.targets):,} to test on"
-    return f"{name}, {sizes}, {'x'.join(map(str, dataset.train.images.shape[1:]))}, {len(dataset.classes)} classes"
+    sizes = f"{dataset.train.size:,} images to train on, {dataset.test.size:,} to test on"
+    return f"{name}, {sizes}, {'x'.join(map(str, dataset.train.shape))}, {len(dataset.classes)} classes"
 
 
 def describe_strategy(strategy: Strategy) -> Finding:

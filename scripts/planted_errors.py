@@ -57,6 +57,7 @@ CHECKPOINT, FILES, GUARD, RUN_DIR = (
 
 BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
 SINGLE_SAMPLES = "tests/training/test_evaluation.py::test_evaluation_equals_sums_over_single_samples[6]"
+IMAGES = "tests/data/test_folder.py::test_images_are_the_same_for_any_world_workers_cache_and_resume[{}]"
 MATRIX = "tests/strategies/test_equivalence.py::test_several_processes_equal_single[{}]"
 
 # Without the formatter, which would write each argument on its own line.
@@ -163,8 +164,15 @@ ERRORS = [
           "math.ceil(samples / self.dp_size)", "0",
           "tests/data/test_data.py::test_loader_resumes_within_an_epoch_for_any_world_size[1-device-1]"),
     Error("worker processes shuffle for themselves", LOADERS,
-          "sampler=self.sampler,", "shuffle=True,",
+          "self.shard.own(epoch)[start:]", "torch.randperm(len(self.shard))[start:]",
           "tests/data/test_data.py::test_device_and_workers_loaders_yield_equal_tensors[2]"),
+    Error("what workers loaded ahead of another epoch is not dropped", LOADERS,
+          "if self._stream is None or self._keys.position != (epoch, start):", "if self._stream is None:",
+          IMAGES.format("1-0-none")),
+    Error("images that are read one by one are transformed alike in every epoch", "ddp_lab/data/transforms.py",
+          "image seed={seed} epoch={epoch}", "image seed={seed} epoch=0", IMAGES.format("1-0-none")),
+    Error("a cache has the images of another order", "ddp_lab/data/record.py",
+          "self.places[number]", "self.places[-1 - number]", IMAGES.format("2-2-disk")),
     Error("a signal kills the worker processes", LOADERS,
           "worker_init_fn=ignore_signals,", "",
           "tests/resilience/test_faults.py::test_sigterm_to_all_processes_spares_the_loader_workers"),

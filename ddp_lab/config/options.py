@@ -13,7 +13,7 @@ from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
 # The groups in the order in which they are checked. Each is listed with the constructor parameters that the code passes, which
 # are therefore not keys of the config.
 GROUPS: dict[str, list[str]] = {
-    "data.dataset": [],
+    "data.dataset": ["images", "split", "train"],
     "model": ["in_channels", "image_size", "num_classes"],
     "strategy": ["runtime"],
     "loss": ["reduction"],

@@ -22,6 +22,7 @@ NaturalNumber = Annotated[int, Field(ge=0), Allowed("an integer of at least 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of at least 0")]
 Fraction = Annotated[float, Field(ge=0, lt=1), Allowed("a number from 0 up to, not including, 1")]
+Probability = Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")]
 Seed = Annotated[int, Field(ge=0, lt=2**32), Allowed("an integer from 0 to 2**32 - 1")]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda|cuda:\d+)$"), Allowed("cpu, cuda or cuda:N")]
 RunName = Annotated[

@@ -47,7 +47,7 @@ def decode(path: str | os.PathLike[str], channels: int) -> torch.Tensor:
 
 
 def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
-    """Return the pixels of an image that Pillow has opened, as `decode` does."""
+    """Return the pixels of an image of Pillow as `decode` does: uint8 [channels, height, width]."""
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to 255
         grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)

@@ -13,11 +13,12 @@ from itertools import islice
 from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import torch
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import DistributedSampler
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw
-from ddp_lab.data.datasets import LabelledImages
+from ddp_lab.data.datasets import Samples
 
 IGNORE = -100  # F.cross_entropy's ignore_index
 
@@ -113,7 +114,7 @@ class Loader(ABC):
 
     def __init__(
         self,
-        data: LabelledImages,
+        data: Samples,
         batch_size: int,
         *,
         dp_rank: int,
@@ -126,7 +127,7 @@ class Loader(ABC):
         shift: int = 0,
         flip: bool = False,
     ):
-        channels, height, width = data.images.shape[1:]
+        channels, height, width = data.shape
         for key, values in {"data.mean": mean, "data.std": std}.items():
             if len(values) not in (1, channels):
                 raise ConfigError(
@@ -141,14 +142,14 @@ class Loader(ABC):
         self.shift, self.flip = shift, flip
         self.local_batch_size = batch_size // dp_size
         self.dp_size = dp_size
-        self.sampler = Shard(TensorDataset(data.targets), dp_size, dp_rank, shuffle=shuffle, seed=seed)
-        self.real = len(range(dp_rank, len(data.targets), dp_size))  # this rank's samples without padding
+        self.sampler = Shard(cast("TorchDataset[int]", range(data.size)), dp_size, dp_rank, shuffle=shuffle, seed=seed)
+        self.real = len(range(dp_rank, data.size, dp_size))  # this rank's samples without padding
         means, deviations = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
         self.scale, self.offset = 1 / (255 * deviations), means / deviations
 
     def __len__(self) -> int:
         """Return the number of steps per epoch."""
-        return math.ceil(len(self.data.targets) / self.batch_size)
+        return math.ceil(self.data.size / self.batch_size)
 
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
         """Select the permutation of an epoch. Without this call, every epoch has the same permutation.
@@ -160,7 +161,7 @@ class Loader(ABC):
         Raises:
             ConfigError: `samples` is not divisible by the number of replicas.
         """
-        if samples % self.dp_size and samples < len(self.data.targets):
+        if samples % self.dp_size and samples < self.data.size:
             raise ConfigError(
                 f"resume: the checkpoint is {samples} samples into epoch {epoch}, which is not divisible by {self.dp_size} "
                 "replicas; use the batch_size of the run that wrote it"
@@ -173,7 +174,7 @@ class Loader(ABC):
         start = self.sampler.start
         for first in range(start, self.sampler.num_samples, self.local_batch_size):
             size = min(self.local_batch_size, self.sampler.num_samples - first)
-            yield Turn(size, min(self.batch_size, len(self.data.targets) - first * self.dp_size))
+            yield Turn(size, min(self.batch_size, self.data.size - first * self.dp_size))
 
     def __iter__(self) -> Iterator[Batch]:
         start, moves = self.sampler.start, self.moves()
@@ -199,7 +200,7 @@ class Loader(ABC):
         """Return the shifts and flips of all of this rank's samples in an epoch, int64 [3, n] on the CPU."""
         if not (self.shift or self.flip):
             return None
-        return draw(len(self.data.targets), self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
+        return draw(self.data.size, self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""

@@ -8,17 +8,18 @@ tests use the same functions.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import cast
+from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.data.datasets import Dataset
+from ddp_lab.data.datasets import Dataset, LabelledImages
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Loader
+from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.models.make import make_model
 from ddp_lab.models.own import require_chain
 from ddp_lab.observe.logger import Logger
@@ -63,9 +64,15 @@ class Job:
     @cached_property
     def dataset(self) -> Dataset:
         """The dataset in host memory. Collective: the first rank of each machine downloads it if it is missing."""
-        source = build(self.cfg.data.dataset)
-        self.runtime.agree("dataset", source.prepare, per_node=True)
-        return source.load()
+        source = make_source(cast("dict[str, Any]", OmegaConf.to_container(self.cfg.data, resolve=True)), self.cfg.seed)
+        prepared = self.runtime.agree("dataset", source.prepare, per_node=True)
+        dataset = source.load() if prepared is None else source.load(prepared)
+        if dataset.digest:
+            digests = self.runtime.collect("dataset", dataset.digest)
+            self.runtime.agree("same dataset", lambda: check_same(digests or []))
+        if self.runtime.local_rank == 0:
+            dataset.release()
+        return dataset
 
     @cached_property
     def plan(self) -> Plan:
@@ -74,7 +81,7 @@ class Job:
         return Plan.make(
             world_size=self.runtime.world_size,
             replicas=self.strategy.replicas,
-            train_size=len(self.dataset.train.targets),
+            train_size=self.dataset.train.size,
             batch_size=cfg.batch_size,
             scaling=cfg.scaling,
             accumulate=cfg.accumulate,
@@ -121,7 +128,7 @@ class Job:
         """Let the strategy decide which part of the model each rank or device holds."""
         if self.strategy.needs_chain:
             require_chain(self.model, self.strategy.name, self.cfg.model._target_)
-        self.strategy.input_shape = tuple(self.dataset.train.images.shape[1:])
+        self.strategy.input_shape = self.dataset.train.shape
         self.strategy.partition(self.model, self.plan.samples_at_once)
 
     @cached_property
@@ -139,7 +146,9 @@ class Job:
             std=data.std,
             seed=self.cfg.seed,
         )
-        training = make(self.dataset.train, shuffle=True, shift=data.shift, flip=data.flip)
+        # Worker processes flip images that are read one by one.
+        flip = data.flip and isinstance(self.dataset.train, LabelledImages)
+        training = make(self.dataset.train, shuffle=True, shift=data.shift, flip=flip)
         return training, make(self.dataset.test, shuffle=False)
 
     @cached_property

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.record import to_record
+from ddp_lab.data.folder import listed
 from ddp_lab.launch.preflight import Finding, check_network, check_storage, checkpoint_bytes, warn
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.profiler import NEEDED, Profiled
@@ -71,6 +72,9 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     size = checkpoint_bytes(build(cfg.optimizer), job.model, cfg.ema is not None)
     keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
+    if skipped := job.dataset.skipped:
+        text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
+        findings.append(Finding("warning", "dataset", text))
     if cfg.resume not in ("auto", "never"):
         runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes))
     return job, findings

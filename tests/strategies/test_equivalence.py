@@ -8,6 +8,7 @@ from cases import (
     ALMOST_EMPTY,
     AUGMENTED,
     CLIPPED,
+    FILES,
     FOCAL,
     HALF,
     MODEL_PARALLEL,
@@ -127,7 +128,7 @@ EACH_OF_RECIPE = [
 # `make test` compares all cases on two ranks, and these on the other world sizes; `make test-slow` has the rest.
 ONCE = [
     *(REPLICAS[i] for i in (0, 3, 5, 9, 10, 13)),
-    *SHARDED[2:],
+    *SHARDED[2:5],
     pipeline("1f1b"),
     pipeline("1f1b", m=7, **ALMOST_EMPTY),
     pipeline("1f1b", m=5, **CLIPPED),
@@ -203,7 +204,13 @@ def test_reference_trains_clips_and_augments():
     start = make_model("lenet", SEED).state_dict()
     moved = largest_difference(alone()[REFERENCE].weights, start)
     assert moved > 0.01, "a run in which nothing happens proves nothing"
-    for other in (Case(Single, **CLIPPED), Case(Single, **AUGMENTED), Case(Single, **FOCAL), *EACH_OF_RECIPE):
+    for other in (
+        Case(Single, **CLIPPED),
+        Case(Single, **AUGMENTED),
+        Case(Single, **FOCAL),
+        ddp(**FILES).reference(),
+        *EACH_OF_RECIPE,
+    ):
         assert largest_difference(alone()[other].weights, alone()[REFERENCE].weights) > 1e-3
     decayed, undecayed = alone()[DECAYED].weights, alone()[Case(Single, **UNDECAYED)].weights
     assert largest_difference(decayed, undecayed) > 1e-4

@@ -25,7 +25,7 @@ import torch.distributed.rendezvous
 import torch.distributed.run
 import torch.distributed.tensor.parallel
 import torch.utils.tensorboard
-import torchvision  # noqa: F401
+import torchvision.transforms.v2  # noqa: F401
 import training  # noqa: F401
 import worlds  # noqa: F401
 from tensorboard.backend.event_processing import event_accumulator  # noqa: F401

@@ -5,24 +5,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from image_folders import write_folder
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.data.datasets import Synthetic
+from ddp_lab.data.folder import Folder
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.run.job import materialize, prepare
+from ddp_lab.run.job import Job, materialize, prepare
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.ddp import DDP
+from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.loss import CrossEntropy
+from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.single import Single
+from ddp_lab.strategies.tp import TP
 from ddp_lab.training.evaluation import evaluate
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
@@ -32,6 +39,8 @@ from ddp_lab.world.runtime import Runtime
 
 SEED = 7
 TEST_SAMPLES = 53
+# The cases with files take their images from each kind of cache, which must make no difference.
+CACHES = {Single: "none", DDP: "none", FSDP: "disk", Pipeline: "ram", TP: "disk"}
 OFF = PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
 
 
@@ -110,6 +119,7 @@ class Case:
     decay_norms_and_biases: bool = True
     lr_schedule: str = "cosine"
     loss: tuple[tuple[str, Any], ...] = ()  # the config group; (): the default
+    files: bool = False  # read the images from files, with random crops, RandAugment and erasing
     accumulate: int = 1
     max_grad_norm: float | None = None
     ema: float | None = None
@@ -123,11 +133,12 @@ class Case:
 
     def reference(self) -> "Case":
         """Return the run on one device whose results this one must equal."""
+        loader = "workers" if self.files else "device"
         return replace(
             self,
             strategy=Single,
             options=(),
-            loader="device",
+            loader=loader,
             accumulate=1,
             save="",
             save_at=0,
@@ -168,9 +179,29 @@ def target(function: Callable | type, **options: Any) -> dict[str, Any]:
     return {"_target_": f"{function.__module__}.{function.__qualname__}", **options}
 
 
-def config_of(case: Case) -> DictConfig:
-    """Return the config with which train.py would run the case. Most keys that change numbers differ from their defaults."""
-    model, channels, image_size = MODELS[case.model]
+def data_of(case: Case, root: str) -> dict[str, Any]:
+    """Return the keys of the config group `data` that determine the images."""
+    _, channels, image_size = MODELS[case.model]
+    if case.files:
+        transforms = {"resize": None, "crop_scale": [0.3, 1.0], "randaugment": 9, "erasing": 0.5, "num_classes": None}
+        dataset = target(
+            Folder, root=root, val_fraction=0.0, val_seed=0, on_corrupt="stop", cache=CACHES[case.strategy], cache_dir=None
+        )
+        # `single` reads without worker processes, which must make no difference.
+        workers = int(case.strategy is not Single)
+        return {"dataset": dataset, "channels": channels, "image_size": image_size, "num_workers": workers} | transforms
+    sizes = {"train_size": case.samples, "test_size": TEST_SAMPLES}
+    dataset = target(Synthetic, **sizes, channels=channels, image_size=image_size, num_classes=10)
+    return {"dataset": dataset, "num_workers": 1}
+
+
+def config_of(case: Case, root: str = "") -> DictConfig:
+    """Return the config with which train.py would run the case. Most keys that change numbers differ from their defaults.
+
+    Args:
+        root: the directory of the images of a case with `files`.
+    """
+    model, _, _ = MODELS[case.model]
     options = {key: dict(value) if key == "plan" else value for key, value in case.options}
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     return OmegaConf.create(
@@ -193,16 +224,8 @@ def config_of(case: Case) -> DictConfig:
             "profile": False,
             **case.performance._asdict(),
             "data": {
-                "dataset": target(
-                    Synthetic,
-                    train_size=case.samples,
-                    test_size=TEST_SAMPLES,
-                    channels=channels,
-                    image_size=image_size,
-                    num_classes=10,
-                ),
+                **data_of(case, root),
                 "loader": case.loader,
-                "num_workers": 1,
                 "shift": case.shift,
                 "flip": case.flip,
                 "mean": [0.5],
@@ -251,7 +274,19 @@ class Recorder(Hooks, Logger):
 
 def run_case(runtime: Runtime, case: Case) -> Outcome:
     """Train with the functions of train.py: `prepare`, `materialize` and `fit`. Several ranks need an open process group."""
-    job = prepare(config_of(case), runtime)
+    with TemporaryDirectory() as own:
+        root = runtime.agree("root", lambda: write_images(Path(own), case.samples)) if case.files else ""
+        return run_job(runtime, case, prepare(config_of(case, root), runtime))
+
+
+def write_images(root: Path, samples: int) -> str:
+    """Write images of ten classes for a case with `files`, and return their directory."""
+    write_folder(root, {"train": samples, "val": TEST_SAMPLES}, classes=10, sides=(28, 48))
+    return str(root)
+
+
+def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
+    """Train with a job that is prepared. Its files must exist until the last rank has ended."""
     if case.start and runtime.rank:
         with torch.no_grad():
             for parameter in job.model.parameters():

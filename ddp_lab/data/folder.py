@@ -1,0 +1,157 @@
+"""`data=folder`: the images of a directory with a folder for each class."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ddp_lab.config.errors import NodeError
+from ddp_lab.config.types import Fraction, NaturalNumber
+from ddp_lab.data.datasets import Dataset
+from ddp_lab.data.record import Cached, Files, build_record
+from ddp_lab.data.streamed import Streamed
+from ddp_lab.data.transforms import ImageOptions
+from ddp_lab.data.tree import Names, find_images, is_held_out
+from ddp_lab.world.process import is_alive
+
+VERSION = 1  # of what a record contains
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Folder:
+    """The images of DIR/train and of DIR/val or DIR/test, or of a part of DIR/train if there are no such folders.
+
+    All files are decoded once before the first training, to find corrupt ones. What was found is kept in a record in the cache
+    directory, so every launch, on any number of ranks, leaves out the same files.
+
+    Args:
+        images: how images are transformed.
+        root: directory that contains train and, if there is one, val or test, each with a folder for each class.
+        val_fraction: fraction of the training images to evaluate with if there are neither val nor test.
+        val_seed: seed of the hash of the file name by which they are chosen.
+        on_corrupt: what to do about files that cannot be decoded: name them and stop before training (stop), or leave them out
+            (skip).
+        cache: where the decoded, resized images are kept, once for each machine: nowhere (none), in shared memory until the
+            launch ends (ram), or in cache_dir, also for later launches (disk).
+        cache_dir: directory of the cache; null is root/.cache or, if root is not writable, ~/.cache/ddp_lab.
+    """
+
+    def __init__(
+        self,
+        images: ImageOptions,
+        root: str,
+        val_fraction: Fraction,
+        val_seed: NaturalNumber,
+        on_corrupt: Literal["stop", "skip"],
+        cache: Literal["none", "ram", "disk"],
+        cache_dir: str | None,
+    ):
+        self.root, self.images = Path(root), images
+        self.val_fraction, self.val_seed, self.on_corrupt, self.cache = val_fraction, val_seed, on_corrupt, cache
+        default = self.root / ".cache" if os.access(self.root, os.W_OK) else Path.home() / ".cache" / "ddp_lab"
+        self.cache_dir = Path(cache_dir) if cache_dir else default
+
+    def prepare(self) -> str:
+        """Write the record of the images if there is none, and return its path.
+
+        Raises:
+            NodeError: the directory does not have the expected form, a file is corrupt and on_corrupt is stop, or the record
+                cannot be written.
+        """
+        if not self.root.is_dir():
+            raise NodeError(f"data.root={self.root}: there is no such directory on {socket.gethostname()}")
+        names = find_images(self.root)
+        folder, temporary = self._places(self._key(names))
+        try:
+            build_record(
+                folder, temporary, self.root, names, self.images.channels, self.images.short_side, keep=self.cache != "none"
+            )
+        except OSError as error:
+            where = "data.cache=ram" if self.cache == "ram" else f"data.cache_dir={self.cache_dir}"
+            raise NodeError(
+                f"{where}: cannot write {folder} on {socket.gethostname()} ({error.strerror or error}). Free some "
+                "space, or use another data.cache_dir or data.cache"
+            ) from None
+        corrupt: dict[str, str] = json.loads((folder / "corrupt.json").read_text())
+        if corrupt and self.on_corrupt == "stop":
+            self._release(folder)
+            raise NodeError(
+                f"data.root={self.root}: {len(corrupt)} of {len(names)} files cannot be decoded: {listed(corrupt)}. Remove "
+                "them, or use data.on_corrupt=skip"
+            )
+        return str(folder)
+
+    def load(self, record: str) -> Dataset:
+        """Read the record that `prepare` returned."""
+        folder, images = Path(record), self.images
+        names = Names((folder / "names").read_bytes())
+        corrupt: dict[str, str] = json.loads((folder / "corrupt.json").read_text())
+        parts = [names[number].split("/", 2) for number in range(len(names))]
+        classes = sorted({name for _, name, _ in parts})
+        number_of = {name: number for number, name in enumerate(classes)}
+        targets = torch.tensor([number_of[name] for _, name, _ in parts])
+        held_out: list[int] = []
+        training: list[int] = []
+        has_folder = any(split != "train" for split, _, _ in parts)
+        for number, (split, name, file) in enumerate(parts):
+            if names[number] not in corrupt:
+                out = split != "train" if has_folder else is_held_out(f"{name}/{file}", self.val_fraction, self.val_seed)
+                (held_out if out else training).append(number)
+        if not training or not held_out:
+            raise NodeError(
+                f"data.root={self.root}: has {len(training)} images to train on and {len(held_out)} to evaluate with; both "
+                f"must be at least 1. Add images{'' if has_folder else f', or change data.val_fraction={self.val_fraction}'}"
+            )
+        if self.cache == "none":
+            pictures = Files(self.root, names, targets, images.channels, images.short_side)
+        else:
+            pictures = Cached(folder, targets, images.channels)
+        make = partial(Streamed, pictures, seed=images.seed, shape=images.shape)
+        return Dataset(
+            make(training, images.training_view()),
+            make(held_out, images.evaluation_view()),
+            classes,
+            hashlib.sha256(names.block + json.dumps(sorted(corrupt)).encode()).hexdigest(),
+            corrupt,
+            partial(self._release, folder),
+        )
+
+    def _key(self, names: list[str]) -> str:
+        """Return a hash of the names, sizes and times of all files and of what is computed from them."""
+        key = hashlib.sha256(f"{VERSION} {self.cache != 'none' and (self.images.channels, self.images.short_side)}".encode())
+        for name in names:
+            status = os.stat(self.root / name)
+            key.update(os.fsencode(f"{name}\0{status.st_size} {status.st_mtime_ns}\0"))
+        return key.hexdigest()[:16]
+
+    def _places(self, key: str) -> tuple[Path, Path]:
+        """Return the path of the record and of the folder in which it is built."""
+        if self.cache != "ram":
+            return self.cache_dir / key, self.cache_dir / f"building-{key}"
+        if not SHARED_MEMORY.is_dir():
+            raise NodeError(f"data.cache=ram: {socket.gethostname()} has no {SHARED_MEMORY}; use data.cache=disk")
+        parent = SHARED_MEMORY / f"ddp_lab-{os.getuid()}"
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if parent.stat().st_uid != os.getuid():
+            raise NodeError(f"data.cache=ram: {parent} belongs to another user; use data.cache=disk")
+        for left in parent.glob(f"{key}-*"):
+            if not is_alive(int(left.name.rpartition("-")[2])):  # its launch was killed before all ranks had opened it
+                shutil.rmtree(left, ignore_errors=True)
+        return parent / f"{key}-{os.getpid()}", parent / f"building-{key}"
+
+    def _release(self, folder: Path) -> None:
+        """Remove a record in shared memory: its memory is freed when the last process that maps it exits, however it exits."""
+        if self.cache == "ram":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def listed(reasons: dict[str, str], most: int = 5) -> str:
+    """Return the first of some reasons, and how many more there are."""
+    more = len(reasons) - most
+    return "; ".join(list(reasons.values())[:most]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,324 @@
+"""`data=folder`: which files it finds, how it reads them, and that any world, workers and resume get the same images."""
+
+import hashlib
+import json
+import os
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from configs import config
+from image_folders import write_folder
+from launches import main_in_world, only_run, read_metrics, refusal_in_world
+from PIL import Image
+from torchvision.transforms import v2
+from worlds import run_world
+
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.data.datasets import Dataset
+from ddp_lab.data.decode import decode, evaluation_view, resize
+from ddp_lab.data.loaders import WorkerLoader
+from ddp_lab.data.sharding import IGNORE
+from ddp_lab.data.tree import Names, find_images, is_held_out
+from ddp_lab.run.job import Job
+from ddp_lab.world.runtime import Runtime
+
+SIZE, SHORT = 24, 28
+OPTIONS = [f"data.image_size={SIZE}", f"data.resize={SHORT}", "data.erasing=0.5", "data.randaugment=9", "seed=5"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A folder of 53 training images and 7 to evaluate with."""
+    return write_folder(tmp_path_factory.mktemp("images"), {"train": 53, "val": 7})
+
+
+def dataset(root: Path, *overrides: str) -> Dataset:
+    cfg = config("data=folder", f"data.root={root}", *OPTIONS, *overrides)
+    return Job(cfg, Runtime("cpu")).dataset
+
+
+def names(found) -> list[str]:
+    """Return the names of the files of a split."""
+    return [found.pictures.names[number] for number in found.numbers.tolist()]
+
+
+def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
+    image = write_folder(tmp_path / "one", {"train": 1}, classes=1) / "train" / "class 0" / "0000.png"
+    wanted = ["train/Z/b.PNG", "train/a/10.jpeg", "train/a/9.webp", "train/a/sub/x.jpg", "train/é/ü.png"]
+    ignored = ["train/a/._9.webp", "train/a/.hidden.png", "train/a/Thumbs.db", "train/.git/a/x.png", "train/loose.png"]
+    for name in wanted + ignored:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(image, tmp_path / name)
+    (tmp_path / "train" / "a" / "loop").symlink_to(tmp_path / "train" / "a")
+    assert find_images(tmp_path) == wanted
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(image, tmp_path / "elsewhere" / "x.png")
+    (tmp_path / "train" / "link").symlink_to(tmp_path / "elsewhere")
+    assert "train/link/x.png" in find_images(tmp_path)
+
+
+def test_val_is_preferred_to_test(tmp_path):
+    write_folder(tmp_path, {"train": 3, "test": 3})
+    assert len(find_images(tmp_path)) == 6
+    write_folder(tmp_path, {"val": 6})
+    assert {name.split("/")[0] for name in find_images(tmp_path)} == {"train", "val"}
+
+
+def test_names_survive_packing():
+    found = ["train/a/1.png", "train/ü/\udcff\n2.png", "x"]
+    packed = Names(Names.pack(found))
+    assert [packed[number] for number in range(len(packed))] == found
+
+
+def break_file(root: Path) -> None:
+    path = sorted(root.glob("train/class 1/*.png"))[0]
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: shutil.rmtree(root), r"there is no such directory on"),
+        (lambda root: (root / "train").rename(root / "training"), r"has no folder train; expected .*/train/CLASS/FILE"),
+        (lambda root: (root / "train" / "new").mkdir(), r"no image in train/new \(1 of 4 classes have none\)"),
+        (lambda root: (root / "val" / "new").mkdir(), r"train and val must have the same classes, but new is in val only"),
+        (
+            lambda root: (root / "train" / "alias").symlink_to(root / "train" / "class 0"),
+            r"the classes alias and class 0 of train are the same directory",
+        ),
+        (break_file, r"1 of 16 files cannot be decoded: .*class 1/.*png: cannot be decoded .*use data.on_corrupt=skip"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_refused(tmp_path, damage, message):
+    root = write_folder(tmp_path / "images", {"train": 12, "val": 4})
+    damage(root)
+    with pytest.raises(NodeError, match=message):
+        dataset(root)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.resize=20", r"data.resize=20: must be at least data.image_size=24"),
+        ("data.crop_scale=[0.5]", r"data.crop_scale=\[0.5\]: must be null or the smallest and the largest area"),
+        ("data.crop_scale=[0.5,2.0]", r"data.crop_scale=\[0.5, 2.0\]: must be null"),
+        ("data.val_fraction=0.0", None),
+        ("data.cache_dir=/proc/nowhere", r"data.cache_dir=/proc/nowhere: cannot write .*nowhere"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(root, override, message):
+    if message is None:
+        assert dataset(root, override).test.size == 7, "the fraction concerns folders without val only"
+        return
+    with pytest.raises(ConfigError, match=message):
+        dataset(root, override)
+
+
+def test_loader_device_is_refused(root):
+    cfg = config("data=folder", f"data.root={root}", "data.loader=device")
+    with pytest.raises(ConfigError, match=r"data.loader=device: is not supported by images that are read one by one"):
+        _ = Job(cfg, Runtime("cpu")).loaders
+
+
+def test_corrupt_files_are_left_out_the_same_with_and_without_a_cache(tmp_path):
+    root = write_folder(tmp_path, {"train": 12, "val": 4})
+    whole = names(dataset(root).train)
+    break_file(root)
+    found = [dataset(root, "data.on_corrupt=skip", f"data.cache={cache}") for cache in ("none", "ram", "disk")]
+    (corrupt,) = found[0].skipped
+    assert names(found[0].train) == [name for name in whole if name != corrupt]
+    assert len({json.dumps([each.digest, each.skipped]) for each in found}) == 1
+    for each in found[1:]:
+        assert all(same(each.train.sample(0, i), found[0].train.sample(0, i)) for i in range(found[0].train.size))
+
+
+def same(one: tuple, other: tuple) -> bool:
+    return torch.equal(one[0], other[0]) and one[1] == other[1]
+
+
+def test_held_out_files_depend_on_their_name_and_the_seed_only(tmp_path):
+    root = write_folder(tmp_path, {"train": 80}, classes=2)
+    found = dataset(root, "data.val_fraction=0.25")
+    out = names(found.test)
+    assert 8 <= len(out) <= 35
+    assert sorted(out + names(found.train)) == find_images(root)
+    assert all(is_held_out(name.removeprefix("train/"), 0.25, 0) for name in out)
+    assert names(dataset(root, "data.val_fraction=0.25", "data.val_seed=1").test) != out
+    for name in names(found.train)[::3]:
+        (root / name).unlink()
+    assert names(dataset(root, "data.val_fraction=0.25").test) == out
+    with pytest.raises(
+        NodeError, match=r"0 to evaluate with; both must be at least 1. Add images, or change data.val_fraction=0.0"
+    ):
+        dataset(root, "data.val_fraction=0.0")
+
+
+def test_images_to_evaluate_with_are_the_centres(root):
+    found = dataset(root)
+    assert found.classes == ["class 0", "class 1", "class 2"]
+    assert found.model_shape() == {"in_channels": 3, "image_size": SIZE, "num_classes": 3}
+    for index, name in enumerate(names(found.test)):
+        expected = evaluation_view(decode(root / name, 3), SHORT, SIZE)
+        assert same(found.test.sample(epoch=4, index=index), (expected, int(name.split("/")[1][-1])))
+
+
+def by_hand(root: Path, name: str, epoch: int, index: int) -> torch.Tensor:
+    """Return a training image, computed with torchvision's own composition of the transforms."""
+    digest = hashlib.sha256(f"image seed=5 epoch={epoch} index={index}".encode()).digest()
+    fill = [round(255 * value) for value in (0.485, 0.456, 0.406)]
+    crop = [v2.RandomResizedCrop(SIZE, scale=(0.08, 1.0), antialias=True), v2.RandomHorizontalFlip()]
+    rest = [v2.ToPILImage(), v2.RandAugment(magnitude=9), v2.PILToTensor(), v2.RandomErasing(0.5, value=fill)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:4], "big"))
+        return v2.Compose([*crop, *rest])(resize(decode(root / name, 3), SHORT))
+
+
+@pytest.fixture(scope="module")
+def expected(root) -> dict[int, list[tuple[torch.Tensor, int]]]:
+    """The samples of epochs 3 to 5 in the order of training."""
+    files = names(dataset(root).train)
+    found = {}
+    for epoch in (3, 4, 5):
+        order = torch.randperm(53, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+        found[epoch] = [(by_hand(root, files[i], epoch, i), int(files[i].split("/")[1][-1])) for i in order]
+    return found
+
+
+def loader(found, rank: int, size: int, workers: int) -> WorkerLoader:
+    settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": workers, "shuffle": True}
+    return WorkerLoader(found, 12, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings)
+
+
+def read(own: WorkerLoader) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(batch.inputs.round().to(torch.uint8), batch.targets) for batch in own]
+
+
+def assert_epoch(loaders: list[WorkerLoader], epoch: int, start: int, expected) -> None:
+    """Read the rest of an epoch on all ranks and compare every pixel of every global batch."""
+    for own in loaders:
+        own.set_epoch(epoch, start)
+    wanted = expected[epoch][start:]
+    for number, shards in enumerate(zip(*map(read, loaders), strict=True)):
+        inputs, targets = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shards, strict=True))
+        real = targets != IGNORE
+        images, labels = zip(*wanted[12 * number : 12 * number + 12], strict=True)
+        assert torch.equal(inputs[real], torch.stack(images))
+        assert targets[real].tolist() == list(labels)
+    assert number == (53 - start - 1) // 12
+
+
+@pytest.mark.parametrize(("size", "workers", "cache"), [*product((1, 2, 3), (0, 2), ["none"]), (2, 2, "disk"), (2, 2, "ram")])
+def test_images_are_the_same_for_any_world_workers_cache_and_resume(root, expected, size, workers, cache):
+    found = dataset(root, f"data.cache={cache}").train
+    loaders = [loader(found, rank, size, workers) for rank in range(size)]
+    before = torch.get_rng_state()
+    assert_epoch(loaders, 3, 24, expected)  # resumed after two steps
+    assert_epoch(loaders, 4, 0, expected)  # the workers have begun it already
+    assert_epoch(loaders, 3, 36, expected)  # they have begun another epoch
+    for own in loaders:
+        own.set_epoch(5)
+        next(iter(own))  # abandoned after its first batch
+    assert_epoch(loaders, 5, 0, expected)
+    assert_epoch(loaders, 3, 48, expected)
+    assert torch.equal(torch.get_rng_state(), before), "loading draws from the global generator"
+
+
+def test_epochs_differ(expected):
+    assert len({tuple(image.flatten().tolist()) for epoch in expected.values() for image, _ in epoch}) == 3 * 53
+
+
+def test_loader_without_shuffle_repeats_its_epoch(root):
+    found = dataset(root).test
+    settings = {"mean": [0.0], "std": [1 / 255], "shuffle": False, "num_workers": 1}
+    own = WorkerLoader(found, 4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings)
+    first = read(own)
+    assert torch.equal(torch.cat([images for images, _ in first]), torch.stack([found.sample(0, i)[0] for i in range(7)]))
+    stream = own._stream
+    for (images, targets), (again, same_targets) in zip(first, read(own), strict=True):
+        assert torch.equal(images, again)
+        assert torch.equal(targets, same_targets)
+    assert own._stream is stream, "the workers were restarted, so what they had loaded ahead was lost"
+
+
+class Recording:
+    """Samples that append the epoch in which they are read to a file."""
+
+    size, shape = 8, (1, 2, 2)
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
+        with self.path.open("a") as file:
+            file.write(f"{epoch}\n")
+        return torch.zeros(self.shape, dtype=torch.uint8), 0
+
+
+def test_workers_begin_an_epoch_before_the_previous_one_ends(tmp_path):
+    import time
+
+    own = WorkerLoader(
+        Recording(tmp_path / "epochs"),
+        2,
+        dp_rank=0,
+        dp_size=1,
+        device=torch.device("cpu"),
+        mean=[0.0],
+        std=[1.0],
+        shuffle=True,
+        num_workers=1,
+    )
+    own.set_epoch(1)
+    batches = iter(own)
+    for _ in range(3):
+        next(batches)
+    deadline = time.monotonic() + 30
+    while "2" not in (tmp_path / "epochs").read_text().split():
+        assert time.monotonic() < deadline, "no sample of epoch 2 was read although only one batch of epoch 1 is left"
+        time.sleep(0.01)
+
+
+def test_file_that_is_damaged_after_the_check_is_named(tmp_path):
+    root = write_folder(tmp_path, {"train": 4, "val": 4}, classes=1)
+    found = dataset(root)
+    os.truncate(root / names(found.test)[2], 50)
+    settings = {"mean": [0.0], "std": [1.0], "shuffle": False, "num_workers": 1}
+    own = WorkerLoader(found.test, 4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings)
+    with pytest.raises(RuntimeError, match=rf"RuntimeError: {root}/val/class 0/.*: cannot be decoded"):
+        next(iter(own))
+
+
+SMALL = ["data=folder", "data.image_size=28", "data.channels=1", "data.mean=[0.5]", "data.std=[0.2]", "batch_size=12"]
+
+
+def test_two_ranks_train_on_a_folder_and_name_the_file_they_leave_out(tmp_path):
+    root = write_folder(tmp_path / "images", {"train": 30, "val": 9})
+    break_file(root)
+    common = [*SMALL, f"data.root={root}", "data.on_corrupt=skip", "data.cache=ram", "strategy=ddp", "model.init_std=null"]
+    run_world(2, main_in_world, *common, "epochs=2", f"runs_dir={tmp_path}/two")
+    run_world(1, main_in_world, *common, "epochs=2", f"runs_dir={tmp_path}/one")
+    one, two = (read_metrics(only_run(tmp_path / name)) for name in ("one", "two"))
+    assert [record["train_loss"] for record in two] == pytest.approx([record["train_loss"] for record in one], abs=1e-5)
+    log = (only_run(tmp_path / "two") / "train.log").read_text()
+    assert log.count("data.on_corrupt=skip: 1 files cannot be decoded and are left out: ") == 1
+    assert "class 1/0001.png: cannot be decoded (" in log
+
+
+def test_refusal_is_reported_once_with_exit_code_2(tmp_path):
+    root = write_folder(tmp_path / "images", {"train": 12, "val": 4})
+    break_file(root)
+    line = f"{' '.join(SMALL)} data.root={root} strategy=ddp runs_dir={tmp_path}/runs"
+    (code, printed), (other, silence) = run_world(2, refusal_in_world, line)
+    assert (code, other, silence) == (2, 2, "")
+    assert "error: data.root=" in printed
+    assert "1 of 16 files cannot be decoded" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_grey_images_are_read_as_one_channel(root):
+    found = dataset(root, "data.channels=1", "data.mean=[0.5]", "data.std=[0.2]")
+    assert found.train.sample(1, 0)[0].shape == (1, SIZE, SIZE)
+    assert Image.open(root / names(found.train)[0]).mode == "RGB"

@@ -1,0 +1,101 @@
+"""`data=own`: map-style datasets of users."""
+
+import pytest
+import torch
+from configs import config
+from launches import main_in_world, only_run, read_metrics
+from worlds import run_world
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.sources import check_same
+from ddp_lab.run.job import Job
+from ddp_lab.world.runtime import Runtime
+
+OPTIONS = ["data=own", "data.image_size=24", "data.resize=24", "data.num_workers=0"]
+
+
+def job(target: str, *overrides: str) -> Job:
+    cfg = config(*OPTIONS, f"data.dataset._target_=own_datasets.{target}", *overrides)
+    check(cfg)
+    return Job(cfg, Runtime("cpu"))
+
+
+def test_split_and_classes_are_those_of_the_dataset():
+    dataset = job("Shapes", "+data.dataset.size=10").dataset
+    assert (dataset.train.size, dataset.test.size) == (10, 7)
+    assert dataset.classes == ["dark", "light", "red"]
+    assert dataset.train.shape == (3, 24, 24)
+    assert dataset.test.sample(0, 5)[1] == 2
+
+
+def test_random_numbers_of_a_dataset_depend_on_seed_epoch_and_index():
+    (train, _), (other, _) = ((job("Shapes", f"seed={seed}").dataset.train, 0) for seed in (5, 6))
+    first = train.sample(1, 3)[0]
+    assert torch.equal(train.sample(1, 3)[0], first)
+    for changed in (train.sample(2, 3), train.sample(1, 6), other.sample(1, 3)):
+        assert not torch.equal(changed[0], first)
+    test = job("Shapes").dataset.test
+    assert torch.equal(test.sample(0, 3)[0], test.sample(0, 3)[0])
+
+
+def test_float_images_are_those_of_uint8():
+    numbers = "data.num_classes=2"
+    one, other = (job("Tensors", f"+data.dataset.kind={kind}", numbers).dataset.test for kind in ("uint8", "float"))
+    assert torch.equal(one.sample(0, 3)[0], other.sample(0, 3)[0])
+    assert one.sample(0, 3)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "message"),
+    [
+        ("Tensors", ["+data.dataset.kind=normalised"], r"sample 0 must be in \[0, 1\], got -1 to"),
+        (
+            "Tensors",
+            ["+data.dataset.kind=int64"],
+            r"the image of sample 0 must be uint8 or a float in \[0, 1\], got torch.int64",
+        ),
+        ("Tensors", ["+data.dataset.kind=wide"], r"must be \[3, height, width\] \(data.channels=3\), got \[1, 3, 30, 40\]"),
+        ("Tensors", ["+data.dataset.kind=array"], r"must be a PIL image or a tensor, got ndarray"),
+        ("Tensors", ["+data.dataset.label=2"], r"the label of sample 0 is 2; with 2 classes it must be 0 to 1"),
+        ("Targets", [], r"the label of sample 4 is 2; with 2 classes it must be 0 to 1"),
+        ("Tensors", ["data.num_classes=null"], r"has no attribute classes \(the names\); set data.num_classes"),
+        ("Single", [], r"sample 0 must be \(image, label\), got Tensor"),
+        ("Iterable", [], r"has no __len__; it must be a map-style dataset"),
+        ("NoSplit", [], r"must have a parameter split, which is train or val, or a parameter train"),
+        ("Shapes", ["+data.dataset.siz=3"], r"data.dataset.siz=3: there is no such key; did you mean data.dataset.size"),
+        ("Tensors", ["+data.dataset.train=true"], r"data.dataset.train=True: there is no such key"),
+        ("nothing", [], r"data.dataset._target_=own_datasets.nothing: must be the name of a class or function"),
+    ],
+)
+def test_datasets_that_cannot_be_used_are_refused(target, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        _ = job(target, "data.num_classes=2", *overrides).dataset
+
+
+def test_label_that_is_wrong_in_a_later_sample_is_named():
+    own = job("Later", "data.num_classes=2", "data.num_workers=1").loaders[1]
+    with pytest.raises(RuntimeError, match=r"RuntimeError: .*Later: the label of sample 4 is 5; with 2 classes"):
+        list(own)
+
+
+def test_map_style_dataset_needs_data_own():
+    cfg = config("data.dataset._target_=own_datasets.Shapes")
+    with pytest.raises(ConfigError, match=r"must have the methods prepare and load; .* needs data=own"):
+        _ = Job(cfg, Runtime("cpu")).dataset
+
+
+def test_ranks_with_other_files_are_refused():
+    check_same(["a", "a"])
+    with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 ranks in all\)"):
+        check_same(["a", "a", "b"])
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(tmp_path):
+    common = ["data=own", "data.dataset._target_=own_datasets.Shapes", "data.image_size=28", "model.init_std=null"]
+    common += ["batch_size=12", "epochs=2", "data.erasing=0.3"]
+    run_world(1, main_in_world, *common, "data.num_workers=0", f"runs_dir={tmp_path}/one")
+    run_world(2, main_in_world, *common, "data.num_workers=1", "strategy=ddp", f"runs_dir={tmp_path}/two")
+    one, two = (read_metrics(only_run(tmp_path / name)) for name in ("one", "two"))
+    assert [record["train_loss"] for record in two] == pytest.approx([record["train_loss"] for record in one], abs=1e-5)

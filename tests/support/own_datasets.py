@@ -1,0 +1,76 @@
+"""Map-style datasets as users write them, which import nothing of ddp_lab."""
+
+import random
+
+import numpy as np
+import torch
+from PIL import Image
+
+
+class Shapes:
+    """PIL images of different sizes, drawn with the generators that users draw from."""
+
+    classes = ("dark", "light", "red")
+
+    def __init__(self, split, size: int = 20):
+        self.split, self.size = split, size
+
+    def __len__(self):
+        return self.size if self.split == "train" else 7
+
+    def __getitem__(self, index):
+        pixels = np.full((30 + index, 40, 3), (80 * (index % 3), 90, 7), dtype=np.uint8)
+        noise = np.random.randint(0, 50, pixels.shape) + random.randint(0, 9) + torch.randint(0, 9, ()).item()
+        return Image.fromarray((pixels + noise).astype(np.uint8)), index % 3
+
+
+class Tensors:
+    """Tensors, as uint8 or float, of a dataset that is called with train=, and has no `classes`."""
+
+    def __init__(self, train, kind: str = "uint8", label: int = 0):
+        self.kind, self.label = kind, label
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        image = torch.arange(3 * 30 * 40).reshape(3, 30, 40).add(index).remainder(256)
+        values = {
+            "uint8": image.to(torch.uint8),
+            "float": image / 255,
+            "normalised": image / 255 - 1,
+            "int64": image,
+            "wide": image[None],
+            "array": image.numpy(),
+        }
+        return values[self.kind], torch.tensor(index % 2 + self.label)
+
+
+class Later(Tensors):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, label + 5 * (index == 4)
+
+
+class Targets(Tensors):
+    targets = torch.tensor([0, 1, 0, 1, 2, 0])
+
+
+class Single(Tensors):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0]
+
+
+class Iterable:
+    classes = ("a", "b")
+
+    def __init__(self, split):
+        pass
+
+    def __iter__(self):
+        return iter([])
+
+
+class NoSplit(Tensors):
+    def __init__(self):
+        pass
