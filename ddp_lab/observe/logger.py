@@ -201,12 +201,9 @@ class FileLogger(Logger):
             self.pictures[self.metrics.with_name("confusion.png")] = partial(self._draw_confusion, epoch, counts)
 
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
-        names = [*self.classes, *map(str, range(len(self.classes), len(counts)))][
-            : len(counts)
-        ]  # a model may have more outputs
-        picture = confusion_picture(counts, names)
+        picture = confusion_picture(counts, self.classes)
         picture.save(path)
-        write_classes(counts, names, path.with_name("classes.csv"))
+        write_classes(counts, self.classes, path.with_name("classes.csv"))
         self.board.add_image("confusion", np.array(picture), epoch, dataformats="HWC")
 
     def text(self, title: str, markdown: str) -> None:

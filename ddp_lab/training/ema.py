@@ -17,6 +17,8 @@ class EMA:
     number of ranks. Buffers (BatchNorm's statistics) are averaged like weights, as by timm and torchvision's reference scripts;
     integer buffers are copied. Without synchronised BatchNorm, the averages of replica 0's statistics count.
 
+    torch.optim.swa_utils.AveragedModel copies the module, which is not possible for a sharded or a cut one.
+
     Args:
         strategy: after `Strategy.setup`. The averages start from its weights.
         decay: at least 0 and below 1. About 1 / (1 - decay) steps are averaged.

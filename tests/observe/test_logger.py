@@ -101,7 +101,7 @@ EPOCH = {  # all values differ
 
 
 def record_an_epoch(run_dir) -> None:
-    options = {"start_epoch": 1, "steps_per_epoch": 8, "hparams": {}, "config": "", "classes": ["cat"], "where": ""}
+    options = {"start_epoch": 1, "steps_per_epoch": 8, "hparams": {}, "config": "", "classes": ["cat", "dog"], "where": ""}
     logger = FileLogger(run_dir, **options, constants={"world_size": 2})
     logger.epoch(1, **EPOCH)
     logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75})
@@ -136,4 +136,4 @@ def test_epoch_is_recorded_under_its_names(tmp_path):
     (image,) = events.Images("confusion")
     assert image.step == 2, "only the last confusion matrix is drawn"
     assert Image.open(tmp_path / "confusion.png").size == (image.width, image.height)
-    assert (tmp_path / "classes.csv").read_text().split() == ["class,samples,correct,accuracy", "cat,4,2,0.5", "1,2,2,1"]
+    assert (tmp_path / "classes.csv").read_text().split() == ["class,samples,correct,accuracy", "cat,4,2,0.5", "dog,2,2,1"]
