@@ -24,7 +24,8 @@ class EMA:
         decay: at least 0 and below 1. About 1 / (1 - decay) steps are averaged.
 
     Attributes:
-        averages: by name, of the trained parameters and the buffers; this rank's shards, in place all the time.
+        averages: this rank's shards, by name, of the trained parameters and the buffers. The tensors stay the same; while
+            `in_use` is active, they hold the weights.
     """
 
     def __init__(self, strategy: Strategy, decay: float):
