@@ -125,6 +125,9 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
             job.partition,
             lambda _: f"{strategy.name} can distribute {choices['model']} and {plan.samples_at_once} samples at once",
         )
+    if plan is not None:
+        mixing = f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}"
+        findings.look("loss", lambda: job.loss, lambda _: f"{choices['loss']} of a value per sample, {mixing}")
 
 
 def as_it_is(finding: Finding) -> Finding:

@@ -28,7 +28,7 @@ from ddp_lab.run import train
 from ddp_lab.world.runtime import Runtime, list_devices
 
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
-CHECKS += ["partition"]
+CHECKS += ["partition", "loss"]
 NOWHERE = "no-such-host.invalid"
 
 
@@ -98,7 +98,7 @@ def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp batch_size=7"
     code, output = launch(line, f"runs_dir={tmp_path}")
     assert code == 1, output  # torchrun's exit code
-    for about in CHECKS[:-1]:
+    for about in CHECKS[:-2]:  # the last two need a batch
         assert output.count(f" {about}: ") == 1, output
     assert "ok       strategy: ddp on 2 ranks: dp 2\n" in output
     assert (
@@ -117,6 +117,7 @@ WRONG = {  # overrides on two ranks: the check that fails, an excerpt of its mes
     "strategy=split": ("strategy", "strategy=split: runs in one process, but 2 ranks were started. Start"),
     "strategy=ddp_pipeline strategy.pp=3": ("strategy", "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp"),
     "data=synthetic data.dataset.image_size=8": ("model", "model=lenet: needs images of at least 14x14"),
+    "mixup=0.2 batch_size=6": ("loss", "has local batches of 3; use a global batch of 4 or 8, or mixup=0 cutmix=0"),
     "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": ("partition", "cannot be cut into 4 stages"),
 }
 
