@@ -563,7 +563,7 @@ def tiny_checkpoints(folder: Path, best: str | None = "test_loss") -> Checkpoint
     strategy.setup(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
-    return Checkpoints(folder, runtime, strategy, optimizer, make_scheduler(optimizer, cosine, 10, 0), shapes, best=best)
+    return Checkpoints(folder, runtime, strategy, optimizer, make_scheduler(optimizer, cosine, 10, 1, 0), shapes, best=best)
 
 
 def save_epochs(checkpoints: Checkpoints, losses: list[float], accuracies: list[float], start: Progress | None = None) -> None:
