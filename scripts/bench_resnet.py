@@ -1,0 +1,124 @@
+"""Benchmark training on 224 x 224 images: train.py against the loop of torchvision's references, eager and compiled.
+
+python scripts/bench_resnet.py --models resnet18 resnet50 --json runs/bench_resnet.json      on one GPU
+python scripts/bench_resnet.py --batch 4 --steps 2 --size 32                                  a small run on the CPU
+
+The numbers are images per second, the median of `--repeats` rounds of `--steps` steps, for made-up images:
+
+reference            the loop of torchvision's references/classification and of timm: autocast to bf16, channels_last, SGD with
+                     momentum; every step trains on one batch that is on the device already, as in timm's benchmark.py
+reference compiled   the same after torch.compile, with fused SGD
+ours                 train.py with cuda_graph, compile, channels_last and bf16, which also shuffles and normalises uint8 images
+ours eager           train.py with channels_last and bf16
+
+Each loop runs in a process of its own, one after the other.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torchvision
+
+ROOT = Path(__file__).parent.parent
+LOOPS = ["reference", "reference compiled", "ours eager", "ours"]
+OURS = {
+    "ours eager": ["precision=bf16", "channels_last=true"],
+    "ours": ["precision=bf16", "channels_last=true", "compile=true", "cuda_graph=true"],
+}
+
+
+def reference(arguments: argparse.Namespace, compiled: bool) -> list[float]:
+    """Return the images per second of the reference loop, by round."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
+    model = torchvision.models.get_model(arguments.models[0]).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=compiled or None)
+    forward = torch.compile(model) if compiled else model
+    images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    targets = torch.randint(1000, (arguments.batch,), device=device)
+
+    def train(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = F.cross_entropy(forward(images), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return steps * arguments.batch / (time.perf_counter() - start)
+
+    train(max(5, arguments.steps // 4))  # compiles, chooses cuDNN's kernels
+    return [train(arguments.steps) for _ in range(arguments.repeats)]
+
+
+def ours(arguments: argparse.Namespace, model: str, options: list[str], folder: Path) -> list[str]:
+    """Return the command of train.py, whose epochs are the rounds."""
+    return [
+        *[sys.executable, "train.py", "model=own", f"model._target_=torchvision.models.{model}", "data=synthetic"],
+        *[f"data.dataset.image_size={arguments.size}", f"data.dataset.train_size={arguments.batch * arguments.steps}"],
+        *["data.dataset.test_size=64", "data.dataset.num_classes=1000", f"batch_size={arguments.batch}", "optimizer.lr=0.01"],
+        *[f"epochs={arguments.repeats + 1}", f"runs_dir={folder}", "name=run", "checkpoint.every_epochs=1000", *options],
+        "checkpoint.best=null",
+    ]
+
+
+def measure(arguments: argparse.Namespace, model: str, loop: str) -> dict:
+    """Run a loop in a process of its own, and return its row of the table."""
+    row = {"model": model, "loop": loop, "batch": arguments.batch, "size": arguments.size}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = folder / "rates.json"
+        command = [sys.executable, __file__, "--run", loop, "--models", model, "--json", str(found)]
+        for key in ("batch", "steps", "repeats", "size"):
+            command += [f"--{key}", str(getattr(arguments, key))]
+        if loop in OURS:
+            command = ours(arguments, model, OURS[loop], folder)
+        try:
+            subprocess.run(command, cwd=ROOT, check=True, timeout=arguments.patience, capture_output=True, text=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            return row | {"skipped": str(error.stderr or error)[-500:]}
+        if loop in OURS:
+            lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[1:]
+            rates = [json.loads(line)["samples_per_second"] for line in lines]
+        else:
+            rates = json.loads(found.read_text())
+    return row | {"rate": statistics.median(rates), "rates": rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"], help="names in torchvision.models")
+    parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--size", type=int, default=224, help="height and width of the images in pixels")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a round")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--patience", type=float, default=180, help="seconds that a loop may take")
+    parser.add_argument("--json", default=os.devnull, help="file for the rates of all rounds")
+    parser.add_argument("--run", choices=LOOPS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        Path(arguments.json).write_text(json.dumps(reference(arguments, "compiled" in arguments.run)))
+        return
+    rows = []
+    for model in arguments.models:
+        for loop in arguments.loops:
+            rows.append(measure(arguments, model, loop))
+            print(f"{model:12} {loop:20} {rows[-1].get('skipped') or format(rows[-1]['rate'], '10,.0f')}", flush=True)
+            Path(arguments.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
