@@ -1,15 +1,17 @@
-"""Benchmark training on 224 x 224 images: train.py against the loop of torchvision's references, eager and compiled.
+"""Benchmark training on 224 x 224 images: train.py against the loop of torchvision's references, on made-up images and files.
 
 python scripts/bench_resnet.py --models resnet18 resnet50 --json runs/bench_resnet.json      on one GPU
-python scripts/bench_resnet.py --batch 4 --steps 2 --size 32                                  a small run on the CPU
+python scripts/bench_resnet.py --batch 4 --steps 2 --size 32 --workers 1                      a small run on the CPU
 
-The numbers are images per second, the median of `--repeats` rounds of `--steps` steps, for made-up images:
+The numbers are images per second, the median of `--repeats` rounds of `--steps` steps:
 
 reference            the loop of torchvision's references/classification and of timm: autocast to bf16, channels_last, SGD with
                      momentum; every step trains on one batch that is on the device already, as in timm's benchmark.py
 reference compiled   the same after torch.compile, with fused SGD
 ours                 train.py with cuda_graph, compile, channels_last and bf16, which also shuffles and normalises uint8 images
 ours eager           train.py with channels_last and bf16
+ours compiled        train.py with compile, channels_last and bf16
+ours folder          `ours compiled` on JPEG files of 500 x 375 pixels, with data.cache=disk and `--workers` workers
 
 Each loop runs in a process of its own, one after the other.
 """
@@ -24,16 +26,21 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
+from PIL import Image, ImageFilter
 
 ROOT = Path(__file__).parent.parent
-LOOPS = ["reference", "reference compiled", "ours eager", "ours"]
 OURS = {
     "ours eager": ["precision=bf16", "channels_last=true"],
     "ours": ["precision=bf16", "channels_last=true", "compile=true", "cuda_graph=true"],
+    "ours compiled": ["precision=bf16", "channels_last=true", "compile=true"],
+    "ours folder": ["precision=bf16", "channels_last=true", "compile=true"],
 }
+LOOPS = ["reference", "reference compiled", *OURS]
+DIFFERENT = 64  # files with different content; the others are links to them, because making noise is slow
 
 
 def reference(arguments: argparse.Namespace, compiled: bool) -> list[float]:
@@ -63,14 +70,35 @@ def reference(arguments: argparse.Namespace, compiled: bool) -> list[float]:
     return [train(arguments.steps) for _ in range(arguments.repeats)]
 
 
-def ours(arguments: argparse.Namespace, model: str, options: list[str], folder: Path) -> list[str]:
+def write_files(root: Path, images: int) -> None:
+    """Write JPEG files of about 60 KB, as large as photographs of this size, for two classes."""
+    draw = np.random.default_rng(0)
+    for split, size in (("train", images), ("val", 64)):
+        first: list[Path] = []
+        for number in range(size):
+            path = root / split / f"class{number % 2}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if number < DIFFERENT:
+                noise = Image.fromarray(draw.integers(0, 256, (375, 500, 3), dtype=np.uint8))
+                noise.filter(ImageFilter.GaussianBlur(1)).save(path, quality=90)
+                first.append(path)
+            else:
+                os.link(first[number % DIFFERENT], path)
+
+
+def ours(arguments: argparse.Namespace, model: str, loop: str, folder: Path) -> list[str]:
     """Return the command of train.py, whose epochs are the rounds."""
+    images = arguments.batch * arguments.steps
+    data = ["data=synthetic", f"data.dataset.image_size={arguments.size}", f"data.dataset.train_size={images}"]
+    data += ["data.dataset.test_size=64", "data.dataset.num_classes=1000"]
+    if loop == "ours folder":
+        write_files(folder / "images", images)
+        data = ["data=folder", f"data.root={folder}/images", "data.cache=disk", f"data.cache_dir={folder}/cache"]
+        data += [f"data.image_size={arguments.size}", f"data.num_workers={arguments.workers}"]
     return [
-        *[sys.executable, "train.py", "model=own", f"model._target_=torchvision.models.{model}", "data=synthetic"],
-        *[f"data.dataset.image_size={arguments.size}", f"data.dataset.train_size={arguments.batch * arguments.steps}"],
-        *["data.dataset.test_size=64", "data.dataset.num_classes=1000", f"batch_size={arguments.batch}", "optimizer.lr=0.01"],
-        *[f"epochs={arguments.repeats + 1}", f"runs_dir={folder}", "name=run", "checkpoint.every_epochs=1000", *options],
-        "checkpoint.best=null",
+        *[sys.executable, "train.py", "model=torchvision", f"model.name={model}", *data, f"batch_size={arguments.batch}"],
+        *["optimizer.lr=0.01", f"epochs={arguments.repeats + 1}", f"runs_dir={folder}", "name=run", *OURS[loop]],
+        *["checkpoint.every_epochs=1000", "checkpoint.best=null"],
     ]
 
 
@@ -84,11 +112,13 @@ def measure(arguments: argparse.Namespace, model: str, loop: str) -> dict:
         for key in ("batch", "steps", "repeats", "size"):
             command += [f"--{key}", str(getattr(arguments, key))]
         if loop in OURS:
-            command = ours(arguments, model, OURS[loop], folder)
+            command = ours(arguments, model, loop, folder)
         try:
             subprocess.run(command, cwd=ROOT, check=True, timeout=arguments.patience, capture_output=True, text=True)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            return row | {"skipped": str(error.stderr or error)[-500:]}
+        except subprocess.CalledProcessError as error:
+            return row | {"skipped": error.stderr[-500:]}
+        except subprocess.TimeoutExpired:
+            return row | {"skipped": f"not done within {arguments.patience:.0f} s"}
         if loop in OURS:
             lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[1:]
             rates = [json.loads(line)["samples_per_second"] for line in lines]
@@ -103,9 +133,10 @@ def main() -> None:
     parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224, help="height and width of the images in pixels")
+    parser.add_argument("--workers", type=int, default=8, help="worker processes of `ours folder`")
     parser.add_argument("--steps", type=int, default=50, help="steps of a round")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--patience", type=float, default=180, help="seconds that a loop may take")
+    parser.add_argument("--patience", type=float, default=300, help="seconds that a loop may take")
     parser.add_argument("--json", default=os.devnull, help="file for the rates of all rounds")
     parser.add_argument("--run", choices=LOOPS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
