@@ -1,6 +1,6 @@
 """Measure how many images a second one worker process loads, next to torchvision's ImageFolder and DataLoader.
 
-python scripts/bench_images.py --images 512 --repeats 5
+python scripts/bench_decode.py --images 512 --repeats 5
 
 All loops read the same JPEG files of 500 x 375 pixels, which are made in a temporary directory, and apply the same transforms:
 the shorter side resized to 256, a random crop resized to 224, a random flip. The loops take turns, and each rate is a median.
