@@ -1,10 +1,14 @@
 """ddp_lab installed from its wheel works outside the clone."""
 
+import csv
 import json
+import re
+import shutil
 from zipfile import ZipFile
 
+import onnxruntime
 import pytest
-from launches import ROOT
+from launches import ROOT, read_metrics
 from wheels import Environment, build_wheel
 
 ENTRY = """
@@ -52,3 +56,39 @@ def test_wheel_composes_the_config_with_yaml_of_the_user(environment, tmp_path):
     done = environment.run("python -m ddp_lab name=x --config-dir own experiment=seven --cfg job", tmp_path)
     assert done.returncode == 0, done.stderr
     assert {"epochs: 7", "name: x", "runs_dir: runs"} <= set(done.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
+    """The commands of its README, in order, in an empty directory with new interpreters."""
+    project = tmp_path / "project"
+    tracked = environment.run(f"git -C {ROOT} ls-files examples/own_project", tmp_path).stdout.splitlines()
+    for name in tracked:
+        (target := project / name.removeprefix("examples/own_project/")).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    readme = (project / "README.md").read_text()
+    assert len(readme.splitlines()) <= 12
+    images, train, evaluate, predict, export = re.search(r"```\n(.*?)```", readme, re.DOTALL)[1].splitlines()
+    outputs = []
+    for command in (images, train, evaluate, predict, export):
+        done = environment.run(command, project)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        outputs.append(done.stdout)
+    run = project / "runs" / "digits"
+    logged = read_metrics(run)[-1]
+    assert (logged["epoch"], logged["world_size"]) == (3, 2)
+    assert logged["test_accuracy"] > 0.8
+    assert f"test loss {logged['test_loss']:.4f} accuracy {logged['test_accuracy']:.4f} " in outputs[2]
+    assert outputs[2].rstrip().endswith(" on 360 images (1 x cpu)")
+    _, *rows = csv.reader((project / "predictions.csv").open())
+    assert len(rows) == len(list((project / "images" / "val" / "3").iterdir()))
+    assert sum(row[1] == "3" for row in rows) / len(rows) > 0.6
+    (inputs,) = onnxruntime.InferenceSession(project / "digits.onnx").get_inputs()
+    assert (inputs.name, inputs.shape[1:]) == ("images", [1, 32, 32])
+    proof = environment.run("python -c 'import ddp_lab, sys; print(ddp_lab.__file__, *sys.path)'", project)
+    assert str(ROOT) not in proof.stdout
+    assert proof.stdout.startswith(str(environment.programs.parent))
+    sweep = "python -m ddp_lab -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 --config-dir conf experiment=digits"
+    done = environment.run(f"{sweep} strategy=scratch epochs=1 hydra.sweep.dir=runs/sweep", project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "job: finished, test accuracy" in done.stdout
