@@ -33,7 +33,7 @@ LENET = [*SMALL, "model=lenet", "model.init_std=null", "epochs=2", "ema=0.8", "s
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the directory of a run that two ranks of ddp trained."""
+    """Return the directory of a run that two ranks of ddp trained. The averages of its weights are evaluated."""
     folder = tmp_path_factory.mktemp("runs")
     run_world(2, main_in_world, *LENET, f"runs_dir={folder}")
     return folder / "mine"
