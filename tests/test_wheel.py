@@ -91,4 +91,4 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     sweep = "python -m ddp_lab -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 --config-dir conf experiment=digits"
     done = environment.run(f"{sweep} strategy=scratch epochs=1 hydra.sweep.dir=runs/sweep", project)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "job: finished, test accuracy" in done.stdout
+    assert "strategy=scratch,epochs=1: finished, test accuracy" in done.stdout
