@@ -88,7 +88,7 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     proof = environment.run("python -c 'import ddp_lab, sys; print(ddp_lab.__file__, *sys.path)'", project)
     assert str(ROOT) not in proof.stdout
     assert proof.stdout.startswith(str(environment.programs.parent))
-    sweep = "python -m ddp_lab -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 --config-dir conf experiment=digits"
-    done = environment.run(f"{sweep} strategy=scratch epochs=1 hydra.sweep.dir=runs/sweep", project)
+    sweep = "python -m ddp_lab -m hydra/launcher=torchrun --config-dir conf experiment=digits"
+    done = environment.run(f"{sweep} strategy=single epochs=1 hydra.sweep.dir=runs/sweep", project)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "strategy=scratch,epochs=1: finished, test accuracy" in done.stdout
+    assert "strategy=single,epochs=1: finished, test accuracy" in done.stdout
