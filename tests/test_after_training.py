@@ -9,8 +9,9 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
+from configs import config
+from image_folders import write_folder
 from launches import SMALL, main_in_world, read_metrics
-from omegaconf import OmegaConf
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -22,8 +23,8 @@ from ddp_lab import evaluate, export, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import write_pt2
-from ddp_lab.run.job import prepare
-from ddp_lab.run.predict import find_images, short_side
+from ddp_lab.run.job import Job, prepare
+from ddp_lab.run.predict import Predictor, find_images, short_side
 from ddp_lab.run.trained import DataRecord, find_checkpoint, load_model, read_config
 from ddp_lab.world.runtime import Runtime
 
@@ -213,10 +214,27 @@ def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left
     assert all(len(row) == 11 for row in rows)
 
 
-def test_predict_resizes_as_the_data_of_the_run_are_resized():
-    assert short_side(OmegaConf.create({"mean": [0.5]}), 28) == 28
-    assert short_side(OmegaConf.create({"image_size": 224, "resize": None}), 224) == 256
-    assert short_side(OmegaConf.create({"image_size": 224, "resize": 232}), 224) == 232
+@pytest.mark.parametrize(("overrides", "size"), [([], 28), (["data=folder"], 256), (["data=folder", "data.resize=232"], 232)])
+def test_predict_resizes_as_the_data_of_the_run_are_resized(overrides, size):
+    data = config(*overrides).data
+    assert short_side(data, data.get("image_size", 28)) == size
+
+
+def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
+    root = write_folder(tmp_path / "images", {"train": 3, "val": 6})
+    cfg = config("data=folder", f"data.root={root}", "data.image_size=24", "data.num_workers=0", "batch_size=6")
+    job, seen = Job(cfg, Runtime("cpu")), []
+    data = DataRecord(job.dataset.model_shape(), job.dataset.classes)
+
+    class Seeing(nn.Module):
+        def forward(self, images):
+            seen.append(images)
+            return images.flatten(1)[:, :3]
+
+    rows, corrupt = Predictor(Seeing(), cfg.data, data, job.runtime, top=2).run(find_images([f"{root}/val"]), 6)
+    assert torch.equal(seen[0], next(iter(job.loaders[1])).inputs)
+    assert (len(rows), corrupt) == (6, [])
+    assert {name for row in rows for name in row.classes} <= {"class 0", "class 1", "class 2"}
 
 
 def test_find_images_searches_folders_and_globs_once(tmp_path):

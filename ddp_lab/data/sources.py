@@ -42,10 +42,7 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
     """
     node = data["dataset"]
     target = get_object(node["_target_"])
-    images = None
-    if "image_size" in data:
-        keys = [key for key in ImageOptions.__dataclass_fields__ if key != "seed"]
-        images = ImageOptions(seed, **{key: data[key] for key in keys})
+    images = image_options(data, seed)
     if hasattr(target, "prepare") and hasattr(target, "load"):
         # By position, because instantiate would turn a dataclass that is passed by name into a DictConfig.
         return build(node, images) if "images" in inspect.signature(target).parameters else build(node)
@@ -55,6 +52,13 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
             "label) needs data=own"
         )
     return Own(node, images, data["num_classes"])
+
+
+def image_options(data: Mapping[str, Any], seed: int) -> ImageOptions | None:
+    """Return how images are transformed according to the config group `data`; None if it holds a dataset in memory."""
+    if "image_size" not in data:
+        return None
+    return ImageOptions(seed, **{key: data[key] for key in ImageOptions.__dataclass_fields__ if key != "seed"})
 
 
 def check_same(digests: list[str]) -> None:

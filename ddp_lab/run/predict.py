@@ -13,10 +13,10 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.decode import ImageError, decode, evaluation_view
+from ddp_lab.data.sources import image_options
+from ddp_lab.data.tree import SUFFIXES, find_files
 from ddp_lab.run.trained import DataRecord
 from ddp_lab.world.runtime import Runtime
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 
 class Prediction(NamedTuple):
@@ -36,8 +36,7 @@ def find_images(names: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         if Path(name).is_dir():
-            paths = sorted(str(path) for path in Path(name).rglob("*") if path.suffix.lower() in SUFFIXES)
-            paths = [path for path in paths if not Path(path).name.startswith(".")]  # macOS writes `._` files beside images
+            paths = sorted(find_files(name, name.rstrip("/"), set()))
         else:
             paths = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
         if not paths:
@@ -98,11 +97,10 @@ class Predictor:
 def short_side(data: DictConfig, image_size: int) -> int:
     """Return the length to which the shorter side of an image is resized before the crop of its centre.
 
-    Datasets that are held in memory have no such option: their images are resized to the size that the model was trained on.
+    Datasets that are held in memory have no such option: other images are resized to the size of theirs.
     """
-    if data.get("image_size") is None:
-        return image_size
-    return data.resize or round(data.image_size * 8 / 7)
+    images = image_options(data, seed=0)  # evaluation has no randomness
+    return image_size if images is None else images.short_side
 
 
 def write_table(file: TextIO, predictions: list[Prediction]) -> None:
