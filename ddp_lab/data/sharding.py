@@ -79,6 +79,12 @@ class Shard(DistributedSampler[int]):
         return order[self.rank :: self.num_replicas].contiguous()
 
 
+def scale_and_offset(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensors, [channels, 1, 1], with which uint8 images are normalised: images * scale - offset."""
+    means, deviations = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
+    return 1 / (255 * deviations), means / deviations
+
+
 class LoaderOptions(TypedDict):
     """The keyword arguments of `Loader` that its subclasses pass on."""
 
@@ -144,8 +150,7 @@ class Loader(ABC):
         self.dp_size = dp_size
         self.sampler = Shard(cast("TorchDataset[int]", range(data.size)), dp_size, dp_rank, shuffle=shuffle, seed=seed)
         self.real = len(range(dp_rank, data.size, dp_size))  # this rank's samples without padding
-        means, deviations = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
-        self.scale, self.offset = 1 / (255 * deviations), means / deviations
+        self.scale, self.offset = scale_and_offset(mean, std, device)
 
     def __len__(self) -> int:
         """Return the number of steps per epoch."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.decode import ImageError, decode, evaluation_view
+from ddp_lab.data.sharding import scale_and_offset
 from ddp_lab.data.sources import image_options
 from ddp_lab.data.tree import SUFFIXES, find_files
 from ddp_lab.run.trained import DataRecord
@@ -61,8 +62,7 @@ class Predictor:
         self.channels, self.image_size = record.shape["in_channels"], record.shape["image_size"]
         self.top = min(top, len(record.classes))
         self.short_side = short_side(data, self.image_size)
-        means, deviations = (torch.tensor(list(v), device=runtime.device).view(-1, 1, 1) for v in (data.mean, data.std))
-        self.scale, self.offset = 1 / (255 * deviations), means / deviations
+        self.scale, self.offset = scale_and_offset(data.mean, data.std, runtime.device)
 
     def run(self, paths: list[str], batch_size: int) -> tuple[list[Prediction], list[str]]:
         """Return the predictions of all files that can be decoded, and why the others cannot."""
