@@ -65,7 +65,9 @@ class Folder:
                 cannot be written.
         """
         if not self.root.is_dir():
-            raise NodeError(f"data.root={self.root}: there is no such directory on {socket.gethostname()}")
+            raise NodeError(
+                f"data.root={self.root}: there is no such directory on {socket.gethostname()}; it must have train/CLASS/FILE"
+            )
         names = find_images(self.root)
         folder, temporary = self._places(self._key(names))
         try:

@@ -1,8 +1,9 @@
 """Two loaders of the same batches: one gathers them on the device, which holds the whole dataset, one in worker processes."""
 
 import signal
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -157,6 +158,15 @@ class Keyed(TorchDataset[tuple[torch.Tensor, int]]):
         return image.permute(1, 2, 0), target
 
 
+def stop_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes of a loader, also where an exception's frames keep the loader until the interpreter exits.
+
+    There multiprocessing would end them by SIGTERM, which they ignore, and wait for them forever.
+    """
+    if loader._iterator is not None:  # pyright: ignore[reportPrivateUsage]
+        loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
+
+
 class WorkerLoader(Loader):
     """Loader whose worker processes load and transform the samples in host memory, with torch's DataLoader.
 
@@ -188,6 +198,7 @@ class WorkerLoader(Loader):
             generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
         )
         self._stream: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
+        weakref.finalize(self, stop_workers, self.loader)
 
     def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         epoch, start = self.sampler.epoch, self.sampler.start

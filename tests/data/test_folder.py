@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from configs import config
 from image_folders import write_folder
-from launches import main_in_world, only_run, read_metrics, refusal_in_world
+from launches import ROOT, main_in_world, only_run, read_metrics, refusal_in_world
 from PIL import Image
 from torchvision.transforms import v2
 from worlds import run_world
@@ -279,6 +281,24 @@ def test_workers_begin_an_epoch_before_the_previous_one_ends(tmp_path):
     while "2" not in (tmp_path / "epochs").read_text().split():
         assert time.monotonic() < deadline, "no sample of epoch 2 was read although only one batch of epoch 1 is left"
         time.sleep(0.01)
+
+
+KEPT = """
+import sys, torch
+from ddp_lab.data.datasets import Synthetic
+from ddp_lab.data.loaders import WorkerLoader
+own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, 2, dp_rank=0, dp_size=1, device=torch.device("cpu"), mean=[0.5],
+                   std=[0.2], shuffle=True, num_workers=1)
+batches = iter(own)
+next(batches)
+sys.modules["keeps"] = own  # until the interpreter exits, like the frames of an exception
+sys.exit(2)
+"""
+
+
+def test_interpreter_exits_while_workers_run():
+    ended = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
 
 
 def test_file_that_is_damaged_after_the_check_is_named(tmp_path):
