@@ -26,8 +26,8 @@ from torchvision.transforms import v2
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.data.loaders import WorkerLoader  # noqa: E402
 from ddp_lab.data.sources import make_source  # noqa: E402
+from ddp_lab.data.workers import WorkerLoader  # noqa: E402
 
 BATCH, CLASSES = 32, 4
 AHEAD = 4  # batches, more than a worker loads ahead

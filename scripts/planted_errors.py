@@ -47,7 +47,7 @@ JOB, TRAIN, LOOP, STEP = "ddp_lab/run/job.py", "ddp_lab/run/train.py", "ddp_lab/
 EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/sums.py"
 EMA, FSDP = "ddp_lab/training/ema.py", "ddp_lab/strategies/fsdp.py"
 SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
-SHARDING, LOADERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/loaders.py", "ddp_lab/data/augment.py"
+SHARDING, WORKERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/workers.py", "ddp_lab/data/augment.py"
 TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
 MAIN, OUTCOME = "ddp_lab/__main__.py", "ddp_lab/launch/outcome.py"
 COMPARE, LOGGER = "scripts/compare.py", "ddp_lab/observe/logger.py"
@@ -163,17 +163,17 @@ ERRORS = [
     Error("a resumed epoch begins at its first sample", SHARDING,
           "math.ceil(samples / self.dp_size)", "0",
           "tests/data/test_data.py::test_loader_resumes_within_an_epoch_for_any_world_size[1-device-1]"),
-    Error("worker processes shuffle for themselves", LOADERS,
+    Error("worker processes shuffle for themselves", WORKERS,
           "self.shard.own(epoch)[start:]", "torch.randperm(len(self.shard))[start:]",
           "tests/data/test_data.py::test_device_and_workers_loaders_yield_equal_tensors[2]"),
-    Error("what workers loaded ahead of another epoch is not dropped", LOADERS,
+    Error("what workers loaded ahead of another epoch is not dropped", WORKERS,
           "if self._stream is None or self._keys.position != (epoch, start):", "if self._stream is None:",
           IMAGES.format("1-0-none")),
     Error("images that are read one by one are transformed alike in every epoch", "ddp_lab/data/transforms.py",
           "image seed={seed} epoch={epoch}", "image seed={seed} epoch=0", IMAGES.format("1-0-none")),
     Error("a cache has the images of another order", "ddp_lab/data/record.py",
           "self.places[number]", "self.places[-1 - number]", IMAGES.format("2-2-disk")),
-    Error("a signal kills the worker processes", LOADERS,
+    Error("a signal kills the worker processes", WORKERS,
           "worker_init_fn=ignore_signals,", "",
           "tests/resilience/test_faults.py::test_sigterm_to_all_processes_spares_the_loader_workers"),
     Error("every epoch augments alike", AUGMENT,

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from ddp_lab.data.decode import ImageError, decode, resize
-from ddp_lab.data.loaders import ignore_signals
 from ddp_lab.data.tree import Names
+from ddp_lab.data.workers import ignore_signals
 
 PER_WORKER = 64  # images that are worth starting a process
 

@@ -21,9 +21,9 @@ from worlds import run_world
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.decode import decode, evaluation_view, resize
-from ddp_lab.data.loaders import WorkerLoader
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.data.tree import Names, find_images, is_held_out
+from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.run.job import Job
 from ddp_lab.world.runtime import Runtime
 
@@ -286,7 +286,7 @@ def test_workers_begin_an_epoch_before_the_previous_one_ends(tmp_path):
 KEPT = """
 import sys, torch
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.loaders import WorkerLoader
+from ddp_lab.data.workers import WorkerLoader
 own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, 2, dp_rank=0, dp_size=1, device=torch.device("cpu"), mean=[0.5],
                    std=[0.2], shuffle=True, num_workers=1)
 batches = iter(own)

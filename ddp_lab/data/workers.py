@@ -1,0 +1,122 @@
+"""The loader of samples that worker processes prepare in host memory."""
+
+import signal
+import weakref
+from collections.abc import Iterator
+from typing import Any, Unpack
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as TorchDataset
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.datasets import Samples
+from ddp_lab.data.sharding import Loader, LoaderOptions, Shard
+
+
+def ignore_signals(worker: int) -> None:
+    """Ignore the signals that a scheduler or terminal sends to a whole launch: the main process handles them."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class Keys(Sampler[list[tuple[int, int]]]):
+    """The batch sampler of one rank: the (epoch, index) of each sample, in endless epochs from a position on.
+
+    It does not stop after an epoch, so worker processes load the first batches of the next epoch while this one ends. They
+    learn the epoch from the keys: nothing that is set in the main process reaches them once they run.
+
+    Args:
+        shard: this rank's samples. If it does not shuffle, all epochs are the same one, and only one is repeated.
+        size: samples in a local batch.
+
+    Attributes:
+        position: epoch and number of this rank's samples to skip, for the next call of `iter`.
+    """
+
+    def __init__(self, shard: Shard, size: int):
+        self.shard, self.size = shard, size
+        self.position: tuple[int, int] = (0, 0)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, start = self.position
+        while True:
+            for indices in self.shard.own(epoch)[start:].split(self.size):
+                yield [(epoch, index) for index in indices.tolist()]
+            epoch, start = self.after(epoch)
+
+    def after(self, epoch: int) -> tuple[int, int]:
+        """Return the position after an epoch."""
+        return (epoch + self.shard.shuffle, 0)
+
+
+class Keyed(TorchDataset[tuple[torch.Tensor, int]]):
+    """The samples of a split by (epoch, index). The channels come last, because images that were decoded have them last."""
+
+    def __init__(self, data: Samples):
+        self.data = data
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+        try:
+            image, target = self.data.sample(*key)
+        except ConfigError as error:  # it would be reported by rank 0 only, but this sample is read by one rank
+            raise RuntimeError(str(error)) from None
+        return image.permute(1, 2, 0), target
+
+
+def stop_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes of a loader, also where an exception's frames keep the loader until the interpreter exits.
+
+    There multiprocessing would end them by SIGTERM, which they ignore, and wait for them forever.
+    """
+    if loader._iterator is not None:  # pyright: ignore[reportPrivateUsage]
+        loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
+
+
+class WorkerLoader(Loader):
+    """Loader whose worker processes load and transform the samples in host memory, with torch's DataLoader.
+
+    Batches cross the bus as uint8. On a GPU they are pinned, and are copied while the device computes. The workers begin an
+    epoch before the previous one ends.
+
+    Args:
+        num_workers: number of worker processes; 0 loads in the main process.
+    """
+
+    def __init__(
+        self,
+        data: Samples,
+        batch_size: int,
+        *,
+        device: torch.device,
+        num_workers: int,
+        **options: Unpack[LoaderOptions],
+    ):
+        super().__init__(data, batch_size, device=device, **options)
+        self._keys = Keys(self.sampler, self.local_batch_size)
+        self.loader = DataLoader(
+            Keyed(data),
+            batch_sampler=self._keys,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=ignore_signals,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
+        )
+        self._stream: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
+        weakref.finalize(self, stop_workers, self.loader)
+
+    def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        epoch, start = self.sampler.epoch, self.sampler.start
+        if start >= self.sampler.num_samples:
+            return
+        if self._stream is None or self._keys.position != (epoch, start):  # the first epoch, or a resumed or abandoned one
+            self._keys.position = (epoch, start)
+            self._stream = iter(self.loader)
+        for turn in self.turns():
+            images, targets = next(self._stream)
+            start += turn.size
+            self._keys.position = (epoch, start) if start < self.sampler.num_samples else self._keys.after(epoch)
+            # Not contiguous(), which leaves images of one channel with the strides of channels_last.
+            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+            yield images, targets.to(self.device, non_blocking=True)
