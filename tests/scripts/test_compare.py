@@ -101,7 +101,7 @@ def test_compare_skips_profiles_of_too_short_runs(tmp_path):
 def test_compare_html_report_is_self_contained_and_opens(report, tmp_path):
     out, _ = report
     page = (out / "report.html").read_text()
-    assert "http" not in page
+    assert "://" not in page, "it refers to another site"  # not "http", which can occur in a picture by chance
     assert page.count("<tr>") == 2 + len(STRATEGIES)
     assert Image.open(out / "plots.png").width > 1000
     browser = shutil.which("chromium") or shutil.which("google-chrome")
