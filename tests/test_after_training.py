@@ -267,6 +267,7 @@ def test_exported_files_have_the_models_names_and_logits(trained, command, tmp_p
         assert torch.from_numpy(logits) == pytest.approx(expected.detach(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_plain_torchvision_resnet_loads_what_was_trained_here(tmp_path, command):
     """It began from a file of weights that is not needed afterwards."""
     weights = tmp_path / "weights.pt"

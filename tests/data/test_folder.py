@@ -296,6 +296,7 @@ sys.exit(2)
 """
 
 
+@pytest.mark.slow
 def test_interpreter_exits_while_workers_run():
     ended = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, timeout=60, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
@@ -314,6 +315,7 @@ def test_file_that_is_damaged_after_the_check_is_named(tmp_path):
 SMALL = ["data=folder", "data.image_size=28", "data.channels=1", "data.mean=[0.5]", "data.std=[0.2]", "batch_size=12"]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_a_folder_and_name_the_file_they_leave_out(tmp_path):
     root = write_folder(tmp_path / "images", {"train": 30, "val": 9})
     break_file(root)

@@ -73,12 +73,12 @@ LINES = [
     ("Plain", 2, BUCKETED),
     ("Plain", 2, "strategy=ddp"),
     ("finetuned", 2, BUCKETED),
-    ("ReadsValues", 2, "strategy=ddp accumulate=2"),
     ("Plain", 2, "strategy=fsdp"),
     ("sequential", 2, "strategy=pipeline strategy.num_microbatches=4"),
     *(
         pytest.param(*line, marks=pytest.mark.slow)
         for line in [
+            ("ReadsValues", 2, "strategy=ddp accumulate=2"),
             ("Plain", 1, "strategy=dp"),
             ("Plain", 2, "strategy=scratch"),
             ("Plain", 2, "strategy=fsdp strategy.wrap=[Residual]"),

@@ -146,6 +146,7 @@ def test_unknown_weights_of_torchvision_are_refused():
         find_weights("resnet50", "V9")
 
 
+@pytest.mark.slow
 def test_torchvision_model_trains_from_weights_of_other_classes(tmp_path):
     shape = {"in_channels": 3, "image_size": 32, "num_classes": 5}
     torch.save(build_model({"_target_": TARGET, "name": "squeezenet1_1"}, shape).state_dict(), tmp_path / "five.pth")
