@@ -85,9 +85,10 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     assert sum(row[1] == "3" for row in rows) / len(rows) > 0.6
     (inputs,) = onnxruntime.InferenceSession(project / "digits.onnx").get_inputs()
     assert (inputs.name, inputs.shape[1:]) == ("images", [1, 32, 32])
-    proof = environment.run("python -c 'import ddp_lab, sys; print(ddp_lab.__file__, *sys.path)'", project)
-    assert str(ROOT) not in proof.stdout
-    assert proof.stdout.startswith(str(environment.programs.parent))
+    proof = environment.run("python -c 'import ddp_lab, json, sys; print(json.dumps([ddp_lab.__file__, sys.path]))'", project)
+    file, search = json.loads(proof.stdout)
+    assert file.startswith(str(environment.programs.parent))
+    assert str(ROOT) not in search
     sweep = "python -m ddp_lab -m hydra/launcher=torchrun --config-dir conf experiment=digits"
     done = environment.run(f"{sweep} strategy=single epochs=1 hydra.sweep.dir=runs/sweep", project)
     assert done.returncode == 0, done.stdout + done.stderr
