@@ -11,6 +11,8 @@ from torch import nn
 from ddp_lab.models.own import build_model
 from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
 from ddp_lab.models.trial import freeze_unused
+from ddp_lab.models.vit import vit
+from ddp_lab.models.vit_weights import from_torchvision
 from ddp_lab.models.weights import load_weights, read
 from ddp_lab.world.runtime import Runtime
 
@@ -37,6 +39,8 @@ def make_model(
             state = rename(read(runtime.agree("weights", partial(find_weights, node["name"], weights), per_node=True)))
         else:
             state = read(weights)
+            if get_object(target) is vit:
+                state = from_torchvision(state)
         notes += load_weights(model, state, shape["num_classes"], f"model.weights={weights}")
     if of_torchvision or not target.startswith("ddp_lab."):  # ddp_lab's own models train all their parameters
         images = shape["in_channels"], shape["image_size"], shape["image_size"]

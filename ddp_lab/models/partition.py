@@ -1,8 +1,9 @@
 """The cut of a chain into stages of consecutive blocks with about equal FLOPs."""
 
 import copy
+import math
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -90,7 +91,7 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
 def cut(costs: list[int], stages: int) -> list[range]:
     """Cut a sequence of blocks into non-empty stages so that the cost of the most expensive stage is as low as possible.
 
-    Every possible cut is tried, at most 126 of them for ResNet-18's ten blocks.
+    Of several such cuts, the first stage is the shortest possible, then the second, and so on.
 
     Args:
         costs: cost of each block.
@@ -100,6 +101,25 @@ def cut(costs: list[int], stages: int) -> list[range]:
         The indices of each stage's blocks.
     """
     n = len(costs)
-    bounds = [(0, *inner, n) for inner in combinations(range(1, n), stages - 1)]
-    best = min(bounds, key=lambda b: max(sum(costs[start:stop]) for start, stop in pairwise(b)))
-    return [range(start, stop) for start, stop in pairwise(best)]
+    # lowest[k][i]: the cost of the most expensive of k stages that begin with block i, in the best cut
+    lowest: list[list[float]] = [[math.inf] * n + [0]]
+    for k in range(1, stages + 1):
+        lowest.append([best(costs, lowest[k - 1], start) for start in range(n + 1)])
+    bounds = [0]
+    for left in range(stages - 1, -1, -1):
+        start = bounds[-1]
+        stop = next(
+            stop for stop in range(start + 1, n + 1) if max(sum(costs[start:stop]), lowest[left][stop]) <= lowest[stages][0]
+        )
+        bounds.append(stop)
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def best(costs: list[int], rest: list[float], start: int) -> float:
+    """Return the lowest possible cost of the most expensive stage, if a stage begins with block `start`.
+
+    Args:
+        costs: cost of each block.
+        rest: the same for the stages after it, by the block that they begin with.
+    """
+    return min((max(sum(costs[start:stop]), rest[stop]) for stop in range(start + 1, len(costs) + 1)), default=math.inf)

@@ -59,7 +59,7 @@ class Stage(nn.Sequential):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with self.runtime.autocast():
-            return super().forward(input).to(self.dtype)
+            return super().forward(input).to(self.dtype).contiguous()  # as sending requires
 
 
 class MicroBatchLoss:

@@ -22,6 +22,7 @@ GROUPS = ["data", "model", "strategy", "loss", "optimizer", "scheduler", "experi
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 OPTIONS.remove(("model", "own"))  # tests/models/test_own.py
 OPTIONS.remove(("model", "torchvision"))  # tests/models/test_torchvision.py
+OPTIONS = [option for option in OPTIONS if not option[1].startswith("vit_")]  # tests/models/test_vit.py
 OPTIONS.remove(("loss", "own"))  # tests/strategies/test_loss.py
 OPTIONS.remove(("data", "own"))  # tests/data/test_sources.py
 

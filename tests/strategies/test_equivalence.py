@@ -19,6 +19,8 @@ from cases import (
     REPLICAS,
     SHARDED,
     UNDECAYED,
+    VISION_TRANSFORMER,
+    VIT,
     assert_averages_equal,
     assert_equal,
     ddp,
@@ -145,13 +147,13 @@ ONCE = [
 
 
 def is_slow(case: Case, size: int) -> bool:
-    if case.model not in ("lenet", "partly_frozen"):
+    if case.model not in ("lenet", "partly_frozen", "vit"):
         return case.model != "narrow" or size == 3
-    return size != 2 and case not in ONCE and case not in PARTLY_FROZEN
+    return size != 2 and case not in ONCE and case.model == "lenet"
 
 
 def cases_for(size: int) -> list[Case]:
-    return [*(REPLICAS + SHARDED if size < 8 else []), *MODEL_PARALLEL[size]]
+    return [*(REPLICAS + SHARDED if size < 8 else []), *MODEL_PARALLEL[size], *VISION_TRANSFORMER.get(size, [])]
 
 
 def batch_norm_cases(size: int, model: str) -> list[Case]:
@@ -193,7 +195,7 @@ def params(pairs: Iterable[tuple[Case, int]]) -> list:
         pytest.param(
             case,
             size,
-            id=f"{name(case)}{f'-{case.model}' * (case.model != 'lenet')}-on-{size}",
+            id=f"{name(case)}{f'-{case.model}' * (case.model not in ('lenet', 'vit'))}-on-{size}",
             marks=[pytest.mark.slow] * is_slow(case, size),
         )
         for case, size in pairs
@@ -212,6 +214,8 @@ def test_reference_trains_clips_and_augments():
         *EACH_OF_RECIPE,
     ):
         assert largest_difference(alone()[other].weights, alone()[REFERENCE].weights) > 1e-3
+    vit, start = alone()[Case(Single, **VIT)].weights, make_model("vit", SEED).state_dict()
+    assert all(largest_difference({name: vit[name]}, {name: start[name]}) > 1e-3 for name in vit if "k.bias" not in name)
     decayed, undecayed = alone()[DECAYED].weights, alone()[Case(Single, **UNDECAYED)].weights
     assert largest_difference(decayed, undecayed) > 1e-4
 

@@ -28,6 +28,7 @@ FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}
 FROZEN = {"model": "partly_frozen", "epochs": 2}
 # With 49 samples, some ranks have only padding in the last batch.
 FILES = {"files": True, "loader": "workers", "samples": 49, "epochs": 2}
+VIT = {"model": "vit", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
@@ -88,6 +89,8 @@ ONE = [
     split(3, 5, **RECIPE),
     split(2, 3, **FOCAL),
     split(2, 4, **FROZEN),
+    Case(DP, (("devices", None),), **VIT),
+    split(2, 3, **VIT, **CLIPPED),
 ]
 REPLICAS = [
     scratch("per_tensor", start=1),
@@ -158,6 +161,26 @@ MODEL_PARALLEL = {
     ],
     8: [ddp_pipeline(2, "1f1b"), ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
 }
+VISION_TRANSFORMER = {
+    2: [
+        scratch(**VIT),
+        scratch("bucketed", accumulate=3, **VIT, **CLIPPED),
+        ddp(accumulate=2, **VIT, **ALMOST_EMPTY),
+        fsdp(**VIT),
+        fsdp(accumulate=2, **VIT, **CLIPPED),
+        fsdp(**VIT, **RECIPE),
+        pipeline("1f1b", **VIT, **CLIPPED),
+        pipeline("interleaved1f1b", accumulate=2, **VIT),
+        tp(2, (("head", "replicate"),), **VIT, **CLIPPED),
+    ],
+    4: [
+        ddp(**VIT, **CLIPPED),
+        fsdp(**VIT, **ALMOST_EMPTY),
+        pipeline("1f1b", m=5, **VIT, **ALMOST_EMPTY),
+        ddp_pipeline(2, "1f1b", **VIT, **CLIPPED),
+        tp(2, (("head", "replicate"),), **VIT),
+    ],
+}
 
 # On two ranks. The pipelines have a stage without trainable parameters.
 PARTLY_FROZEN = [
@@ -197,5 +220,6 @@ def name(case: Case) -> str:
     changed += ["files"] * case.files
     changed += [f"accumulate {case.accumulate}"] * (case.accumulate > 1) + ["clipped"] * (case.max_grad_norm is not None)
     changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
+    changed += ["vit"] * (case.model == "vit")
     changed += ["recipe"] * (case.mixup > 0) + ["focal"] * ("own_losses.Focal" in str(case.loss))
     return "-".join([case.strategy.__name__, *(str(value) for _, value in case.options), *changed]).replace("'", "")

@@ -20,6 +20,7 @@ from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
+from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.run.job import Job, materialize, prepare
@@ -80,6 +81,12 @@ def partly_frozen(in_channels: int, image_size: int, num_classes: int, init_std:
     return model
 
 
+def small_vit(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
+    """Return a Vision Transformer of two blocks and 16 tokens."""
+    sizes = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4}
+    return vit(in_channels, image_size, num_classes, **sizes, pool="mean")
+
+
 def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
     """Return a network whose first stage of two has neither biases nor normalization layers."""
     return Chain(
@@ -93,6 +100,7 @@ MODELS = {
     "partly_frozen": (partly_frozen, 1, 16),
     "unbiased": (unbiased, 1, 28),
     "lenet": (lenet, 1, 28),
+    "vit": (small_vit, 3, 16),
     "narrow": (narrow_resnet, 3, 16),
     "resnet18": (resnet18, 3, 16),
     "book_resnet18": (book_resnet18, 3, 16),

@@ -1,0 +1,180 @@
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) as a chain: patch embedding, blocks, head.
+
+    images -> embed: tokens [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits
+    a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens))))
+
+Query, key and value are separate layers, so that each can be divided by heads. A block whose layers have a part of their units
+computes with the heads it has.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import Count, Positive
+from ddp_lab.models.chain import Chain
+
+EPS = 1e-6  # of the layer normalizations, as in torchvision's models
+
+
+class Embed(nn.Module):
+    """The patch embedding: one linear map of every patch, a class token if there is one, and learned positions.
+
+    Args:
+        in_channels: channels of an image.
+        patches: number of patches of an image.
+        patch_size: height and width of a patch, in pixels.
+        width: size of a token.
+        class_token: whether a learned token precedes those of the patches.
+    """
+
+    def __init__(self, in_channels: int, patches: int, patch_size: int, width: int, class_token: bool):
+        super().__init__()
+        self.patches = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width)) if class_token else None
+        self.positions = nn.Parameter(torch.empty(1, patches + class_token, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights as torchvision's VisionTransformer does."""
+        nn.init.trunc_normal_(self.patches.weight, std=math.sqrt(1 / self.patches.weight[0].numel()))
+        nn.init.normal_(self.positions, std=0.02)
+        for tensor in (self.patches.bias, self.class_token):
+            if tensor is not None:
+                nn.init.zeros_(tensor)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the tokens, [b, n, width], of the images, [b, in_channels, height, width]."""
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        if self.class_token is not None:
+            tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], 1)
+        return tokens + self.positions
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with separate layers for query, key and value.
+
+    Args:
+        width: size of a token.
+        heads: number of heads; divides `width`.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.head_width = width // heads
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [b, n, width] for [b, n, width]."""
+        # The number of heads follows from the width of q's output, which is smaller where the layers are sharded.
+        q, k, v = (layer(tokens).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A transformer block whose normalizations precede the layers.
+
+    Args:
+        width: size of a token.
+        heads: number of heads of the attention.
+        hidden: units of the layer between fc1 and fc2.
+    """
+
+    def __init__(self, width: int, heads: int, hidden: int):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, EPS)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, EPS)
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights as the authors' code does: Xavier's for each layer, biases of the attention at 0.
+
+        The biases of fc1 and fc2 are drawn from N(0, 1e-12) (github.com/google-research/vision_transformer, models_vit.py).
+        """
+        for norm in (self.norm1, self.norm2):
+            norm.reset_parameters()
+        for layer in (self.attn.q, self.attn.k, self.attn.v, self.attn.proj, self.fc1, self.fc2):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.normal_(layer.bias, std=1e-6) if layer in (self.fc1, self.fc2) else nn.init.zeros_(layer.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [b, n, width] for [b, n, width]."""
+        tokens = tokens + self.attn(self.norm1(tokens))
+        return tokens + self.fc2(F.gelu(self.fc1(self.norm2(tokens))))
+
+
+class Head(nn.Module):
+    """The last normalization, the mean of all tokens or the class token, and the linear layer that makes logits of it.
+
+    Args:
+        width: size of a token.
+        num_classes: number of logits.
+        pool: mean of all tokens, or the first one, the class token.
+    """
+
+    def __init__(self, width: int, num_classes: int, pool: Literal["mean", "token"]):
+        super().__init__()
+        self.norm, self.linear, self.pool = nn.LayerNorm(width, EPS), nn.Linear(width, num_classes), pool
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the linear layer to zero, as the paper does: all logits are equal at first."""
+        self.norm.reset_parameters()
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [b, num_classes], for the tokens, [b, n, width]."""
+        tokens = self.norm(tokens)
+        return self.linear(tokens.mean(1) if self.pool == "mean" else tokens[:, 0])
+
+
+def vit(
+    in_channels: int,
+    image_size: int,
+    num_classes: int,
+    depth: Count,
+    width: Count,
+    heads: Count,
+    mlp_ratio: Positive,
+    patch_size: Count,
+    pool: Literal["mean", "token"],
+) -> Chain:
+    """Return the network. It has no dropout.
+
+    With `pool=token`, `patch_size=16` and the sizes of ViT-B it is torchvision's `vit_b_16`, of 86,567,656 parameters for 1000
+    classes, and loads its weights.
+
+    Args:
+        in_channels: channels of an image.
+        image_size: height and width of an image, in pixels.
+        num_classes: number of logits.
+        depth: number of blocks.
+        width: size of a token.
+        heads: number of attention heads; divides `width`.
+        mlp_ratio: units between the two linear layers of a block, as a multiple of `width`, rounded.
+        patch_size: height and width of a patch, in pixels; divides the image size.
+        pool: what the logits are computed from: the mean of all tokens, or a class token (token).
+
+    Raises:
+        ConfigError: `heads` does not divide `width`, or `patch_size` the image size.
+    """
+    require_divisor("heads", heads, "the width", width)
+    require_divisor("patch_size", patch_size, "the image size", image_size)
+    patches = (image_size // patch_size) ** 2
+    embed = Embed(in_channels, patches, patch_size, width, class_token=pool == "token")
+    blocks = {f"block{i}": Block(width, heads, round(width * mlp_ratio)) for i in range(depth)}
+    return Chain((in_channels, image_size, image_size), embed=embed, **blocks, head=Head(width, num_classes, pool))
+
+
+def require_divisor(option: str, value: int, what: str, size: int) -> None:
+    """Raise a ConfigError unless `value` divides `size`; the message has the divisors."""
+    if size % value:
+        *others, last = (str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ConfigError(f"model.{option}={value}: must divide {what}, {size}; use {', '.join(others)} or {last}")
