@@ -23,7 +23,12 @@ def cudnn_benchmark() -> Generator[None]:
 
 @contextmanager
 def eager_unless_compiled() -> Generator[None]:
-    """Run shapes that are not compiled yet in eager mode. Only within `compiling`, new shapes are compiled."""
+    """Run shapes that are not compiled yet in eager mode. Only within `compiling`, new shapes are compiled.
+
+    What was compiled before is forgotten: with what earlier jobs of this process left, torch 2.11 failed to compile an
+    optimizer with two parameter groups ("SpeculationLog diverged").
+    """
+    torch.compiler.reset()
     # torch has no public form of the recompile limit.
     patch = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)  # pyright: ignore[reportPrivateUsage]
     with patch, torch.compiler.set_stance("eager_on_recompile"):
