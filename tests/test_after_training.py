@@ -138,6 +138,10 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
         (["{run}", "batch_size=0"], "batch_size=0: must be an integer of at least 1"),
         (["{run}", "batch_size=1,2"], "batch_size=1,2: must be of the form key=value"),
         (["{run}", "strategy=magic"], "strategy=magic: there is no such option; allowed: ddp"),
+        (
+            ["{run}", "strategy=single", "data.dataset.num_classes=9"],
+            "{run}: was trained with other classes: number 9 of 10 was 9",
+        ),
         (["{run}", "strategy=single", "data=digits"], "does not match the model: conv1.0.weight is (20, 3, 3, 3) in the"),
         (["{run}", "strategy=single", "model=simple_cnn"], "does not match the model: "),
         (["{run}", "device=cuda:9"], "device=cuda:9: there is no such device"),

@@ -1,6 +1,7 @@
 """The evaluation of a trained run under any strategy."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from omegaconf import DictConfig
 
 from ddp_lab.launch.preflight import check_network
 from ddp_lab.run.job import place, prepare
-from ddp_lab.run.trained import find_checkpoint, load_weights
+from ddp_lab.run.trained import compare_data, find_checkpoint, load_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -63,6 +64,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     check_network(runtime)
     path = str(runtime.agree("checkpoint", lambda: find_checkpoint(folder, checkpoint)))
     job = prepare(cfg, runtime, with_weights=False)
+    runtime.agree("classes", partial(compare_data, folder, job.dataset))
     progress = load_weights(job.model, path)
     place(job)
     return EvaluatedRun(path, progress, evaluate(job.strategy, job.loaders[1]), job.strategy.where)

@@ -22,7 +22,7 @@ from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir, find_launch
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, Training, materialize, prepare
-from ddp_lab.run.trained import record_data
+from ddp_lab.run.trained import compare_data, record_data
 from ddp_lab.training.loop import is_over
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.process import launch_id
@@ -67,8 +67,10 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
         ConfigError: The config cannot be used, or a machine cannot take part in the run.
     """
     findings = check_network(runtime)
-    needed = cfg.model.get("weights") is not None and runtime.agree("progress", partial(find_progress, cfg)) is None
-    job = prepare(cfg, runtime, with_weights=needed)
+    progress = runtime.agree("progress", partial(find_progress, cfg))
+    job = prepare(cfg, runtime, with_weights=progress is None)
+    if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
+        findings.append(Finding("warning", "dataset", text))
     size = checkpoint_bytes(build(cfg.optimizer), job.model, cfg.ema is not None)
     keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
@@ -87,6 +89,12 @@ def find_progress(cfg: DictConfig) -> str | None:
     name = cfg.name or find_launch(Path(cfg.runs_dir), launch_id())
     folder = Path(cfg.runs_dir) / name / "checkpoints" if name else None
     return str(folder) if folder and any(folder.glob("step_*.pt")) else None
+
+
+def run_of(progress: str) -> Path:
+    """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs to."""
+    path = Path(progress)
+    return path.parent if path.is_dir() else path.absolute().parents[1]
 
 
 def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -1,6 +1,7 @@
 """A trained run, opened from its directory: the config with overrides, what the data look like, the weights of a checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,15 +33,17 @@ class DataRecord:
     Attributes:
         shape: the arguments of the model that follow from the data: in_channels, image_size and num_classes.
         classes: the names of the classes, in the order of the logits.
+        digest: hash of the list of files; empty for datasets that are not lists of files.
     """
 
     shape: dict[str, int]
     classes: list[str]
+    digest: str = ""
 
 
 def record_data(folder: Path, dataset: Dataset) -> None:
     """Write data.json to a run directory."""
-    write_json(folder / DATA, {"shape": dataset.model_shape(), "classes": dataset.classes})
+    write_json(folder / DATA, asdict(DataRecord(dataset.model_shape(), dataset.classes, dataset.digest)))
 
 
 def read_data(folder: Path) -> DataRecord:
@@ -49,10 +52,39 @@ def read_data(folder: Path) -> DataRecord:
     Raises:
         ConfigError: it is missing or damaged.
     """
-    record = read_json(folder / DATA)
-    if not isinstance(record, dict) or record.keys() != {"shape", "classes"}:
+    record = find_data(folder)
+    if record is None:
         raise ConfigError(f"{folder}: {DATA} is missing or damaged; a launch of this run that resumes it writes the file again")
+    return record
+
+
+def find_data(folder: Path) -> DataRecord | None:
+    """Return the content of data.json; None if it is missing or damaged."""
+    record = read_json(folder / DATA)
+    if not isinstance(record, dict) or not {"shape", "classes"} <= record.keys() <= DataRecord.__annotations__.keys():
+        return None
     return DataRecord(**record)
+
+
+def compare_data(folder: Path, dataset: Dataset) -> str | None:
+    """Compare a dataset with that of a run, if the run has recorded it. Return a warning if it consists of other files.
+
+    Raises:
+        ConfigError: its classes are others, or have another order, so that its labels are not those of the model.
+    """
+    record = find_data(folder)
+    if record is None:
+        return None
+    pairs = zip_longest(record.classes, dataset.classes, fillvalue="missing")
+    if different := [(number, then, now) for number, (then, now) in enumerate(pairs) if then != now]:
+        number, then, now = different[0]
+        raise ConfigError(
+            f"{folder}: was trained with other classes: number {number} of {len(record.classes)} was {then}, in these data it "
+            f"is {now}. Use data with the same classes in the same order; to train on others, begin a run with another name"
+        )
+    if record.digest and dataset.digest and record.digest != dataset.digest:
+        return f"{folder}: was trained on another list of files than these data; the order of the samples is another one"
+    return None
 
 
 def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> DictConfig:
