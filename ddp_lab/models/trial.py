@@ -1,4 +1,4 @@
-"""A trial of the model before the run: one forward and backward pass of two images, which finds what training does not use."""
+"""A trial of the model before the run: two images pass forward and backward, which finds what training does not use."""
 
 import copy
 import traceback
@@ -65,14 +65,25 @@ def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int,
 
 
 def without_gradient(model: nn.Module, images: torch.Tensor, num_classes: int) -> list[str]:
-    """Run a forward and backward pass; return the names of the trainable parameters that then have no gradient."""
+    """Run a forward and backward pass; return the names of the trainable parameters that then have no gradient.
+
+    A forward pass in evaluation mode follows, because a mistake there would otherwise be found after the first epoch.
+    """
     logits = model.train()(images)
-    if not isinstance(logits, torch.Tensor) or logits.shape != (len(images), num_classes):
-        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise TypeError(f"it must return logits of shape [{len(images)}, {num_classes}] (batch, classes), got {found}")
+    check_logits(logits, len(images), num_classes)
     if logits.requires_grad:
         logits.float().sum().backward()
+    with torch.no_grad():
+        check_logits(model.eval()(images), len(images), num_classes, "in evaluation mode ")
+    model.train()
     return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]
+
+
+def check_logits(logits: object, size: int, num_classes: int, when: str = "") -> None:
+    """Raise a TypeError unless a model has returned logits of shape [size, num_classes]."""
+    if not isinstance(logits, torch.Tensor) or logits.shape != (size, num_classes):
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise TypeError(f"{when}it must return logits of shape [{size}, {num_classes}] (batch, classes), got {found}")
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -51,6 +51,25 @@ def units(model: nn.Module, wrap: list[str] | None) -> list[nn.Module]:
     return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
 
 
+def tied(model: nn.Module, units: list[nn.Module]) -> list[str]:
+    """Return the names of a parameter that belongs to modules of two units, and so would be in two shards; [] if there is none.
+
+    Args:
+        units: as returned by `units`; a module belongs to the innermost unit that contains it, or to the model itself.
+    """
+    unit_of: dict[nn.Module, nn.Module] = {}
+    for unit in [*units, model]:
+        for module in unit.modules():
+            unit_of.setdefault(module, unit)
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            unit, other = first.setdefault(parameter, (unit_of[module], name))
+            if unit is not unit_of[module]:
+                return [other, name]
+    return []
+
+
 class FSDP(Strategy):
     """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the complete model.
 
@@ -79,6 +98,11 @@ class FSDP(Strategy):
         if unknown := [name for name in self.wrap or [] if name not in found]:
             raise ConfigError(
                 f"strategy.wrap={self.wrap}: the model has no module of class {unknown[0]}; it has {', '.join(sorted(found))}"
+            )
+        if names := tied(model, units(model, self.wrap)):
+            raise ConfigError(
+                f"strategy=fsdp: {' and '.join(names)} are the same parameter, in two units that are gathered and updated "
+                "separately. Use ddp, or set strategy.wrap to classes of which one contains both, or neither"
             )
 
     def setup(self, model: nn.Module) -> None:

@@ -144,6 +144,10 @@ def test_strategy_that_cuts_refuses_a_model_without_blocks(strategy, tmp_path):
             "model._target_=own_models.Plain strategy.wrap=[Block]",
             "strategy.wrap=['Block']: the model has no module of class Block; it has Linear, ModuleList, Plain, Residual",
         ),
+        (
+            "model._target_=own_models.Tied",
+            "strategy=fsdp: blocks.0.inner.weight and blocks.1.inner.weight are the same parameter, in two units",
+        ),
         ("model._target_=own_models.Scalar", "strategy=fsdp: cannot shard the parameter scale, which has no dimensions."),
     ],
 )

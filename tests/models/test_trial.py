@@ -62,6 +62,7 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
             r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line",
         ),
         ("Pair", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got tuple"),
+        ("PairWhenEvaluated", {}, r"failed .* TypeError: in evaluation mode it must return logits of shape .*, got tuple"),
         ("two_classes", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
     ],
 )

@@ -43,6 +43,14 @@ class Scalar(Plain):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Tied(Plain):
+    """Two blocks of FSDP share a weight."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.blocks[1].inner.weight = self.blocks[0].inner.weight
+
+
 class Greedy(Plain):
     def __init__(self, num_classes, **others):
         super().__init__(1, 28, num_classes, **others)
@@ -86,6 +94,12 @@ class Picky(Plain):
 class Pair(Plain):
     def forward(self, inputs):
         return super().forward(inputs), inputs
+
+
+class PairWhenEvaluated(Plain):
+    def forward(self, inputs):
+        logits = super().forward(inputs)
+        return logits if self.training else (logits, inputs)
 
 
 class ReadsValues(Plain):
