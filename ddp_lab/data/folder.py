@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from functools import partial
@@ -22,6 +23,7 @@ from ddp_lab.world.process import is_alive
 
 VERSION = 1  # of what a record contains
 SHARED_MEMORY = Path("/dev/shm")
+RECORD_IN_MEMORY = re.compile(r"[0-9a-f]{16}-(\d+)")  # its key, and the process that wrote it
 
 
 class Folder:
@@ -128,8 +130,11 @@ class Folder:
         """Return a hash of the names, sizes and times of all files and of what is computed from them."""
         key = hashlib.sha256(f"{VERSION} {self.cache != 'none' and (self.images.channels, self.images.short_side)}".encode())
         for name in names:
-            status = os.stat(self.root / name)
-            key.update(os.fsencode(f"{name}\0{status.st_size} {status.st_mtime_ns}\0"))
+            try:
+                status = os.stat(self.root / name)
+                key.update(os.fsencode(f"{name}\0{status.st_size} {status.st_mtime_ns}\0"))
+            except OSError:  # a link to nothing, which is reported when it is decoded
+                key.update(os.fsencode(f"{name}\0missing\0"))
         return key.hexdigest()[:16]
 
     def _places(self, key: str) -> tuple[Path, Path]:
@@ -142,8 +147,9 @@ class Folder:
         parent.mkdir(mode=0o700, exist_ok=True)
         if parent.stat().st_uid != os.getuid():
             raise NodeError(f"data.cache=ram: {parent} belongs to another user; use data.cache=disk")
-        for left in parent.glob(f"{key}-*"):
-            if not is_alive(int(left.name.rpartition("-")[2])):  # its launch was killed before all ranks had opened it
+        for left in parent.iterdir():
+            record = RECORD_IN_MEMORY.fullmatch(left.name)
+            if record and not is_alive(int(record[1])):  # its launch was killed before all ranks had opened it
                 shutil.rmtree(left, ignore_errors=True)
         return parent / f"{key}-{os.getpid()}", parent / f"building-{key}"
 

@@ -2,7 +2,7 @@
 with data.cache their resized pixels.
 
 A record is a folder that is built under a lock and renamed at the end. So a record is always complete, two launches build it
-once, and what a killed build has left behind is removed by the next one.
+once, and what a killed build has left behind is removed by the next one, also if that builds another record.
 """
 
 import fcntl
@@ -10,9 +10,9 @@ import json
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -82,10 +82,12 @@ def build_record(
         OSError: the record cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for path in folder.parent.glob("building-*.lock"):
+        with suppress(BlockingIOError), locked(path, wait=False):  # it was being built by a process that was killed
+            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
     with locked(temporary.with_suffix(".lock")):
         if folder.exists():
             return
-        shutil.rmtree(temporary, ignore_errors=True)  # left behind by a build that was killed: this process has the lock
         temporary.mkdir()
         try:
             pixels, reasons = examine(Examine(root, names, channels, short_side, temporary if keep else None))
@@ -123,11 +125,29 @@ def examine(images: Examine) -> tuple[list[Pixels], dict[str, str]]:
 
 
 @contextmanager
-def locked(path: Path) -> Generator[None]:
-    """Hold the lock of a file, which the kernel releases if this process dies."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def locked(path: Path, wait: bool = True) -> Generator[None]:
+    """Hold the lock of a file, which the kernel releases if this process dies. The file is removed at the end.
+
+    Raises:
+        BlockingIOError: `wait` is false, and another process holds the lock.
+    """
+    while True:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if is_at(file, path):  # not if the process that had the lock has removed the file
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
+
+
+def is_at(file: IO[str], path: Path) -> bool:
+    """Return whether an open file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class Files:

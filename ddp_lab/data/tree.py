@@ -65,10 +65,18 @@ def find_files(folder: str, name: str, seen: set[str]) -> Iterator[str]:
     for entry in os.scandir(folder):
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
+        if is_folder(entry):
             yield from find_files(entry.path, f"{name}/{entry.name}", seen)
         elif entry.name.lower().endswith(SUFFIXES):
             yield f"{name}/{entry.name}"
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a directory or a link to one; links that form a loop are not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def is_held_out(name: str, fraction: float, seed: int) -> bool:

@@ -91,6 +91,14 @@ def break_file(root: Path) -> None:
             lambda root: (root / "train" / "alias").symlink_to(root / "train" / "class 0"),
             r"the classes alias and class 0 of train are the same directory",
         ),
+        (
+            lambda root: (root / "val" / "class 0" / "link.png").symlink_to("nothing.png"),
+            r"1 of 17 files cannot be decoded: .*class 0/link.png: cannot be decoded",
+        ),
+        (
+            lambda root: (root / "val" / "class 0" / "loop.png").symlink_to("loop.png"),
+            r"1 of 17 files cannot be decoded: .*class 0/loop.png: cannot be decoded",
+        ),
         (break_file, r"1 of 16 files cannot be decoded: .*class 1/.*png: cannot be decoded .*use data.on_corrupt=skip"),
     ],
 )

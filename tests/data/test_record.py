@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from configs import config
 from image_folders import write_folder
 
-from ddp_lab.data import record
+from ddp_lab.data import folder, record
 from ddp_lab.data.decode import decode, resize
-from ddp_lab.data.record import Cached, build_record
+from ddp_lab.data.record import Cached, build_record, locked
 from ddp_lab.data.tree import Names, find_images
+from ddp_lab.run.job import Job
+from ddp_lab.world.runtime import Runtime
 
 FORK = multiprocessing.get_context("fork")
 
@@ -89,7 +92,7 @@ def test_killed_build_is_replaced_by_the_next(tmp_path):
     assert not (cache / "key").exists()
     assert (cache / "building-key").exists()
     assert_complete(build(root, cache), root)
-    assert sorted(os.listdir(cache)) == ["building-key.lock", "count", "key"]
+    assert sorted(os.listdir(cache)) == ["count", "key"]
 
 
 def test_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -101,4 +104,28 @@ def test_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(OSError, match="No space left"):
         build(root, tmp_path / "cache")
-    assert os.listdir(tmp_path / "cache") == ["building-key.lock"]
+    assert not os.listdir(tmp_path / "cache")
+
+
+def test_what_killed_builds_of_other_records_left_is_removed_but_not_what_is_being_built(tmp_path):
+    root, cache = write_folder(tmp_path / "images", {"train": 3}), tmp_path / "cache"
+    for key in ("killed", "running"):
+        (cache / f"building-{key}").mkdir(parents=True)
+        (cache / f"building-{key}.lock").touch()
+    with locked(cache / "building-running.lock"):
+        build(root, cache)
+        assert sorted(os.listdir(cache)) == ["building-running", "building-running.lock", "key"]
+
+
+def test_records_that_killed_launches_left_in_memory_are_removed(tmp_path, monkeypatch):
+    root = write_folder(tmp_path / "images", {"train": 3, "val": 3})
+    monkeypatch.setattr(folder, "SHARED_MEMORY", tmp_path / "memory")
+    memory = tmp_path / "memory" / f"ddp_lab-{os.getuid()}"
+    ended = FORK.Process()
+    ended.start()
+    ended.join(60)
+    alive = f"{'b' * 16}-{os.getppid()}"
+    for name in (f"{'a' * 16}-{ended.pid}", alive):
+        (memory / name).mkdir(parents=True)
+    _ = Job(config("data=folder", f"data.root={root}", "data.cache=ram"), Runtime("cpu")).dataset
+    assert os.listdir(memory) == [alive]
