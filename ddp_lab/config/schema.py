@@ -90,6 +90,12 @@ class ModelConfig(Keys):
         "model=torchvision also a name such as IMAGENET1K_V1; null draws the initial weights. A run that resumes from a "
         "checkpoint does not need it.",
     )
+    init: Literal["default", "by_block"] = Field(
+        "default",
+        description="How the initial weights are drawn: by the model's constructor, from one generator (default); or for each "
+        "block from a generator of its own, seeded by seed and the block's name, so that each rank allocates and draws no more "
+        "than its own part of the model (by_block; for models made of blocks).",
+    )
 
 
 class CheckpointConfig(Keys):

@@ -1,5 +1,7 @@
 """The ResNet-18 of Dive into Deep Learning, section 13.6 (concise multi-GPU training), as a chain of ten blocks."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -69,5 +71,5 @@ def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
     model = Chain((in_channels, image_size, image_size), stem=stem, **blocks, head=head)
     if init_std is not None:
-        draw_weights(model, init_std)
+        model.initialize(partial(draw_weights, std=init_std))
     return model

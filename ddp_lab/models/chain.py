@@ -15,11 +15,16 @@ class Chain(nn.Sequential):
     Args:
         input_shape: one sample's (channels, height, width).
         blocks: the modules by name; each gets the output of the one before it.
+
+    Attributes:
+        initializers: draw a block's initial weights in place, one after the other, after `reset_parameters` of its modules.
+            They are used where a block is drawn alone (models/initial_weights.py).
     """
 
     def __init__(self, input_shape: tuple[int, int, int], **blocks: nn.Module):
         super().__init__(OrderedDict(blocks))
         self.input_shape = input_shape
+        self.initializers: list[Callable[[nn.Module], None]] = []
         self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -27,6 +32,11 @@ class Chain(nn.Sequential):
         for segment in self if self._executed is None else self._executed:
             input = segment(input)
         return input
+
+    def initialize(self, initializer: Callable[[nn.Module], None]) -> None:
+        """Let `initializer` draw the initial weights of all blocks, now and where a block is drawn alone."""
+        initializer(self)
+        self.initializers.append(initializer)
 
     def execute_in(self, pieces: Iterable[Callable[[torch.Tensor], torch.Tensor]]) -> None:
         """Make `forward` call `pieces` sequentially instead of the blocks.

@@ -3,6 +3,8 @@
 It has two convolutions with average pooling and two linear layers, with ReLU in between.
 """
 
+from functools import partial
+
 from torch import nn
 
 from ddp_lab.config.types import Positive
@@ -31,5 +33,5 @@ def lenet(in_channels: int, image_size: int, num_classes: int, init_std: Positiv
         fc2=nn.Linear(128, num_classes),
     )
     if init_std is not None:
-        init_normal(model, init_std)
+        model.initialize(partial(init_normal, std=init_std))
     return model

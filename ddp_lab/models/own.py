@@ -19,7 +19,7 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> 
     A plain nn.Sequential becomes a Chain of its modules, with the same parameter names.
 
     Args:
-        node: the config group `model`; `weights` is not passed.
+        node: the config group `model`; `weights` and `init` are not passed.
         shape: the arguments that follow from the data: in_channels, image_size and num_classes. Only those are passed that are
             parameters of the class or function.
 
@@ -29,7 +29,7 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> 
     target = node["_target_"]
     accepted = inspect.signature(get_object(target)).parameters
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
-    options = {key: value for key, value in cast("dict[str, Any]", values).items() if key != "weights"}
+    options = {key: value for key, value in cast("dict[str, Any]", values).items() if key not in ("weights", "init")}
     model = build(options, **{name: value for name, value in shape.items() if name in accepted})
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_={target}: must return a torch.nn.Module, got {type(model).__name__}")

@@ -1,5 +1,7 @@
 """torchvision's ResNet-18 as a chain of ten blocks, with a stem for small images."""
 
+from functools import partial
+
 from torch import nn
 
 from ddp_lab.config.types import Positive
@@ -27,7 +29,7 @@ def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Posi
 
     net = torchvision_resnet18(num_classes=num_classes)
     stem = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
-    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    draw_convolutions(stem)
     layers = {"layer1": net.layer1, "layer2": net.layer2, "layer3": net.layer3, "layer4": net.layer4}
     model = Chain(
         (in_channels, image_size, image_size),
@@ -35,6 +37,14 @@ def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Posi
         **{f"{name}_{i}": block for name, layer in layers.items() for i, block in enumerate(layer)},
         head=nn.Sequential(net.avgpool, nn.Flatten(), net.fc),
     )
+    model.initializers.append(draw_convolutions)  # torchvision's constructor has already done so
     if init_std is not None:
-        init_normal(model, init_std)
+        model.initialize(partial(init_normal, std=init_std))
     return model
+
+
+def draw_convolutions(model: nn.Module) -> None:
+    """Draw the weights of convolutions as torchvision's ResNets do (He et al. 2015, arXiv:1502.01852)."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

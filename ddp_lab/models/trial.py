@@ -46,11 +46,14 @@ def freeze_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: in
 
 def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int, runtime: Runtime, key: str) -> list[str]:
     """Return the names of the trainable parameters that get no gradient in a training step. The arguments are as above."""
-    if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
         with suppress(Exception):  # a model that reads values cannot run on the meta device, which computes shapes only
             return without_gradient(meta_copy(model), torch.empty(2, *shape, device="meta"), num_classes)
     device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
     try:
+        if on_meta:
+            return without_gradient(meta_copy(model), torch.empty(2, *shape, device="meta"), num_classes)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
             return without_gradient(model.to(device), torch.rand(2, *shape, device=device), num_classes)
     except Exception as error:
@@ -59,7 +62,7 @@ def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int,
             "that the model supports (a common cause is that they are too small), or correct the model"
         ) from None
     finally:
-        model.to("cpu").zero_grad()
+        model.to("meta" if on_meta else "cpu").zero_grad()
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 

@@ -1,12 +1,13 @@
-"""Weights from a file: read without executing code, matched by name, and loaded into the complete model."""
+"""Weights from a file: read without executing code, and matched by name with those of the model."""
 
 import pickle
 import socket
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.models.trial import some
@@ -15,14 +16,16 @@ NESTED = ("state_dict", "model_state_dict", "model")  # where checkpoints of oth
 PREFIXES = ("module.", "_orig_mod.")  # of nn.DataParallel and of torch.compile
 
 
-def load_weights(model: nn.Module, state: dict[str, torch.Tensor], num_classes: int, key: str) -> list[str]:
-    """Load weights into the model, by name, and return notes for the log.
+def match_weights(
+    own: Mapping[str, torch.Tensor], state: dict[str, torch.Tensor], num_classes: int, key: str
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return those of the weights in a file that fit the model, by name, and notes for the log.
 
     A head of another number of classes keeps its initial weights. A first convolution for 3 channels is summed over them if the
     model's has 1: grey images then give the same activations as three equal channels.
 
     Args:
-        model: the complete model, before it is wrapped or sharded.
+        own: the complete model's tensors by name; only their shapes matter.
         state: the weights by name.
         num_classes: number of logits.
         key: key and value of the config that the messages are about.
@@ -30,7 +33,7 @@ def load_weights(model: nn.Module, state: dict[str, torch.Tensor], num_classes: 
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
-    given, own, notes = dict(state), model.state_dict(), [f"{key}: loaded"]
+    given, notes = dict(state), [f"{key}: loaded"]
     for name, tensor in state.items():
         if name in own and tensor.dim() == 4 and (tensor.size(1), own[name].size(1)) == (3, 1):
             given[name] = tensor.sum(1, keepdim=True)
@@ -56,8 +59,7 @@ def load_weights(model: nn.Module, state: dict[str, torch.Tensor], num_classes: 
             f"{key}: are not the weights of this model: {found}. Use the model that they were trained with, with "
             "the same options and image size"
         )
-    model.load_state_dict(given, strict=False)
-    return notes
+    return given, notes
 
 
 def is_head(given: torch.Tensor, own: torch.Tensor, num_classes: int) -> bool:
@@ -81,7 +83,7 @@ def read(path: str) -> dict[str, torch.Tensor]:
     key = f"model.weights={path}"
     try:
         Path(path).open("rb").close()
-        state = load_file(path) if path.endswith(".safetensors") else torch.load(path, map_location="cpu", weights_only=True)
+        state = load_file(path) if path.endswith(".safetensors") else load(path)
     except OSError as error:
         reason = error.strerror or str(error)
         raise NodeError(
@@ -97,6 +99,11 @@ def read(path: str) -> dict[str, torch.Tensor]:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'it is incomplete'}"
         raise ConfigError(f"{key}: is not a file of weights, or is damaged ({reason})") from None
     return strip(unwrap(state, key))
+
+
+def load(path: str) -> Any:
+    """Return what a file of torch.save contains. Its tensors are read from the file when they are used, if its format allows."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:

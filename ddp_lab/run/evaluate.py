@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from ddp_lab.launch.preflight import check_network
 from ddp_lab.run.job import place, prepare
-from ddp_lab.run.trained import compare_data, find_checkpoint, load_weights
+from ddp_lab.run.trained import compare_data, find_checkpoint, read_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -65,6 +65,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     path = str(runtime.agree("checkpoint", lambda: find_checkpoint(folder, checkpoint)))
     job = prepare(cfg, runtime, with_weights=False)
     runtime.agree("classes", partial(compare_data, folder, job.dataset))
-    progress = load_weights(job.model, path)
+    state, progress = read_weights(job.model, path)
+    job.give_weights(state)
     place(job)
     return EvaluatedRun(path, progress, evaluate(job.strategy, job.loaders[1]), job.strategy.where)

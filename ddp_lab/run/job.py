@@ -20,7 +20,7 @@ from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Loader
 from ddp_lab.data.sources import check_same, make_source
-from ddp_lab.models.make import make_model
+from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import require_chain
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
@@ -47,14 +47,10 @@ class Job:
 
     Args:
         with_weights: whether to load the file `model.weights`. A run that resumes from a checkpoint does not need it.
-
-    Attributes:
-        notes: lines for the log about the model.
     """
 
     def __init__(self, cfg: DictConfig, runtime: Runtime, with_weights: bool = True):
         self.cfg, self.runtime, self.with_weights = cfg, runtime, with_weights
-        self.notes: list[str] = []
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -92,10 +88,26 @@ class Job:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model on the CPU, with the same weights on every rank."""
+        """The model on the CPU, with the same weights on every rank; on the meta device with model.init=by_block."""
+        return self.made.model
+
+    @cached_property
+    def made(self) -> Made:
+        """The model with its initial weights, if it is on the meta device, and notes about it for the log."""
         torch.manual_seed(self.cfg.seed)
-        model, self.notes = make_model(self.cfg.model, self.dataset.model_shape(), self.runtime, self.with_weights)
-        return model
+        return make_model(self.cfg.model, self.dataset.model_shape(), self.runtime, self.cfg.seed, self.with_weights)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the log about the model."""
+        return self.made.notes
+
+    def give_weights(self, state: dict[str, torch.Tensor]) -> None:
+        """Give the complete model these weights in place of its initial ones. Call it before `place`."""
+        if self.made.initial_weights is None:
+            self.model.load_state_dict(state)
+        else:
+            self.made.initial_weights.give(state)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -213,7 +225,10 @@ def place(job: Job) -> None:
     if not strategy.one_process:
         job.runtime.open_group()
     strategy.loss = job.loss.to(strategy.device)
+    strategy.initial_weights = job.made.initial_weights
     strategy.setup(job.options.shape(job.model))
+    if strategy.initial_weights is not None:
+        strategy.initial_weights.give({})  # the tensors of a file are not needed any more
 
 
 def materialize(job: Job) -> Training:

@@ -5,6 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -149,20 +150,23 @@ def find_checkpoint(folder: Path, choice: str) -> str:
     raise ConfigError(f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {'valid ' * bool(files)}{pattern}")
 
 
-def load_weights(model: nn.Module, path: str) -> Progress:
-    """Load the weights of a checkpoint, or their averages, into the complete model, and return its position in the training.
+def read_weights(model: nn.Module, path: str) -> tuple[dict[str, torch.Tensor], Progress]:
+    """Return the weights of a checkpoint, or their averages, and its position in the training.
+
+    Args:
+        model: the complete model; only the shapes of its tensors matter.
+        path: the checkpoint.
 
     Raises:
         ConfigError: the file is damaged, or is not a checkpoint of this model.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     state = load_checkpoint(path, shapes, key="--checkpoint ")
-    model.load_state_dict(state.get("ema", state["model"]))
-    return Progress(**state["progress"])
+    return state.get("ema", state["model"]), Progress(**state["progress"])
 
 
 def load_model(folder: Path, cfg: DictConfig, checkpoint: str) -> nn.Module:
     """Return the complete model of a run on the CPU in evaluation mode, with the weights of a checkpoint. It needs no data."""
     model = build_model(cast("dict[str, Any]", cfg.model), read_data(folder).shape)
-    load_weights(model, checkpoint)
+    model.load_state_dict(read_weights(model, checkpoint)[0])
     return model.eval()

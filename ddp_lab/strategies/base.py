@@ -13,13 +13,16 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.strategies.all_reduce import gradients_of, trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
+from ddp_lab.strategies.fill import fill
 from ddp_lab.strategies.loss import CrossEntropy, Loss
 from ddp_lab.strategies.sums import add_up, measure
 from ddp_lab.world.runtime import Runtime
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
+Module = TypeVar("Module", bound=nn.Module)
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last"})
@@ -82,6 +85,7 @@ class Strategy(ABC):
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
         loss: the training loss, on `device`. Set before `setup`.
+        initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
         input_shape: a sample's (channels, height, width), for models that are not Chains. Set before `partition`.
 
     Raises:
@@ -118,6 +122,7 @@ class Strategy(ABC):
         self.batch_norm: BatchNorm = "local"
         self.dp_group: dist.ProcessGroup | None = None
         self.loss: Loss = CrossEntropy()
+        self.initial_weights: InitialWeights | None = None
         self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.lay_out()
 
@@ -166,8 +171,21 @@ class Strategy(ABC):
         """Move `model` to the devices, and wrap or cut it. Collective; sets `module` and `forward`.
 
         Args:
-            model: the complete model on the CPU, the same on every rank.
+            model: the complete model, the same on every rank: on the CPU, or with `initial_weights` on the meta device.
         """
+
+    def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
+        """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
+
+        Args:
+            blocks: its children are blocks of the model under their names.
+            device: None: `self.device`.
+        """
+        device = device or self.device
+        if self.initial_weights is None:
+            return blocks.to(device)
+        fill(blocks, self.initial_weights, device)
+        return blocks
 
     def can_compile(self, model: nn.Module) -> bool:
         """Return whether `compile` supports the model."""

@@ -48,7 +48,7 @@ class DDP(Strategy):
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
     def setup(self, model: nn.Module) -> None:
-        self.module = set_batch_norm(model.to(self.device), self.batch_norm)
+        self.module = set_batch_norm(self.to_device(model), self.batch_norm)
         self.forward = self.wrapper = DistributedDataParallel(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,

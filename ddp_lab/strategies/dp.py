@@ -31,7 +31,7 @@ class DP(Strategy):
         self.replicas = self.num_devices = len(self.devices)
 
     def setup(self, model: nn.Module) -> None:
-        self.module = model.to(self.device)
+        self.module = self.to_device(model)
         self.forward = nn.DataParallel(self.module, self.devices) if self.device.type == "cuda" else self.module
 
     def describe(self) -> str:

@@ -108,7 +108,9 @@ class FSDP(Strategy):
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         # BatchNorm uses the group of the mesh: collectives of one communicator run in order, those of several may deadlock.
-        self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, mesh.get_group("dp"))
+        if self.initial_weights is None:
+            model.to(self.device)
+        self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
         policy = MixedPrecisionPolicy()
         if self.runtime.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -119,6 +121,8 @@ class FSDP(Strategy):
                     fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=keep)
         for part in [*units(model, self.wrap), model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        if self.initial_weights is not None:
+            self.to_device(model)  # now that it is sharded, a rank allocates only its shards
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()  # fully_shard has its own mixed-precision policy

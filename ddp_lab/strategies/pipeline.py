@@ -160,7 +160,7 @@ class Pipeline(Strategy):
         stages: dict[int, Stage] = {}
         for index in range(rank, self.num_stages, ranks):
             own_blocks = OrderedDict(blocks[i] for i in self.parts.parts[index])
-            stages[index] = Stage(own_blocks, self.runtime, self._dtypes(index)[1]).to(self.device)
+            stages[index] = self.to_device(Stage(own_blocks, self.runtime, self._dtypes(index)[1]))
         self.stages = {index: self.wrap(stage) for index, stage in stages.items()}
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.has_batch_norm = any(map(is_batch_norm, model.modules()))

@@ -56,7 +56,7 @@ class Scratch(Strategy):
         self.buckets: Buckets | None = None
 
     def setup(self, model: nn.Module) -> None:
-        model = set_batch_norm(model.to(self.device), self.batch_norm)
+        model = set_batch_norm(self.to_device(model), self.batch_norm)
         self.module = self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:

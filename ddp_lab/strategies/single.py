@@ -12,4 +12,4 @@ class Single(Strategy):
     performance_options = ALL_PERFORMANCE_OPTIONS
 
     def setup(self, model: nn.Module) -> None:
-        self.module = self.forward = model.to(self.device)
+        self.module = self.forward = self.to_device(model)

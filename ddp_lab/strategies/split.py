@@ -12,6 +12,7 @@ backward pass with one thread per device. The fraction of the time in which p eq
 BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its statistics must be those of the local batch.
 """
 
+from collections import OrderedDict
 from copy import deepcopy
 
 import torch
@@ -64,9 +65,9 @@ class Split(Strategy):
         assert isinstance(model, Chain)  # `needs_chain`
         self.module = model
         self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
-        blocks = list(model)
+        blocks = list(model.named_children())
         self.stages = [
-            nn.Sequential(*(blocks[i] for i in indices)).to(device)
+            self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
 

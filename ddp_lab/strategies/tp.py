@@ -117,7 +117,7 @@ class TP(Strategy):
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.dp_group = mesh.get_group("dp")
-        self.module = self.forward = set_batch_norm(model.to(self.device), self.batch_norm, self.dp_group)
+        self.module = self.forward = set_batch_norm(self.to_device(model), self.batch_norm, self.dp_group)
         for path, layer in self.layers.items():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))

@@ -28,7 +28,7 @@ def on_meta(name: str, **options) -> nn.Module:
 
 def made(name: str, image_size: int, in_channels: int = 3) -> nn.Module:
     shape = {"in_channels": in_channels, "image_size": image_size, "num_classes": 7}
-    return make_model({"_target_": TARGET, "name": name}, shape, Runtime("cpu"))[0]
+    return make_model({"_target_": TARGET, "name": name}, shape, Runtime("cpu"), 0).model
 
 
 def names() -> list[str]:

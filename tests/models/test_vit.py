@@ -88,7 +88,7 @@ def test_weights_of_torchvision_give_its_logits(old_names, tmp_path):
     torch.save(state, tmp_path / "vit.pt")
     node = {"_target_": "ddp_lab.models.vit.vit", **SMALL, "pool": "token", "weights": f"{tmp_path}/vit.pt"}
     shape = {"in_channels": 3, "image_size": 28, "num_classes": 10}
-    model, notes = make_model(node, shape, Runtime("cpu"))
+    model, _, notes = make_model(node, shape, Runtime("cpu"), 0)
     assert notes == [f"model.weights={tmp_path}/vit.pt: loaded"]
     expected = source(images)
     assert expected.std() > 0.1

@@ -15,13 +15,20 @@ from worlds import run_world
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.models.weights import load_weights, read
+from ddp_lab.models.weights import match_weights, read
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 
 def saved_by_ddp_lab(state: dict) -> dict:
     return {"progress": {"epoch": 2}, "seed": 0, "model": state, "optimizer": {"state": {}}, "scheduler": {"last_epoch": 3}}
+
+
+def load(model: nn.Module, state: dict[str, torch.Tensor], num_classes: int, key: str) -> list[str]:
+    """Load those weights that fit into the model and return the notes."""
+    given, notes = match_weights(model.state_dict(), state, num_classes, key)
+    model.load_state_dict(given, strict=False)
+    return notes
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,7 @@ def saved_by_ddp_lab(state: dict) -> dict:
 def test_weights_are_read_from_files_of_torch(convert, tmp_path):
     source, target = Plain(**SHAPE), Plain(**SHAPE)
     torch.save(convert(source.state_dict()), tmp_path / "net.pt")
-    assert load_weights(target, read(f"{tmp_path}/net.pt"), 10, "model.weights=net.pt") == ["model.weights=net.pt: loaded"]
+    assert load(target, read(f"{tmp_path}/net.pt"), 10, "model.weights=net.pt") == ["model.weights=net.pt: loaded"]
     assert all(torch.equal(value, source.state_dict()[name]) for name, value in target.state_dict().items())
 
 
@@ -96,7 +103,7 @@ def test_file_that_cannot_be_read_is_named(path, reason, tmp_path, monkeypatch):
 def test_head_of_another_number_of_classes_keeps_its_initial_weights():
     source, target = Plain(1, 28, 5), Plain(**SHAPE)
     before = target.head.weight.clone()
-    notes = load_weights(target, source.state_dict(), 10, "net.pt")
+    notes = load(target, source.state_dict(), 10, "net.pt")
     assert notes[1:] == ["head.weight, head.bias: initialised anew, for 10 classes instead of 5"]
     assert torch.equal(target.head.weight, before)
     assert torch.equal(target.entry.weight, source.entry.weight)
@@ -106,7 +113,7 @@ def test_all_differences_are_in_one_message():
     state = Plain(**SHAPE, hidden=8).state_dict()
     state["extra"] = state.pop("scale")
     with pytest.raises(ConfigError) as error:
-        load_weights(Plain(**SHAPE), state, 10, "model.weights=net.pt")
+        load(Plain(**SHAPE), state, 10, "model.weights=net.pt")
     assert str(error.value).startswith(
         "model.weights=net.pt: are not the weights of this model: 1 missing: scale; 1 not in the model: extra; 7 of another "
         "shape: entry.weight [8, 784] instead of [16, 784], entry.bias [8] instead of [16], blocks.0.inner.weight [8, 8] "
@@ -117,12 +124,12 @@ def test_all_differences_are_in_one_message():
 def test_counters_that_old_files_lack_are_not_missed():
     model = nn.Sequential(nn.BatchNorm2d(3))
     state = {name: value for name, value in model.state_dict().items() if not name.endswith("num_batches_tracked")}
-    assert load_weights(model, state, 10, "net.pt") == ["net.pt: loaded"]
+    assert load(model, state, 10, "net.pt") == ["net.pt: loaded"]
 
 
 def test_first_convolution_is_summed_for_grey_images():
     colour, grey = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.Conv2d(1, 4, 3))
-    notes = load_weights(grey, colour.state_dict(), 10, "net.pt")
+    notes = load(grey, colour.state_dict(), 10, "net.pt")
     assert notes[1:] == ["0.weight: summed over its 3 channels, because the images have 1"]
     images = torch.rand(2, 1, 8, 8)
     assert torch.allclose(grey(images), colour(images.expand(-1, 3, -1, -1)), atol=1e-6)

@@ -234,6 +234,25 @@ def test_several_processes_equal_single(case, size):
         assert outcome.evaluation == first.evaluation
 
 
+BY_BLOCK = [(case, size) for size in MODEL_PARALLEL for case in cases_for(size) if case.init == "by_block"]
+
+
+@pytest.mark.parametrize(("case", "size"), params(BY_BLOCK))
+def test_initial_weights_by_block_are_singles_bit_by_bit(case, size):
+    assert outcomes(case, size)[0].initial == alone()[case.reference()].initial != ""
+
+
+@pytest.mark.parametrize(("case", "size"), params((case, size) for case, size in BY_BLOCK if case.strategy in (FSDP, Pipeline)))
+def test_ranks_allocate_their_own_part_of_the_model_only(case, size):
+    tensors = make_model(case.model, SEED).state_dict().values()
+    held = [outcome.held for outcome in outcomes(case, size)]
+    if case.strategy is Pipeline:
+        assert sum(held) == sum(tensor.nbytes for tensor in tensors)
+        assert max(held) < 0.7 * sum(held)
+    else:  # shards of the first dimension, padded to equal sizes
+        assert max(held) <= sum(-(-len(tensor) // size) * tensor[0].nbytes for tensor in tensors) < 0.6 * sum(held)
+
+
 @pytest.mark.parametrize("case", PARTLY_FROZEN, ids=name)
 def test_partly_frozen_model_equals_single(case):
     """A stage, a bias and unused parameters stay as they are, and the optimizer has no state for them."""

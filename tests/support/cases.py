@@ -28,7 +28,7 @@ FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}
 FROZEN = {"model": "partly_frozen", "epochs": 2}
 # With 49 samples, some ranks have only padding in the last batch.
 FILES = {"files": True, "loader": "workers", "samples": 49, "epochs": 2}
-VIT = {"model": "vit", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
+VIT = {"model": "vit", "init": "by_block", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
@@ -222,4 +222,5 @@ def name(case: Case) -> str:
     changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
     changed += ["vit"] * (case.model == "vit")
     changed += ["recipe"] * (case.mixup > 0) + ["focal"] * ("own_losses.Focal" in str(case.loss))
+    changed += [case.init] * (case.init != "default" and case.model != "vit")
     return "-".join([case.strategy.__name__, *(str(value) for _, value in case.options), *changed]).replace("'", "")

@@ -24,7 +24,7 @@ from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.run.job import Job, materialize, prepare
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.loss import CrossEntropy
@@ -114,6 +114,7 @@ class Case:
     strategy: type[Strategy]
     options: tuple[tuple[str, Any], ...] = ()
     model: str = "lenet"
+    init: str = "default"
     samples: int = 101
     batch_size: int = 24
     epochs: int = 3
@@ -164,6 +165,8 @@ class Outcome:
     momentum: dict[str, torch.Tensor]
     averages: dict[str, torch.Tensor]  # of the weights; empty without ema
     digest: str  # hash of this rank's part of the model
+    initial: str  # hash of the complete model before the first step, on rank 0, of models that start on the meta device
+    held: int  # bytes of parameters and buffers that this rank has allocated before the first step
     sums: list[list[float]]  # of each training epoch
     evaluation: tuple[float, ...]  # loss, accuracy, samples, top-5 accuracy, and the cells of the confusion matrix
 
@@ -240,7 +243,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
                 "std": [0.2],
             },
             # None: torch's initial weights. LeNet's default ones are so small that every gradient is nearly zero.
-            "model": target(model, init_std=None),
+            "model": target(model, init_std=None, init=case.init),
             "strategy": target(case.strategy, **options),
             "optimizer": target(torch.optim.SGD, lr=case.lr, momentum=0.9, weight_decay=case.weight_decay, _partial_=True),
             "scheduler": SCHEDULES[case.lr_schedule],
@@ -300,7 +303,10 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
             for parameter in job.model.parameters():
                 parameter.add_(case.start)
     strategy, names = job.strategy, job.model.state_dict().keys()
+    assert bool(held_bytes(job.model)) == (case.init == "default"), "the model does not start on the device that it should"
     training = materialize(job)
+    held = held_bytes(job.model)
+    initial = hash_of(strategy.model_state()) if case.init == "by_block" else ""
     parts = runtime, strategy, training.optimizer, training.scheduler, job.shapes
     checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema)
     progress = checkpoints.resume(case.resume, lambda progress: progress.step)
@@ -322,10 +328,20 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
         assert largest_difference(own, state["model"]) == 0
     weights = own if whole else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
     momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
-    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
+    digest = hash_of(weights)
     if runtime.rank > 0:
         weights, momentum, averages = {}, {}, {}
-    return Outcome(weights, momentum if case.keep_momentum else {}, averages, digest, recorder.sums, evaluation)
+    return Outcome(weights, momentum if case.keep_momentum else {}, averages, digest, initial, held, recorder.sums, evaluation)
+
+
+def hash_of(state: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of memory in which this process has parts of the model; a tensor on the meta device has none."""
+    held = [local(tensor) for tensor in model.state_dict().values()]
+    return sum(tensor.untyped_storage().nbytes() for tensor in held if not tensor.is_meta)
 
 
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:

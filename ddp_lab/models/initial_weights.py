@@ -1,0 +1,118 @@
+"""Initial weights by block name: each block is drawn from a generator of its own, so any rank can draw any block alone.
+
+The generator of a block is seeded by the run's seed and the block's name. A rank that holds some of the blocks, or shards of
+them, therefore has exactly the weights that one device would have, and no rank ever needs the complete model.
+"""
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.chain import Chain
+
+KEY = "model.init=by_block"
+
+
+def draw(seed: int, name: str, make_block: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the initial weights of a block, on the CPU. torch's random state is restored.
+
+    Args:
+        seed: the run's seed.
+        name: name of the block.
+        make_block: constructs the block and draws its weights from torch's generator for the CPU.
+    """
+    digest = hashlib.sha256(f"init seed={seed} block={name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))  # it uses 32 bits
+        return make_block().state_dict()
+
+
+class InitialWeights:
+    """The initial weights of a chain, one block at a time: drawn by name, or given, for example by a file.
+
+    Args:
+        chain: the model on the meta device. It may be changed afterwards.
+        seed: the run's seed.
+
+    Raises:
+        ConfigError: the model has parameters or buffers that cannot be drawn again.
+    """
+
+    def __init__(self, chain: Chain, seed: int):
+        self.blocks = {name: copy.deepcopy(block) for name, block in chain.named_children()}  # without memory
+        self.initializers, self.seed = chain.initializers, seed
+        self.given: dict[str, torch.Tensor] = {}
+        for name, block in self.blocks.items():
+            require_reset(block, name)
+
+    def give(self, state: dict[str, torch.Tensor]) -> None:
+        """Use these tensors, by their names in the complete model, in place of drawn ones."""
+        self.given = state
+
+    def of(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of a block, on the CPU, by their names within the block.
+
+        Raises:
+            ConfigError: `reset_parameters` of one of its modules does not set all of them.
+        """
+        given = {key: self.given[f"{name}.{key}"] for key in self.blocks[name].state_dict() if f"{name}.{key}" in self.given}
+        if given.keys() == self.blocks[name].state_dict().keys():
+            return given
+        return draw(self.seed, name, partial(self._make, name)) | given
+
+    def _make(self, name: str) -> nn.Module:
+        """Return a copy of a block with memory of its own and newly drawn weights."""
+        block = copy.deepcopy(self.blocks[name]).to_empty(device="cpu")
+        for tensor in block.state_dict().values():
+            tensor.fill_(unset(tensor.dtype))
+        reset(block)
+        for initialize in self.initializers:
+            initialize(block)
+        for key, tensor in block.state_dict().items():
+            mark = unset(tensor.dtype)
+            if mark and (tensor.isnan() if math.isnan(mark) else tensor == mark).any():
+                raise ConfigError(
+                    f"{KEY}: reset_parameters does not set {name}.{key} completely. It must initialise all parameters and "
+                    "buffers of its module, also those of the modules within; or use model.init=default"
+                )
+        return block
+
+
+def unset(dtype: torch.dtype) -> float:
+    """Return a value that no initial weight has; 0 if the dtype has none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def reset(module: nn.Module) -> None:
+    """Call `reset_parameters` of the module, which initialises everything in it, or else of the modules within."""
+    if callable(own := getattr(module, "reset_parameters", None)):
+        own()
+    else:
+        for child in module.children():
+            reset(child)
+
+
+def require_reset(module: nn.Module, path: str) -> None:
+    """Check that `reset` can initialise a module.
+
+    Raises:
+        ConfigError: neither a module with parameters or buffers of its own nor one that contains it has `reset_parameters`.
+    """
+    if callable(getattr(module, "reset_parameters", None)):
+        return
+    own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+    if own:
+        raise ConfigError(
+            f"{KEY}: {path} ({type(module).__name__}) has {', '.join(own)}, but no method reset_parameters, which would draw "
+            "the initial weights again. Add the method, or use model.init=default"
+        )
+    for name, child in module.named_children():
+        require_reset(child, f"{path}.{name}")
