@@ -1,7 +1,7 @@
 """The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) as a chain: patch embedding, blocks, head.
 
     images -> embed: tokens [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits
-    a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens))))
+    a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens)))); drop_path may drop what is added
 
 Query, key and value are separate layers, so that each can be divided by heads. A block whose layers have a part of their units
 computes with the heads it has.
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.types import Count, Positive
+from ddp_lab.config.types import Count, Fraction, Positive
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.drop_path import DropPath
 
 EPS = 1e-6  # of the layer normalizations, as in torchvision's models
 
@@ -82,14 +83,17 @@ class Block(nn.Module):
         width: size of a token.
         heads: number of heads of the attention.
         hidden: units of the layer between fc1 and fc2.
+        drop_path: probability with which each of the two residual branches is dropped in training.
+        name: name of the block.
     """
 
-    def __init__(self, width: int, heads: int, hidden: int):
+    def __init__(self, width: int, heads: int, hidden: int, drop_path: float, name: str):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, EPS)
         self.attn = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width, EPS)
         self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.drop1, self.drop2 = (DropPath(drop_path, f"{name}.drop{i}") if drop_path > 0 else nn.Identity() for i in (1, 2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,8 +109,8 @@ class Block(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [b, n, width] for [b, n, width]."""
-        tokens = tokens + self.attn(self.norm1(tokens))
-        return tokens + self.fc2(F.gelu(self.fc1(self.norm2(tokens))))
+        tokens = tokens + self.drop1(self.attn(self.norm1(tokens)))
+        return tokens + self.drop2(self.fc2(F.gelu(self.fc1(self.norm2(tokens)))))
 
 
 class Head(nn.Module):
@@ -145,6 +149,7 @@ def vit(
     mlp_ratio: Positive,
     patch_size: Count,
     pool: Literal["mean", "token"],
+    drop_path: Fraction,
 ) -> Chain:
     """Return the network. It has no dropout.
 
@@ -161,6 +166,8 @@ def vit(
         mlp_ratio: units between the two linear layers of a block, as a multiple of `width`, rounded.
         patch_size: height and width of a patch, in pixels; divides the image size.
         pool: what the logits are computed from: the mean of all tokens, or a class token (token).
+        drop_path: probability with which the last block's residual branches are dropped in a training step; it grows linearly
+            from 0 in the first block (stochastic depth).
 
     Raises:
         ConfigError: `heads` does not divide `width`, or `patch_size` the image size.
@@ -169,7 +176,10 @@ def vit(
     require_divisor("patch_size", patch_size, "the image size", image_size)
     patches = (image_size // patch_size) ** 2
     embed = Embed(in_channels, patches, patch_size, width, class_token=pool == "token")
-    blocks = {f"block{i}": Block(width, heads, round(width * mlp_ratio)) for i in range(depth)}
+    blocks: dict[str, nn.Module] = {}
+    for i in range(depth):
+        rate = drop_path * i / max(1, depth - 1)
+        blocks[f"block{i}"] = Block(width, heads, round(width * mlp_ratio), rate, f"block{i}")
     return Chain((in_channels, image_size, image_size), embed=embed, **blocks, head=Head(width, num_classes, pool))
 
 

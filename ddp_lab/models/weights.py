@@ -102,7 +102,7 @@ def read(path: str) -> dict[str, torch.Tensor]:
 
 
 def load(path: str) -> Any:
-    """Return what a file of torch.save contains. Its tensors are read from the file when they are used, if its format allows."""
+    """Return what a file of torch.save contains. Where its format allows, tensors are read when they are used."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 

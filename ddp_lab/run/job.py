@@ -20,6 +20,7 @@ from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Loader
 from ddp_lab.data.sources import check_same, make_source
+from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import require_chain
 from ddp_lab.observe.logger import Logger
@@ -245,5 +246,7 @@ def materialize(job: Job) -> Training:
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs, plan.steps_per_epoch, warmup_steps)
     ema = None if cfg.ema is None else EMA(strategy, cfg.ema)
-    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", ema, job.mix)
+    drop_paths = DropPaths(strategy.module.modules(), cfg.seed)
+    skip = cfg.on_nan == "skip"
+    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, skip, ema, job.mix, drop_paths)
     return Training(job, optimizer, scheduler, step, step, ema)

@@ -8,6 +8,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Batch, Loader
+from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.strategies.all_reduce import gradient_of
 from ddp_lab.strategies.base import Fuse, Strategy, local
 from ddp_lab.training.ema import EMA
@@ -49,6 +50,7 @@ class Step:
         skip_not_finite: replace a gradient that is not finite by zeros.
         ema: averages of the weights, updated after each step; None: no averages.
         mix: mixes the samples of each batch; None: they stay as they are.
+        drop_paths: branches of the model that are dropped at random; None: none.
 
     Attributes:
         tally: sums of the losses, each computed before the optimizer's step.
@@ -65,9 +67,10 @@ class Step:
         skip_not_finite: bool = False,
         ema: EMA | None = None,
         mix: Mix | None = None,
+        drop_paths: DropPaths | None = None,
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
-        self.ema, self.mix = ema, mix
+        self.ema, self.mix, self.drop_paths = ema, mix, drop_paths
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
         self.tally = Tally(strategy.device, skip_not_finite)
         self._optimize = optimizer.step
@@ -96,9 +99,10 @@ class Step:
         self.advance()
 
     def prepare(self) -> None:
-        """Do the work on the host that a step needs: draw how its batch is mixed."""
-        if self.mix is not None:
-            self.mix.prepare(self.scheduler.last_epoch)  # the number of the step, also after a resume
+        """Do the work on the host that a step needs: draw how its batch is mixed, and which branches are dropped."""
+        step = self.scheduler.last_epoch  # the number of the step, also after a resume
+        for drawn in filter(None, (self.mix, self.drop_paths)):
+            drawn.prepare(step)
 
     def mixed(self, batch: Batch) -> Batch:
         """Return the batch to train on."""

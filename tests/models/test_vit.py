@@ -21,7 +21,7 @@ from ddp_lab.models.vit import vit
 from ddp_lab.models.vit_weights import from_torchvision
 from ddp_lab.world.runtime import Runtime
 
-SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7}
+SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "drop_path": 0.0}
 
 
 def make(group: str, image_size: int = 224, num_classes: int = 1000, **changed) -> Chain:
@@ -145,7 +145,7 @@ def test_logits_are_those_of_the_papers_equations(pool):
 
 def test_initial_weights_follow_the_paper():
     torch.manual_seed(0)
-    model = vit(3, 224, 10, depth=1, width=192, heads=3, mlp_ratio=4.0, patch_size=16, pool="token")
+    model = vit(3, 224, 10, depth=1, width=192, heads=3, mlp_ratio=4.0, patch_size=16, pool="token", drop_path=0.0)
     state = model.state_dict()
     for name, tensor in state.items():
         if "norm" in name:

@@ -8,6 +8,7 @@ from cases import (
     ALMOST_EMPTY,
     AUGMENTED,
     CLIPPED,
+    DROPPING,
     FILES,
     FOCAL,
     HALF,
@@ -32,7 +33,7 @@ from cases import (
     split,
     tp,
 )
-from training import SEED, Case, Outcome, largest_difference, make_model, run_cases
+from training import SEED, Case, Outcome, held_bytes, largest_difference, make_model, run_cases
 from worlds import once, run_world
 
 from ddp_lab.strategies.base import Strategy
@@ -147,7 +148,7 @@ ONCE = [
 
 
 def is_slow(case: Case, size: int) -> bool:
-    if case.model not in ("lenet", "partly_frozen", "vit"):
+    if case.model in ("narrow", "resnet18", "book_resnet18"):
         return case.model != "narrow" or size == 3
     return size != 2 and case not in ONCE and case.model == "lenet"
 
@@ -195,7 +196,7 @@ def params(pairs: Iterable[tuple[Case, int]]) -> list:
         pytest.param(
             case,
             size,
-            id=f"{name(case)}{f'-{case.model}' * (case.model not in ('lenet', 'vit'))}-on-{size}",
+            id=f"{name(case)}{f'-{case.model}' * (case.model not in ('lenet', 'vit', 'vit_drop'))}-on-{size}",
             marks=[pytest.mark.slow] * is_slow(case, size),
         )
         for case, size in pairs
@@ -214,7 +215,9 @@ def test_reference_trains_clips_and_augments():
         *EACH_OF_RECIPE,
     ):
         assert largest_difference(alone()[other].weights, alone()[REFERENCE].weights) > 1e-3
-    vit, start = alone()[Case(Single, **VIT)].weights, make_model("vit", SEED).state_dict()
+    vit, dropping = (alone()[Case(Single, **case)].weights for case in (VIT, DROPPING))
+    assert largest_difference(vit, dropping) > 1e-3
+    start = make_model("vit", SEED).state_dict()
     assert all(largest_difference({name: vit[name]}, {name: start[name]}) > 1e-3 for name in vit if "k.bias" not in name)
     decayed, undecayed = alone()[DECAYED].weights, alone()[Case(Single, **UNDECAYED)].weights
     assert largest_difference(decayed, undecayed) > 1e-4
@@ -244,8 +247,10 @@ def test_initial_weights_by_block_are_singles_bit_by_bit(case, size):
 
 @pytest.mark.parametrize(("case", "size"), params((case, size) for case, size in BY_BLOCK if case.strategy in (FSDP, Pipeline)))
 def test_ranks_allocate_their_own_part_of_the_model_only(case, size):
-    tensors = make_model(case.model, SEED).state_dict().values()
+    model = make_model(case.model, SEED)
+    tensors, largest = model.state_dict().values(), max(map(held_bytes, model))
     held = [outcome.held for outcome in outcomes(case, size)]
+    assert all(0 < outcome.peak <= outcome.held + largest < held_bytes(model) for outcome in outcomes(case, size))
     if case.strategy is Pipeline:
         assert sum(held) == sum(tensor.nbytes for tensor in tensors)
         assert max(held) < 0.7 * sum(held)

@@ -29,6 +29,7 @@ FROZEN = {"model": "partly_frozen", "epochs": 2}
 # With 49 samples, some ranks have only padding in the last batch.
 FILES = {"files": True, "loader": "workers", "samples": 49, "epochs": 2}
 VIT = {"model": "vit", "init": "by_block", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
+DROPPING = VIT | {"model": "vit_drop"}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
@@ -172,6 +173,9 @@ VISION_TRANSFORMER = {
         pipeline("1f1b", **VIT, **CLIPPED),
         pipeline("interleaved1f1b", accumulate=2, **VIT),
         tp(2, (("head", "replicate"),), **VIT, **CLIPPED),
+        ddp(accumulate=3, **DROPPING),
+        fsdp(**DROPPING),
+        pipeline("1f1b", m=5, **DROPPING),
     ],
     4: [
         ddp(**VIT, **CLIPPED),
@@ -220,7 +224,7 @@ def name(case: Case) -> str:
     changed += ["files"] * case.files
     changed += [f"accumulate {case.accumulate}"] * (case.accumulate > 1) + ["clipped"] * (case.max_grad_norm is not None)
     changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
-    changed += ["vit"] * (case.model == "vit")
+    changed += [case.model] * case.model.startswith("vit")
     changed += ["recipe"] * (case.mixup > 0) + ["focal"] * ("own_losses.Focal" in str(case.loss))
-    changed += [case.init] * (case.init != "default" and case.model != "vit")
+    changed += [case.init] * (case.init != "default" and not case.model.startswith("vit"))
     return "-".join([case.strategy.__name__, *(str(value) for _, value in case.options), *changed]).replace("'", "")

@@ -18,6 +18,7 @@ from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.folder import Folder
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
@@ -81,10 +82,15 @@ def partly_frozen(in_channels: int, image_size: int, num_classes: int, init_std:
     return model
 
 
-def small_vit(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
+def small_vit(in_channels: int, image_size: int, num_classes: int, init_std: None, drop_path: float = 0.0) -> Chain:
     """Return a Vision Transformer of two blocks and 16 tokens."""
     sizes = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4}
-    return vit(in_channels, image_size, num_classes, **sizes, pool="mean")
+    return vit(in_channels, image_size, num_classes, **sizes, pool="mean", drop_path=drop_path)
+
+
+def dropping_vit(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
+    """Return the same with stochastic depth: either residual branch of the last block is dropped in half of the steps."""
+    return small_vit(in_channels, image_size, num_classes, None, drop_path=0.5)
 
 
 def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
@@ -101,6 +107,7 @@ MODELS = {
     "unbiased": (unbiased, 1, 28),
     "lenet": (lenet, 1, 28),
     "vit": (small_vit, 3, 16),
+    "vit_drop": (dropping_vit, 3, 16),
     "narrow": (narrow_resnet, 3, 16),
     "resnet18": (resnet18, 3, 16),
     "book_resnet18": (book_resnet18, 3, 16),
@@ -167,6 +174,7 @@ class Outcome:
     digest: str  # hash of this rank's part of the model
     initial: str  # hash of the complete model before the first step, on rank 0, of models that start on the meta device
     held: int  # bytes of parameters and buffers that this rank has allocated before the first step
+    peak: int  # largest number of such bytes while it drew them, with the complete block that it had drawn last
     sums: list[list[float]]  # of each training epoch
     evaluation: tuple[float, ...]  # loss, accuracy, samples, top-5 accuracy, and the cells of the confusion matrix
 
@@ -259,6 +267,19 @@ SCHEDULES = {
 }
 
 
+class Watched(InitialWeights):
+    """Initial weights that count the bytes in memory: of the model, and of the block that was drawn last."""
+
+    def __init__(self, model: Chain, seed: int):
+        super().__init__(model, seed)
+        self.model, self.peak = model, 0
+
+    def of(self, name: str) -> dict[str, torch.Tensor]:
+        block = super().of(name)
+        self.peak = max(self.peak, held_bytes(self.model) + sum(tensor.nbytes for tensor in block.values()))
+        return block
+
+
 class Recorder(Hooks, Logger):
     """Record what `fit` reports of each epoch, and save checkpoints if the case requires it."""
 
@@ -304,8 +325,12 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
                 parameter.add_(case.start)
     strategy, names = job.strategy, job.model.state_dict().keys()
     assert bool(held_bytes(job.model)) == (case.init == "default"), "the model does not start on the device that it should"
+    weights = job.made.initial_weights
+    if weights is not None:
+        weights = Watched(job.model, SEED)
+        job.made = job.made._replace(initial_weights=weights)
     training = materialize(job)
-    held = held_bytes(job.model)
+    held, peak = held_bytes(job.model), weights.peak if weights else 0
     initial = hash_of(strategy.model_state()) if case.init == "by_block" else ""
     parts = runtime, strategy, training.optimizer, training.scheduler, job.shapes
     checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema)
@@ -331,7 +356,9 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     digest = hash_of(weights)
     if runtime.rank > 0:
         weights, momentum, averages = {}, {}, {}
-    return Outcome(weights, momentum if case.keep_momentum else {}, averages, digest, initial, held, recorder.sums, evaluation)
+    return Outcome(
+        weights, momentum if case.keep_momentum else {}, averages, digest, initial, held, peak, recorder.sums, evaluation
+    )
 
 
 def hash_of(state: dict[str, torch.Tensor]) -> str:

@@ -1,0 +1,70 @@
+"""Stochastic depth: residual branches that are dropped at random in training (Huang et al. 2016, arXiv:1603.09382).
+
+As in that paper, a branch is dropped for a complete batch. Which ones depends only on the seed, the number of the step and the
+branch's name. It is therefore the same for any strategy, number of ranks and size of micro-batches, and after a resume. To drop
+it for each sample separately, as timm does, a block would have to know which samples of the global batch it gets.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from random import Random
+
+import torch
+from torch import nn
+
+
+class DropPath(nn.Module):
+    """The end of a residual branch: in training the branch is dropped, or scaled so that its mean stays the same.
+
+    Args:
+        rate: probability of being dropped, below 1.
+        name: a name that no other branch of the model has.
+
+    Attributes:
+        scale: 0 or 1 / (1 - rate), [], on the device of the branch; None before the first step, when nothing is dropped.
+    """
+
+    def __init__(self, rate: float, name: str):
+        super().__init__()
+        self.rate, self.name = rate, name
+        self.scale: torch.Tensor | None = None  # no buffer: it is neither saved nor sent
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        """Return the branch, scaled in training."""
+        return branch * self.scale if self.training and self.scale is not None else branch
+
+    def draw(self, seed: int, step: int) -> float:
+        """Return the scale in a step."""
+        digest = hashlib.sha256(f"drop_path seed={seed} step={step} branch={self.name}".encode()).digest()
+        return 0.0 if Random(int.from_bytes(digest, "big")).random() < self.rate else 1 / (1 - self.rate)
+
+
+class DropPaths:
+    """All branches of this rank's part of the model that can be dropped.
+
+    Args:
+        modules: this rank's modules. Each branch has the device of the module that it belongs to.
+        seed: the run's seed.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], seed: int):
+        self.seed = seed
+        self.layers: dict[torch.device, list[DropPath]] = {}
+        for module in modules:
+            for layer in module.children():
+                if isinstance(layer, DropPath):
+                    self.layers.setdefault(next(module.parameters()).device, []).append(layer)
+        self.scales = {device: torch.ones(len(layers), device=device) for device, layers in self.layers.items()}
+        for device, layers in self.layers.items():
+            for layer, scale in zip(layers, self.scales[device], strict=True):
+                layer.scale = scale  # a view: one copy for each device changes all of them
+
+    def prepare(self, step: int) -> None:
+        """Draw which branches the next step drops.
+
+        Args:
+            step: number of the step since the beginning of the run.
+        """
+        for device, layers in self.layers.items():
+            drawn = torch.tensor([layer.draw(self.seed, step) for layer in layers], dtype=self.scales[device].dtype)
+            self.scales[device].copy_(drawn, non_blocking=True)
