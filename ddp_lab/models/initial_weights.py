@@ -50,6 +50,13 @@ class InitialWeights:
         self.given: dict[str, torch.Tensor] = {}
         for name, block in self.blocks.items():
             require_reset(block, name)
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in chain.named_parameters(remove_duplicate=False):
+            if (other := first.setdefault(parameter, name)) != name:
+                raise ConfigError(
+                    f"{KEY}: {other} and {name} are the same parameter, but would be allocated separately. Use "
+                    "model.init=default"
+                )
 
     def give(self, state: dict[str, torch.Tensor]) -> None:
         """Use these tensors, by their names in the complete model, in place of drawn ones."""

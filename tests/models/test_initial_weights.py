@@ -140,6 +140,12 @@ def reads():
     return nn.Sequential(nn.Flatten(), Reads())
 
 
+def tied():
+    first, last = nn.Linear(784, 784), nn.Sequential(nn.Linear(784, 784), nn.Linear(784, 10))
+    last[0].weight = first.weight
+    return nn.Sequential(nn.Flatten(), first, last)
+
+
 def of_this_file(function) -> dict:
     return {"_target_": f"{__name__}.{function.__name__}"}
 
@@ -157,6 +163,7 @@ def test_frozen_parameters_stay_frozen():
     [
         (bare, "1.1 (Bare) has scale, but no method reset_parameters, which would draw the initial weights again. Add the"),
         (reads, f"{__name__}.reads cannot be constructed on the meta device, which has shapes and no values: RuntimeError: "),
+        (tied, "1.weight and 2.0.weight are the same parameter, but would be allocated separately. Use model.init=default"),
         (nn.Flatten, "needs a model made of blocks, got torch.nn.Flatten, which returns a Flatten. Use model.init=default"),
     ],
 )
