@@ -8,7 +8,7 @@ computes with the heads it has.
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,22 @@ class Block(nn.Module):
         hidden: units of the layer between fc1 and fc2.
         drop_path: probability with which each of the two residual branches is dropped in training.
         name: name of the block.
+
+    Attributes:
+        tensor_parallel: how tensor parallelism divides the layers; the words are those of strategies/tensor_parallel_plan.py.
     """
+
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "norm1": "tokens",
+        "attn": "gather",
+        "attn.q": "heads",
+        "attn.k": "heads",
+        "attn.v": "heads",
+        "attn.proj": "row",
+        "norm2": "tokens",
+        "fc1": "column",
+        "fc2": "row",
+    }
 
     def __init__(self, width: int, heads: int, hidden: int, drop_path: float, name: str):
         super().__init__()

@@ -95,7 +95,7 @@ class Strategy(ABC):
     one_process: ClassVar[bool] = False
     needs_chain: ClassVar[bool] = False
     supports_mps: ClassVar[bool] = False
-    sharded: ClassVar[bool] = False
+    sharded: bool = False
     performance_options: ClassVar[frozenset[str]] = frozenset()
     save_options: ClassVar[StateOptions] = FULL_STATE
     load_options: ClassVar[StateOptions] = FULL_STATE

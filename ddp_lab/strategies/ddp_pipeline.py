@@ -84,7 +84,8 @@ class DDPPipeline(Pipeline):
         self.batch_norm = batch_norm
         self.accumulation = Accumulation()
 
-    def wrap(self, stage: Stage) -> nn.Module:
+    def place(self, stage: Stage) -> nn.Module:
+        super().place(stage)
         set_batch_norm(stage, self.batch_norm, self.dp_group)
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             return stage  # frozen: there is no gradient to sum, and DDP refuses such a module

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -70,6 +71,58 @@ def tied(model: nn.Module, units: list[nn.Module]) -> list[str]:
     return []
 
 
+def require_dimensions(model: nn.Module, strategy: str) -> None:
+    """Check that every parameter of the model can be sharded.
+
+    Raises:
+        ConfigError: a parameter has no dimensions.
+    """
+    if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
+        raise ConfigError(
+            f"strategy={strategy}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape [1], or "
+            "use another strategy, for example ddp"
+        )
+
+
+def shard(parts: list[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool, precision: str) -> None:
+    """Shard the parameters of each part over the ranks of `mesh`, in place.
+
+    Args:
+        parts: inner modules before those that contain them; the last one contains all others.
+        mesh: of one dimension; or of two, along the first of which the shards are replicated.
+        reshard_after_forward: whether to free a part's gathered parameters between its forward and its backward pass.
+        precision: float32 or bf16, in which the parts then compute, with float32 shards and sums of gradients.
+    """
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
+        for layer in filter(is_batch_norm, parts[-1].modules()):
+            keep = MixedPrecisionPolicy(cast_forward_inputs=False)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
+    for part in parts:
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+
+
+def sharded_in(module: nn.Module) -> list[FSDPModule]:
+    """Return the parts of `module`, and the module itself, that `shard` has sharded."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+@contextmanager
+def without_sync(module: nn.Module) -> Generator[None]:
+    """Let backward passes of a sharded module leave its gradients unsharded, until a pass outside of this context.
+
+    Every rank keeps unsharded gradients meanwhile, so gradient accumulation costs the memory that sharding them saves.
+    """
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
 class FSDP(Strategy):
     """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the complete model.
 
@@ -89,11 +142,7 @@ class FSDP(Strategy):
         self.reshard_after_forward, self.batch_norm, self.wrap = reshard_after_forward, batch_norm, wrap
 
     def partition(self, model: nn.Module, samples: int) -> None:
-        if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
-            raise ConfigError(
-                f"strategy=fsdp: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape [1], or "
-                "use another strategy, for example ddp"
-            )
+        require_dimensions(model, self.name)
         found = {type(module).__name__ for module in model.modules()}
         if unknown := [name for name in self.wrap or [] if name not in found]:
             raise ConfigError(
@@ -111,16 +160,7 @@ class FSDP(Strategy):
         if self.initial_weights is None:
             model.to(self.device)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
-        policy = MixedPrecisionPolicy()
-        if self.runtime.precision == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
-            for layer in model.modules():
-                if is_batch_norm(layer):
-                    keep = MixedPrecisionPolicy(cast_forward_inputs=False)
-                    fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=keep)
-        for part in [*units(model, self.wrap), model]:
-            fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision)
         if self.initial_weights is not None:
             self.to_device(model)  # now that it is sharded, a rank allocates only its shards
 
@@ -130,23 +170,12 @@ class FSDP(Strategy):
     def divisor(self, count: int) -> float:
         return count / self.dp_size  # fully_shard averages over the ranks
 
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Return the context of all gradient-accumulation steps but the last.
-
-        Every rank keeps unsharded gradients until the last step, so accumulation costs the memory that sharding them saves.
-        """
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.module.set_requires_gradient_sync(True)
+    def no_sync(self) -> AbstractContextManager[None]:
+        return without_sync(self.module)
 
     def forget_gathered(self) -> None:
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # with reshard_after_forward=False an evaluation leaves the blocks gathered
+        for module in sharded_in(self.module):
+            module.reshard()  # with reshard_after_forward=False an evaluation leaves the blocks gathered
 
     def gradient_norm(self) -> torch.Tensor:
         return cast(DTensor, super().gradient_norm()).full_tensor()

@@ -17,6 +17,8 @@ interleavedzerobubble  also cuts the backward pass in two: gradients of the inpu
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -49,16 +51,18 @@ class Stage(nn.Sequential):
 
     Args:
         blocks: the blocks by name.
-        runtime: provides the autocast context.
+        autocast: returns the context of the forward pass.
         dtype: dtype of the output, in which the next rank has allocated its receive buffers.
     """
 
-    def __init__(self, blocks: OrderedDict[str, nn.Module], runtime: Runtime, dtype: torch.dtype):
+    def __init__(
+        self, blocks: OrderedDict[str, nn.Module], autocast: Callable[[], AbstractContextManager[object]], dtype: torch.dtype
+    ):
         super().__init__(blocks)
-        self.runtime, self.dtype = runtime, dtype
+        self.autocast, self.dtype = autocast, dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with self.runtime.autocast():
+        with self.autocast():
             return super().forward(input).to(self.dtype).contiguous()  # as sending requires
 
 
@@ -111,13 +115,21 @@ class Pipeline(Strategy):
         self.lay_out(pp=runtime.world_size)
         self.schedule_name, self.num_microbatches, self.cut = schedule, num_microbatches, cut
         self.requested_stages = num_stages
-        # Not at the top of the file, because torch's pipelining takes 1.2 s to import (it imports torch._dynamo).
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-
-        schedule_class = get_schedule_class(schedule)
-        self.one_stage = issubclass(schedule_class, PipelineScheduleSingle)  # whether a rank has exactly one stage
-        self.make_schedule: Callable[..., TorchSchedule] = schedule_class
+        self.stage_autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.schedules: dict[tuple[int, bool], TorchSchedule] = {}  # by size of a micro-batch, and whether it is for training
+
+    @cached_property
+    def make_schedule(self) -> Callable[..., TorchSchedule]:
+        """torch's class of the schedule."""
+        # Not at the top of the file, because torch's pipelining takes 1.2 s to import (it imports torch._dynamo).
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        return get_schedule_class(self.schedule_name)
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether the schedule supports exactly one stage per rank."""
+        return self.schedule_name in ("gpipe", "1f1b")
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
@@ -149,28 +161,33 @@ class Pipeline(Strategy):
                 f"strategy.num_stages={self.num_stages}: strategy.schedule={self.schedule_name} on {ranks} ranks needs {needs}"
             )
         self.parts = Partition(model, self.num_stages, self.cut)
+        self.shapes: list[torch.Size] = self.parts.shapes
 
     def setup(self, model: nn.Module) -> None:
         self.micro_batch_loss = MicroBatchLoss(self.loss)
-        mesh = self.runtime.mesh(self.axes)
-        self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
+        self.connect()
         ranks, rank = self.axes["pp"], dist.get_rank(self.pp_group)
-        self.reports = rank == ranks - 1  # the last rank has the last stage, and so the loss
+        self.reports = self.has_loss = rank == ranks - 1  # the last rank has the last stage, and so the loss
+        self.has_batch_norm = any(map(is_batch_norm, model.modules()))
         blocks = list(model.named_children())
         stages: dict[int, Stage] = {}
         for index in range(rank, self.num_stages, ranks):
             own_blocks = OrderedDict(blocks[i] for i in self.parts.parts[index])
-            stages[index] = self.to_device(Stage(own_blocks, self.runtime, self._dtypes(index)[1]))
-        self.stages = {index: self.wrap(stage) for index, stage in stages.items()}
+            stages[index] = Stage(own_blocks, self.stage_autocast, self._dtypes(index)[1])
+        self.stages = {index: self.place(stage) for index, stage in stages.items()}
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
-        self.has_batch_norm = any(map(is_batch_norm, model.modules()))
 
-    def wrap(self, stage: Stage) -> nn.Module:
-        """Return the module that the pipeline calls for `stage`, for example a wrapper for data parallelism.
+    def connect(self) -> None:
+        """Make the process groups of the mesh. Collective; called by `setup`."""
+        mesh = self.runtime.mesh(self.axes)
+        self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
+
+    def place(self, stage: Stage) -> nn.Module:
+        """Move a stage to the device, and return the module that the pipeline calls for it, which may be a wrapper.
 
         The method may replace layers of `stage`.
         """
-        return stage
+        return self.to_device(stage)
 
     def make_stage(self, *args: Any, **options: Any) -> Any:
         """Return torch's PipelineStage for one stage. The arguments are those of PipelineStage."""
@@ -178,21 +195,31 @@ class Pipeline(Strategy):
 
         return PipelineStage(*args, **options)
 
-    def bubble(self) -> float:
+    @property
+    def expected_bubble(self) -> float:
+        """Fraction of a step in which the ranks of a balanced pipeline are idle."""
         # With v stages per rank it is about v times smaller (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
         p, v = self.axes["pp"], self.num_stages // self.axes["pp"]
         return (p - 1) / (v * self.num_microbatches + p - 1)
 
+    def bubble(self) -> float | None:
+        return self.expected_bubble
+
     def describe(self) -> str:
+        p = self.axes["pp"]
+        where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
+        return f"{self.name}: {where}, {self.describe_schedule()}"
+
+    def describe_schedule(self) -> str:
+        """Return lines about the balance of the stages, the schedule and BatchNorm, for the log."""
         p, m, shares = self.axes["pp"], self.num_microbatches, self.parts.shares
         v = self.num_stages // p
-        where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
         busiest = max(sum(shares[rank::p]) for rank in range(p))
         below = "below " if "zerobubble" in self.schedule_name else ""  # the formula ignores the cut of the backward pass
         lines = [
-            f"{self.name}: {where}, balance {1 / (p * busiest):.0%} (mean rank / busiest)",
+            f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
             f"{self.schedule_name}, {m} micro-batches, expected bubble of equally busy ranks {below}"
-            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {self.bubble():.0%} of the time, p={p}"
+            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {self.expected_bubble:.0%} of the time, p={p}"
             + (f", v={v} stages a rank" if v > 1 else ""),
         ]
         if self.has_batch_norm and m > 1:
@@ -203,8 +230,9 @@ class Pipeline(Strategy):
 
     def _dtypes(self, stage: int) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of a stage's input and of its output."""
-        boundary = torch.bfloat16 if self.runtime.precision == "bf16" else torch.float32
-        return torch.float32 if stage == 0 else boundary, torch.float32 if stage == self.num_stages - 1 else boundary
+        outside = torch.get_default_dtype()  # of the images and the logits
+        boundary = torch.bfloat16 if self.runtime.precision == "bf16" else outside
+        return outside if stage == 0 else boundary, outside if stage == self.num_stages - 1 else boundary
 
     def _schedule(self, size: int, training: bool) -> TorchSchedule:
         """Return torch's schedule for micro-batches of `size` samples.
@@ -217,7 +245,7 @@ class Pipeline(Strategy):
             stages: list[Any] = []
             for index, module in self.stages.items():
                 indices = self.parts.parts[index]
-                shapes = self.parts.shapes[indices.start], self.parts.shapes[indices.stop]
+                shapes = self.shapes[indices.start], self.shapes[indices.stop]
                 inputs, outputs = (
                     torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=grad)
                     for shape, dtype, grad in zip(shapes, self._dtypes(index), (index > 0, True), strict=True)
@@ -251,8 +279,8 @@ class Pipeline(Strategy):
         targets[len(inputs) :] = IGNORE if targets.dim() == 1 else 0  # mixed targets are probabilities
         measured = self.micro_batch_loss
         measured.divisor, measured.results = self.divisor(count), []
-        schedule.step(*arguments, target=targets if self.reports else None, return_outputs=False)
-        return add_up(measured.results) if self.reports else torch.zeros(3, dtype=torch.float64, device=self.device)
+        schedule.step(*arguments, target=targets if self.has_loss else None, return_outputs=False)
+        return add_up(measured.results) if self.has_loss else torch.zeros(3, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -260,7 +288,7 @@ class Pipeline(Strategy):
         schedule, rows, arguments = self._prepare(inputs, training=False)
         logits = schedule.step(*arguments)
         if logits is None:  # on all ranks but the last
-            logits = torch.empty(len(rows), *self.parts.shapes[-1], device=self.device)
+            logits = torch.empty(len(rows), *self.shapes[-1], device=self.device)
         dist.broadcast(logits, group=self.pp_group, group_src=self.axes["pp"] - 1)
         return logits[: len(inputs)]
 
@@ -270,21 +298,22 @@ class Pipeline(Strategy):
         return squares.sqrt()
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        own = super().state_dict(optimizer)  # of this rank's stages
-        states = self._gather(own)
-        return merge(states) if states else own
+        return merge(self.gather(super().state_dict(optimizer)))
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        own = super().model_state()
-        return {name: tensor for state in self._gather(own) or [own] for name, tensor in state.items()}
+        return {name: tensor for state in self.gather(super().model_state()) for name, tensor in state.items()}
 
-    def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Return the states of all ranks of the first pipeline on rank 0, and None on the other ranks."""
-        if self.dp_rank != 0:
-            return None
+    def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the states of the stages of all ranks of the first pipeline on rank 0, and nothing on the other ranks.
+
+        Args:
+            own: the state of this rank's stages.
+        """
+        if 0 not in dist.get_process_group_ranks(self.pp_group):
+            return []
         states: list[dict[str, Any]] | None = [{} for _ in range(self.axes["pp"])] if self.runtime.rank == 0 else None
         dist.gather_object(own, states, dst=0, group=self.pp_group)
-        return states
+        return states or []
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:

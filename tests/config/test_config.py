@@ -61,7 +61,7 @@ def test_help_names_every_strategy():
     template = OmegaConf.load(CONF / "hydra/help/ddp_lab.yaml").template
     listed = template.split("Strategies\n")[1].split("\n\n")[0]
     names = [line.split()[0] for line in listed.splitlines()]
-    assert names == ["single", "scratch", "dp", "ddp", "split", "pipeline", "ddp_pipeline", "tp", "fsdp"]
+    assert names == ["single", "scratch", "dp", "ddp", "split", "pipeline", "ddp_pipeline", "tp", "fsdp", "mesh"]
     assert sorted(names) == sorted(option for group, option in OPTIONS if group == "strategy")
 
 
@@ -121,6 +121,10 @@ def test_help_names_every_strategy():
         ("strategy=ddp_pipeline strategy.pp=0", "strategy.pp=0: must be an integer of at least 1"),
         (
             "strategy=ddp_pipeline strategy.schedule=interleavedzerobubble",
+            "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
+        ),
+        (
+            "strategy=mesh strategy.schedule=interleavedzerobubble",
             "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
         ),
         ("loss.label_smoothing=1", "loss.label_smoothing=1: must be a number from 0 up to, not including, 1"),

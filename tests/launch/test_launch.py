@@ -42,11 +42,18 @@ LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
         "tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded",
     ),
     ("torchrun --standalone --nproc_per_node=2 train.py strategy=fsdp", "fsdp", 2, 2, "fsdp on 2 x cpu"),
+    (
+        "torchrun --nproc_per_node=4 train.py strategy=mesh strategy.pp=2 strategy.tp=2 model=vit",
+        "mesh",
+        4,
+        1,
+        "pp 2 x dp 1 x tp 2\n  pp 0  dp 0   rank 0   rank 1  embed .. block",
+    ),
 ]
 
 
 COLD = ("scratch", "single")  # strategies that `make test` starts cold; `make test-slow` does so for pipeline
-STARTS = [pytest.param(*line, line[1] in COLD, id=line[0]) for line in LINES]
+STARTS = [pytest.param(*line, line[1] in COLD, id=line[0], marks=[pytest.mark.slow] * (line[1] == "mesh")) for line in LINES]
 STARTS += [pytest.param(*line, True, id=f"{line[0]} cold", marks=pytest.mark.slow) for line in LINES if line[1] == "pipeline"]
 
 
@@ -133,8 +140,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; did you mean optimizer.fused? "
     "allowed: optimizer.lr, optimizer.momentum",
     "strategy=ddp model=null": "a group cannot be null or a list",
-    "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, pipeline, scratch, "
-    "single, split, tp\n",
+    "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, mesh, pipeline, "
+    "scratch, single, split, tp\n",
     "group=magic": "group=magic: there is no such key",
     "batch_size": "missing EQUAL",
     "batch_size=": "batch_size=: must be an integer of at least 1",
@@ -155,6 +162,9 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "conv2, fc1, fc2",
     "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 are not divisible by 2. Use a "
     "tp that divides them, or replicate those blocks: 'strategy.plan={fc2:replicate}'",
+    "strategy=mesh strategy.tp=3": "strategy.pp=1 strategy.tp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is "
+    "not divisible by 1 x 3 = 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
+    "strategy=mesh strategy.tp=2": "strategy.tp=2: no block of the model has a plan for tensor parallelism. Give the class",
     "strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=1f1b on 2 ranks needs 2 stages,",
     "strategy=pipeline strategy.schedule=gpipe strategy.num_stages=4": "strategy.num_stages=4: strategy.schedule=gpipe on 2",
     "strategy=pipeline strategy.schedule=loopedbfs strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=loopedbfs "

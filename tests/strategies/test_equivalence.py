@@ -12,6 +12,7 @@ from cases import (
     FILES,
     FOCAL,
     HALF,
+    MESHES,
     MODEL_PARALLEL,
     ONE,
     PARTLY_FROZEN,
@@ -148,13 +149,20 @@ ONCE = [
 
 
 def is_slow(case: Case, size: int) -> bool:
+    if case in MESHES.get(size, []):
+        return size == 8 or case != MESHES[size][0]
     if case.model in ("narrow", "resnet18", "book_resnet18"):
         return case.model != "narrow" or size == 3
     return size != 2 and case not in ONCE and case.model == "lenet"
 
 
 def cases_for(size: int) -> list[Case]:
-    return [*(REPLICAS + SHARDED if size < 8 else []), *MODEL_PARALLEL[size], *VISION_TRANSFORMER.get(size, [])]
+    return [
+        *(REPLICAS + SHARDED if size < 8 else []),
+        *MODEL_PARALLEL[size],
+        *VISION_TRANSFORMER.get(size, []),
+        *MESHES.get(size, []),
+    ]
 
 
 def batch_norm_cases(size: int, model: str) -> list[Case]:

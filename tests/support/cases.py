@@ -8,6 +8,7 @@ from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.ddp_pipeline import DDPPipeline
 from ddp_lab.strategies.dp import DP
 from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
@@ -30,6 +31,10 @@ FROZEN = {"model": "partly_frozen", "epochs": 2}
 FILES = {"files": True, "loader": "workers", "samples": 49, "epochs": 2}
 VIT = {"model": "vit", "init": "by_block", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
 DROPPING = VIT | {"model": "vit_drop"}
+SHORT = VIT | {"epochs": 1, "samples": 72}  # three full batches
+# In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides one rounding error by another.
+ADAMW = {"optimizer": "adamw", "lr": 0.01, "dtype": torch.float64}
+LENET = {"model": "lenet", "init": "default", "lr": 0.05}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
@@ -74,6 +79,25 @@ def ddp_pipeline(
 
 def tp(tp: int | None, plan: tuple[tuple[str, str], ...] = (), batch_norm: str = "local", **case) -> Case:
     return Case(TP, (("tp", tp), ("plan", plan), ("batch_norm", batch_norm)), **case)
+
+
+def mesh(
+    dp: int | None = None,
+    shard: int | None = 1,
+    tp: int = 1,
+    pp: int = 1,
+    sequence: bool = False,
+    schedule: str = "1f1b",
+    m: int = 4,
+    stages: int | None = None,
+    cut: tuple[str, ...] | None = None,
+    batch_norm: str = "local",
+    **case,
+) -> Case:
+    """Return a case of `mesh`; by default it is one epoch of three steps of the ViT."""
+    axes = (("dp", dp), ("shard", shard), ("tp", tp), ("pp", pp), ("sequence_parallel", sequence))
+    options = (*axes, *pipeline_options(schedule, m, stages, cut), ("batch_norm", batch_norm))
+    return Case(Mesh, options, **(SHORT | case))
 
 
 ONE = [
@@ -185,6 +209,46 @@ VISION_TRANSFORMER = {
         tp(2, (("head", "replicate"),), **VIT),
     ],
 }
+# `make test` has the first of each; on 8 ranks all are slow.
+MESHES = {
+    1: [mesh(), mesh(pp=1, shard=None, **ALMOST_EMPTY, **CLIPPED)],
+    2: [
+        mesh(pp=2, **LENET, **CLIPPED),
+        mesh(),
+        mesh(shard=None, accumulate=2, **CLIPPED),
+        mesh(shard=None, **ALMOST_EMPTY),
+        mesh(tp=2),
+        mesh(tp=2, sequence=True, accumulate=2, **CLIPPED),
+        mesh(tp=2, sequence=True, loader="workers", **ALMOST_EMPTY),
+        mesh(tp=2, sequence=True, **ADAMW, **CLIPPED),
+        mesh(tp=2, **RECIPE),
+        *(mesh(pp=2, schedule=schedule, accumulate=2) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
+        mesh(pp=2, m=5, **RECIPE, **ALMOST_EMPTY),
+    ],
+    4: [
+        mesh(pp=2, tp=2, sequence=True, **CLIPPED),
+        mesh(shard=None, pp=2),
+        mesh(shard=2, **ALMOST_EMPTY),
+        mesh(shard=2, accumulate=2, **CLIPPED),
+        mesh(tp=2, **CLIPPED),
+        mesh(shard=None, tp=2, sequence=True, accumulate=2, **CLIPPED),
+        mesh(shard=None, tp=2, **ADAMW | {"optimizer": "fused_adamw"}),
+        mesh(shard=2, **ADAMW),
+        mesh(tp=4, sequence=True),
+        mesh(pp=2, accumulate=2, **CLIPPED),
+        mesh(pp=2, tp=2, schedule="interleaved1f1b", **RECIPE),
+        mesh(shard=None, pp=2, schedule="gpipe", m=3, cut=("block1",), **ADAMW, **ALMOST_EMPTY),
+        mesh(pp=4, **LENET, **CLIPPED),
+    ],
+    8: [
+        mesh(pp=2, tp=2, sequence=True, accumulate=2, **CLIPPED),
+        mesh(shard=None, pp=2, tp=2, **ADAMW, **CLIPPED),
+        mesh(shard=2, tp=2, sequence=True, **CLIPPED),
+        mesh(shard=2, pp=2, **ALMOST_EMPTY),
+        mesh(pp=4, tp=2, sequence=True),
+        mesh(dp=8, shard=4),
+    ],
+}
 
 # On two ranks. The pipelines have a stage without trainable parameters.
 PARTLY_FROZEN = [
@@ -197,6 +261,7 @@ PARTLY_FROZEN = [
     pipeline("interleaved1f1b", **FROZEN),
     pipeline("interleavedzerobubble", **FROZEN),
     ddp_pipeline(1, "gpipe", **FROZEN),
+    mesh(pp=2, cut=("fc1",), **LENET | FROZEN | CLIPPED | {"samples": 101}),
     tp(2, **FROZEN, **CLIPPED),
 ]
 
@@ -224,6 +289,7 @@ def name(case: Case) -> str:
     changed += ["files"] * case.files
     changed += [f"accumulate {case.accumulate}"] * (case.accumulate > 1) + ["clipped"] * (case.max_grad_norm is not None)
     changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
+    changed += [case.optimizer] * (case.optimizer != "sgd")
     changed += [case.model] * case.model.startswith("vit")
     changed += ["recipe"] * (case.mixup > 0) + ["focal"] * ("own_losses.Focal" in str(case.loss))
     changed += [case.init] * (case.init != "default" and not case.model.startswith("vit"))

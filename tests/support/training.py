@@ -132,6 +132,7 @@ class Case:
     mixup: float = 0.0
     cutmix: float = 0.0
     weight_decay: float = 0.0
+    optimizer: str = "sgd"
     decay_norms_and_biases: bool = True
     lr_schedule: str = "cosine"
     loss: tuple[tuple[str, Any], ...] = ()  # the config group; (): the default
@@ -253,13 +254,18 @@ def config_of(case: Case, root: str = "") -> DictConfig:
             # None: torch's initial weights. LeNet's default ones are so small that every gradient is nearly zero.
             "model": target(model, init_std=None, init=case.init),
             "strategy": target(case.strategy, **options),
-            "optimizer": target(torch.optim.SGD, lr=case.lr, momentum=0.9, weight_decay=case.weight_decay, _partial_=True),
+            "optimizer": OPTIMIZERS[case.optimizer] | {"lr": case.lr, "weight_decay": case.weight_decay, "_partial_": True},
             "scheduler": SCHEDULES[case.lr_schedule],
             "loss": dict(case.loss) or target(CrossEntropy),
         }
     )
 
 
+OPTIMIZERS = {
+    "sgd": target(torch.optim.SGD, momentum=0.9),
+    "adamw": target(torch.optim.AdamW),
+    "fused_adamw": target(torch.optim.AdamW, fused=True),
+}
 SCHEDULES = {
     "cosine": target(cosine, _partial_=True),
     "multi_step": target(multi_step, milestones=[1.6], gamma=0.2, _partial_=True),
@@ -352,7 +358,8 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     if runtime.rank == 0 and whole:
         assert largest_difference(own, state["model"]) == 0
     weights = own if whole else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
-    momentum = {name: values["momentum_buffer"] for name, values in state["optimizer"].get("state", {}).items()}
+    kept = "momentum_buffer" if case.optimizer == "sgd" else "exp_avg"
+    momentum = {name: values[kept] for name, values in state["optimizer"].get("state", {}).items()}
     digest = hash_of(weights)
     if runtime.rank > 0:
         weights, momentum, averages = {}, {}, {}

@@ -1,0 +1,87 @@
+"""The layout of the strategy `mesh`: the sizes of its axes, and its picture in the log."""
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.partition import Partition
+
+MOST_LINES = 8  # of a stage, and ranks on a line, that the picture shows
+
+
+def arrange(ranks: int, dp: int | None, shard: int | None, tp: int, pp: int) -> dict[str, int]:
+    """Return the sizes of the axes pp, replicate, shard and tp, of which the last one varies fastest with the rank.
+
+    Args:
+        ranks: number of ranks.
+        dp: size of replicate x shard; None: ranks / (pp x tp).
+        shard: None: dp.
+
+    Raises:
+        ConfigError: the product of the sizes is not the number of ranks, or `shard` does not divide `dp`.
+    """
+    inner = f"strategy.pp={pp} strategy.tp={tp}"
+    if dp is None and ranks % (pp * tp):
+        raise ConfigError(
+            f"{inner}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of pp x dp x tp, because {ranks} is not divisible "
+            f"by {pp} x {tp} = {pp * tp}; use sizes whose product divides {ranks}, or start a multiple of {pp * tp} ranks"
+        )
+    dp = dp or ranks // (pp * tp)
+    if pp * dp * tp != ranks:
+        raise ConfigError(
+            f"strategy.dp={dp} {inner}: are {pp} x {dp} x {tp} = {pp * dp * tp} ranks, but {ranks} were started; start "
+            f"{pp * dp * tp}, or use sizes whose product is {ranks}, or strategy.dp=null for all ranks that pp and tp leave"
+        )
+    shard = shard or dp
+    if dp % shard:
+        fitting = " or ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        raise ConfigError(
+            f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {fitting}, or null for all of them"
+        )
+    return {"pp": pp, "replicate": dp // shard, "shard": shard, "tp": tp}
+
+
+def picture(axes: dict[str, int], parts: Partition, sizes: list[int], held: list[int]) -> str:
+    """Return a picture of the mesh: which rank is where and what it holds.
+
+    Args:
+        axes: of `arrange`.
+        parts: the blocks of each stage.
+        sizes: number of parameters of each block.
+        held: bytes of the parameters on each rank.
+    """
+    pp, tp = axes["pp"], axes["tp"]
+    dp = axes["replicate"] * axes["shard"]
+    lines = [f"pp {pp} x dp {dp} x tp {tp}{copies(axes)}"]
+    for stage in range(pp):
+        blocks = [[parts.names[i] for i in part] for part in parts.parts[stage::pp]]
+        total = sum(sizes[i] for part in parts.parts[stage::pp] for i in part)
+        first = stage * dp * tp
+        most = max(held[first : first + dp * tp])
+        named = " and ".join(names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" for names in blocks)
+        holds = f"{named}: {total / 1e6:,.2f} M parameters, {most / 2**20:,.1f} MiB of them on each rank"
+        rows = [row(axes, first, index) for index in range(dp)]
+        if dp > MOST_LINES:
+            rows[MOST_LINES - 2 : -1] = ["..."]
+        width = max(map(len, rows))
+        lines += [f"  pp {stage}  {rows[0]:{width}}  {holds}", *(f"        {line}" for line in rows[1:])]
+    return "\n".join(lines)
+
+
+def copies(axes: dict[str, int]) -> str:
+    """Return how the ranks along dp store the parameters, as the end of the picture's first line."""
+    replicate, shard = axes["replicate"], axes["shard"]
+    if shard == 1:
+        return f": {replicate} replicas" if replicate > 1 else ""
+    return f": {shard} shards" + (f" in each of {replicate} replicas" if replicate > 1 else "")
+
+
+def row(axes: dict[str, int], first: int, index: int) -> str:
+    """Return the ranks of a stage with the same samples, for example "dp 1  rank 2  rank 3".
+
+    Args:
+        first: first rank of the stage.
+        index: position along dp.
+    """
+    tp = axes["tp"]
+    ranks = [f"rank {first + index * tp + i}" for i in range(tp)]
+    if tp > MOST_LINES:
+        ranks[1:-1] = [".."]
+    return "  ".join([f"dp {index:<2}", *(f"{rank:7}" for rank in ranks)]).rstrip()
