@@ -45,6 +45,7 @@ class Error:
 
 JOB, TRAIN, LOOP, STEP = "ddp_lab/run/job.py", "ddp_lab/run/train.py", "ddp_lab/training/loop.py", "ddp_lab/training/step.py"
 EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/sums.py"
+MESH = "ddp_lab/strategies/mesh.py"
 EMA, FSDP = "ddp_lab/training/ema.py", "ddp_lab/strategies/fsdp.py"
 SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
 SHARDING, WORKERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/workers.py", "ddp_lab/data/augment.py"
@@ -59,6 +60,7 @@ BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by
 SINGLE_SAMPLES = "tests/training/test_evaluation.py::test_evaluation_equals_sums_over_single_samples[6]"
 IMAGES = "tests/data/test_folder.py::test_images_are_the_same_for_any_world_workers_cache_and_resume[{}]"
 MATRIX = "tests/strategies/test_equivalence.py::test_several_processes_equal_single[{}]"
+CUBE = MATRIX.format("Mesh-None-1-2-2-True-1f1b-4-None-None-local-72 samples-clipped-vit-on-4")
 
 # Without the formatter, which would write each argument on its own line.
 # fmt: off
@@ -271,7 +273,7 @@ ERRORS = [
           "step.ema.averages.values() if step.ema else ()", "()",
           "tests/training/test_speed.py::test_compiled_steps_produce_the_same_weights[ddp]"),
     Error("after an evaluation fsdp computes with the gathered averages", FSDP,
-          "                module.reshard()", "                pass", MATRIX.format("FSDP-False-local-None-clipped-on-2")),
+          "            module.reshard()", "            pass", MATRIX.format("FSDP-False-local-None-clipped-on-2")),
     Error("a checkpoint may run code", FILES,
           "weights_only=True)", "weights_only=False)",
           "tests/resilience/test_checkpoint.py::test_bad_files_are_refused[archive-cannot be read as a checkpoint]"),
@@ -305,6 +307,14 @@ ERRORS = [
           MATRIX.format("Pipeline-1f1b-5-None-None-recipe-on-2")),
     Error("scratch does not broadcast rank 0's weights", "ddp_lab/strategies/scratch.py",
           "dist.broadcast(tensor, src=0)", "pass", MATRIX.format("Scratch-flat-0.015625-local-on-2")),
+    Error("fully_shard takes the mean over ranks of what a mesh sums", MESH,
+          "part.set_gradient_divide_factor(1.0)", "pass",
+          MATRIX.format("Mesh-None-None-1-1-False-1f1b-4-None-None-local-72 samples-accumulate 2-clipped-vit-on-2")),
+    Error("a mesh counts gradients once for every rank that has them", MESH, "/ copies", "", CUBE),
+    Error("the ranks along tp each report their sums", MESH,
+          'self.has_loss and self.mesh["tp"].get_local_rank() == 0', "self.has_loss", CUBE),
+    Error("the ranks along tp read different samples", MESH, "runtime.rank // tp % self.dp_size", "runtime.rank % self.dp_size",
+          "tests/strategies/test_mesh.py::test_ranks_of_one_dp_read_the_same_samples_and_one_of_each_reports"),
 ]
 # fmt: on
 

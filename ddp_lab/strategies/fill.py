@@ -1,4 +1,4 @@
-"""Initial weights for the blocks that a rank holds, one block at a time."""
+"""Weights for the blocks that a rank holds, one block at a time."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from ddp_lab.models.initial_weights import InitialWeights
 
 
 @torch.no_grad()
-def fill(blocks: nn.Module, weights: InitialWeights, device: torch.device) -> None:
-    """Allocate blocks that are on the meta device, and give them their initial weights. Not collective.
+def fill(blocks: nn.Module, weights: "InitialWeights | PresentWeights", device: torch.device) -> None:
+    """Allocate blocks that are on the meta device, and give them their weights. Not collective.
 
     Only one complete block at a time is in host memory.
 
@@ -21,6 +21,21 @@ def fill(blocks: nn.Module, weights: InitialWeights, device: torch.device) -> No
         whole = weights.of(name)
         for key, tensor in block.state_dict().items():
             copy_shard(whole.pop(key), tensor)
+
+
+class PresentWeights:
+    """The weights that blocks have, for blocks that are then moved to the meta device.
+
+    Args:
+        blocks: its children are blocks of the model under their names.
+    """
+
+    def __init__(self, blocks: nn.Module):
+        self.blocks = {name: block.state_dict() for name, block in blocks.named_children()}
+
+    def of(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of a block by their names within the block, once."""
+        return self.blocks.pop(name)
 
 
 def copy_shard(whole: torch.Tensor, own: torch.Tensor) -> None:

@@ -29,12 +29,13 @@ from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.fill import PresentWeights, fill
 from ddp_lab.strategies.fsdp import require_dimensions, shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, picture
 from ddp_lab.strategies.pipeline import Pipeline, Stage
 from ddp_lab.strategies.tensor_parallel import ALL, OWN, parallelize
 from ddp_lab.strategies.tensor_parallel_plan import check_plans, plan_of
-from ddp_lab.strategies.whole import complete, fill
+from ddp_lab.strategies.whole import complete
 from ddp_lab.world.runtime import Runtime
 
 # interleavedzerobubble is excluded for the same reason as in ddp_pipeline.py.
@@ -131,7 +132,7 @@ class Mesh(Pipeline):
     def place(self, stage: Stage) -> nn.Module:
         """Divide a stage over the ranks of its pp. Every rank has the complete stage only on the CPU."""
         tokens = dict(zip(self.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
-        start = {name: tensor.detach() for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]}
+        weights = self.initial_weights or PresentWeights(stage)
         set_batch_norm(stage.to("meta"), self.batch_norm, self.dp_group)
         if self.axes["tp"] > 1:
             for name, block in stage.named_children():
@@ -141,9 +142,7 @@ class Mesh(Pipeline):
         for part in sharded_in(stage):
             part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed (`divisor`)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
-        stage.to_empty(device=self.device)
-        for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
-            fill(tensor, start.pop(name))
+        fill(stage, weights, self.device)
         return stage
 
     def describe(self) -> str:

@@ -1,11 +1,9 @@
-"""Full tensors of the shards that ranks hold, and shards of full tensors."""
+"""Full tensors of the shards that ranks hold."""
 
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-from ddp_lab.strategies.base import local
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def complete(state: Any) -> Any:
@@ -21,11 +19,3 @@ def complete(state: Any) -> Any:
         along_tp = [place if place.is_shard() else Replicate() for place in state.placements]
         state = state.redistribute(placements=along_tp).full_tensor()
     return state.cpu() if isinstance(state, torch.Tensor) else state
-
-
-@torch.no_grad()
-def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy a full tensor, the same on every rank, to `tensor`, which may be a shard of it."""
-    if isinstance(tensor, DTensor):
-        full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    local(tensor).copy_(local(full))

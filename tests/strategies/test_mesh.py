@@ -113,7 +113,7 @@ def with_block(block: nn.Module) -> Chain:
     return model
 
 
-VIT = {"depth": 2, "width": 24, "heads": 3, "mlp_ratio": 1.0, "patch_size": 7}
+VIT = {"depth": 2, "width": 24, "heads": 3, "mlp_ratio": 1.0, "patch_size": 7, "drop_path": 0.0}
 CLASS_TOKEN = vit(1, 28, 10, **VIT, pool="token")
 NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  # 27 units between fc1 and fc2
 
@@ -144,13 +144,21 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
         ),
         (tied(), {}, "block1.norm1.weight is the same parameter as block0.norm1.weight, which torch does not always update if"),
         (
-            with_block(Misnamed(16, 4, 32)),
+            with_block(Misnamed(16, 4, 32, 0.0, "block1")),
             {"tp": 2},
             "Misnamed.tensor_parallel: block1 has no module fc3; it has norm1, attn, ",
         ),
-        (with_block(Misspelled(16, 4, 32)), {"tp": 2}, "fc2 must be one of column, heads, row, tokens, gather, got rows"),
-        (with_block(Misplaced(16, 4, 32)), {"tp": 2}, "norm1 is column, which must be a Linear, got LayerNorm"),
-        (with_block(Incomplete(16, 4, 32)), {"tp": 2}, "must name the module of the parameter norm2.weight, as one of column"),
+        (
+            with_block(Misspelled(16, 4, 32, 0.0, "block1")),
+            {"tp": 2},
+            "fc2 must be one of column, heads, row, tokens, gather, got rows",
+        ),
+        (with_block(Misplaced(16, 4, 32, 0.0, "block1")), {"tp": 2}, "norm1 is column, which must be a Linear, got LayerNorm"),
+        (
+            with_block(Incomplete(16, 4, 32, 0.0, "block1")),
+            {"tp": 2},
+            "must name the module of the parameter norm2.weight, as one of column",
+        ),
         (with_block(nn.Sequential(Counting())), {"tp": 2}, "does not support models with buffers, got block1.0.count"),
     ],
 )

@@ -213,9 +213,9 @@ VISION_TRANSFORMER = {
 MESHES = {
     1: [mesh(), mesh(pp=1, shard=None, **ALMOST_EMPTY, **CLIPPED)],
     2: [
-        mesh(pp=2, **LENET, **CLIPPED),
-        mesh(),
         mesh(shard=None, accumulate=2, **CLIPPED),
+        mesh(),
+        mesh(pp=2, **LENET, **CLIPPED),
         mesh(shard=None, **ALMOST_EMPTY),
         mesh(tp=2),
         mesh(tp=2, sequence=True, accumulate=2, **CLIPPED),
