@@ -83,6 +83,7 @@ def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
     assert written.count("expected bubble") == written.count("balance") == written.count("BatchNorm") == 1
 
 
+@pytest.mark.slow
 def test_default_run_reaches_95_percent_accuracy(tmp_path):
     """The command is that of `make train`."""
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=ddp", f"runs_dir={tmp_path}", cold=True)

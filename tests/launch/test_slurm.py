@@ -125,6 +125,7 @@ def test_two_nodes_of_two_ranks_finish(undisturbed):
     assert [path.name for path in undisturbed.runs.iterdir() if path.is_dir()] == [f"slurm-{undisturbed.id}"]
 
 
+@pytest.mark.slow
 def test_preempted_job_is_requeued_and_ends_with_the_same_weights(cluster, forking, undisturbed, tmp_path):
     job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, **forking)
     job.train(epochs=2)

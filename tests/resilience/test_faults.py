@@ -267,7 +267,7 @@ def test_on_nan_skip_continues_after_a_loss_that_is_not_finite(line, tmp_path):
     assert all(record["train_loss"] is not None for record in read_metrics(tmp_path / "skipped"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_preemption_of_one_rank_saves_and_the_run_resumes(number, tmp_path, undisturbed):
     """One rank receives the signal; all ranks exit after the same step. The run is then started again."""
     line = overrides(tmp_path, "preempted", "inject=slow@rank=0,step=8")
@@ -380,8 +380,9 @@ def test_full_disk_keeps_the_last_valid_checkpoint(choice, tmp_path):
 
 
 def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
-    """The write fails only after training has ended."""
-    code, output = launch("python train.py", *overrides(tmp_path, "full", "inject=disk_full@rank=0,step=12"))
+    """The write fails only after training has ended. It is the only one: an earlier one could still be going on at step 12."""
+    full = "checkpoint.every_epochs=3", "inject=disk_full@rank=0,step=12"
+    code, output = launch("python train.py", *overrides(tmp_path, "full", *full))
     assert code == 1, output
     assert f"step_{3 * STEPS:08d}.pt could not be written" in output
     assert status(tmp_path / "full")["status"] == "failed"

@@ -26,9 +26,9 @@ SMOOTHED = {"loss": (("_target_", "ddp_lab.strategies.loss.CrossEntropy"), ("lab
 UNDECAYED = {"weight_decay": 0.1, "decay_norms_and_biases": False}
 RECIPE = {"mixup": 0.4, "cutmix": 1.0, "lr_schedule": "multi_step", **SMOOTHED, **UNDECAYED}
 FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}
-FROZEN = {"model": "partly_frozen", "epochs": 2}
+FROZEN = {"model": "partly_frozen"}
 # With 49 samples, some ranks have only padding in the last batch.
-FILES = {"files": True, "loader": "workers", "samples": 49, "epochs": 2}
+FILES = {"files": True, "loader": "workers", "samples": 49}
 VIT = {"model": "vit", "init": "by_block", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
 DROPPING = VIT | {"model": "vit_drop"}
 SHORT = VIT | {"epochs": 1, "samples": 72}  # three full batches

@@ -124,7 +124,7 @@ class Case:
     init: str = "default"
     samples: int = 101
     batch_size: int = 24
-    epochs: int = 3
+    epochs: int = 2
     lr: float = 0.05
     loader: str = "device"
     shift: int = 0
