@@ -12,7 +12,9 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.output import check_folder
 from ddp_lab.launch.parser import Parser
+from ddp_lab.world.process import env_int
 
 
 def arguments() -> argparse.Namespace:
@@ -27,6 +29,8 @@ def arguments() -> argparse.Namespace:
 @user_errors
 def main() -> None:
     given = arguments()
+    if given.json and env_int("RANK", 0) == 0:
+        check_folder(given.json, "--json")
     from ddp_lab.resilience.run_directory import write_json
     from ddp_lab.run.evaluate import evaluate_run
     from ddp_lab.run.trained import read_config

@@ -51,10 +51,10 @@ def main() -> None:
     model = load_model(given.run, cfg, find_checkpoint(given.run, given.checkpoint))
     predictor = Predictor(model, cfg.data, data, Runtime(given.device, cfg.precision), given.top)
     rows, corrupt = predictor.run(images, given.batch_size)
-    if given.output:
+    if rows and given.output:
         with replacing(given.output) as temporary, temporary.open("w", newline="") as file:
             write_table(file, rows)
-    else:
+    elif rows:
         write_table(sys.stdout, rows)
     if corrupt:
         raise ConfigError(f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}")

@@ -1,5 +1,8 @@
 """Errors that are shown without a traceback: what is wrong, the value, what is allowed, and what to do."""
 
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Literal
 
 # The values of the field `kind` of failure.json, from which scripts read why a launch failed. The text in its field `message`
@@ -13,6 +16,10 @@ class ConfigError(Exception):
 
 class NodeError(ConfigError):
     """A problem of one machine (its devices, its files). The first rank of each machine reports it."""
+
+
+class SampleError(Exception):
+    """A sample that a dataset cannot return. The rank that reads it raises and reports it."""
 
 
 class TrainingError(Exception):
@@ -30,3 +37,15 @@ class TrainingError(Exception):
         super().__init__(message)
         self.kind: FailureKind = kind
         self.rank = rank
+
+
+def describe_error(error: Exception) -> str:
+    """Return the type and the text of an error and, if it was raised in the user's code, the place."""
+    others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
+    places = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and not any(folder in Path(frame.filename).parents for folder in others)
+    ]
+    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

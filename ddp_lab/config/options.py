@@ -1,6 +1,7 @@
 """The options of a config group: the parameters of the constructor that its `_target_` names."""
 
 import inspect
+import logging
 import re
 from typing import Any, get_origin, get_type_hints
 
@@ -40,14 +41,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     Raises:
         ConfigError: `_target_` is missing or is not the name of a class or function.
     """
-    try:
-        target = get_object(node["_target_"])
-    except (KeyError, ImportError, ValueError) as error:
-        reason = error.__cause__ or error.__context__
-        raise ConfigError(
-            f"{group}._target_={node.get('_target_')}: must be the name of a class or function that Python can import, for "
-            f"example mynet.MyNet from a file mynet.py in the current directory{f' ({reason})' if reason else ''}"
-        ) from None
+    target = find_target(group, node.get("_target_", "???"))
     try:
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except NameError:  # an annotation that exists only for type checkers
@@ -71,6 +65,32 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     if group == "model":
         fields |= {name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()}
     return create_model(target.__name__, __base__=base, **fields)
+
+
+def find_target(group: str, name: Any) -> Any:
+    """Return the class or function that `_target_` names.
+
+    Raises:
+        ConfigError: `_target_` is missing or is not the name of a class or function.
+    """
+    allowed = (
+        "must be the name of a class or function that Python can import, for example mynet.MyNet from a file mynet.py in the "
+        "current directory"
+    )
+    if name == "???":
+        raise ConfigError(f"{group}._target_: is missing; it {allowed}")
+    log = logging.getLogger("hydra.utils")  # get_object logs the error that it raises, which would be a second message
+    log.disabled = True
+    try:
+        target = get_object(name)
+    except (ImportError, ValueError, AttributeError) as error:
+        reason = error.__cause__ or error.__context__
+        raise ConfigError(f"{group}._target_={name}: {allowed}{f' ({reason})' if reason else ''}") from None
+    finally:
+        log.disabled = False
+    if not (inspect.isclass(target) or inspect.isroutine(target)):
+        raise ConfigError(f"{group}._target_={name}: {allowed}; it is a {type(target).__name__}")
+    return target
 
 
 def descriptions(target: Any) -> dict[str, str]:

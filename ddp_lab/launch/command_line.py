@@ -17,8 +17,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.config.messages import unknown_key
+from ddp_lab.config.options import GROUPS, options
 from ddp_lab.world.process import env_int, show
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
@@ -43,7 +44,7 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
         try:
             refuse_sweep()
             main(*args)
-        except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
             report(error)
             sys.exit(REFUSED)
         except ValueError as error:
@@ -114,10 +115,11 @@ def refuse_sweep() -> None:
 
 def report(error: Exception) -> None:
     """Report an error on one rank: print it or, under torchrun, write it for torchrun's closing summary."""
-    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0:
+    everyone = isinstance(error, SampleError)  # one rank alone has raised it
+    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0 and not everyone:
         time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
         return
-    show(f"error: {error if isinstance(error, ConfigError) else explain(error)}")
+    show(f"error: {error if isinstance(error, (ConfigError, SampleError)) else explain(error)}")
 
 
 def explain(error: Exception) -> str:
@@ -148,4 +150,16 @@ def explain_unknown_key(key: str) -> str:
     prefix = key.removesuffix(".".join(path))
     allowed = [name for name in map(str, node) if not name.startswith("_")]
     value = next((override.split("=", 1)[1] for override in sys.argv[1:] if override.split("=")[0] == key), "")
+    if target := target_with(prefix.rstrip("."), path[0], node):
+        return f"{key}={value}: the config does not set this option of {target}; use +{key}={value}"
     return unknown_key(key, value, prefix, allowed)
+
+
+def target_with(group: str, name: str, node: DictConfig) -> str | None:
+    """Return the `_target_` of a group, if it is a class or function with a parameter of this name; else None."""
+    chosen = [override.partition("=")[2] for override in sys.argv[1:] if override.startswith(f"{group}._target_=")]
+    target = chosen[-1] if chosen else node.get("_target_")
+    try:
+        return target if group in GROUPS and name in options(group, {"_target_": target}).model_fields else None
+    except ConfigError:
+        return None

@@ -23,8 +23,24 @@ def check_output(path: Path, force: bool) -> None:
     """
     if path.is_dir() or (path.exists() and not force):
         raise ConfigError(f"--output {path}: already exists; use --force to replace a file, or another name")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {path}: cannot be written: {path.absolute().parent} does not exist or is not writable")
+    check_folder(path, "--output")
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Check that a file can be written to a directory.
+
+    Args:
+        path: the file.
+        option: what the user sets to the path, for the message.
+
+    Raises:
+        ConfigError: the directory does not exist or is not writable, or the file is a directory itself.
+    """
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written: it is a directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: cannot be written: {folder} does not exist or is not writable")
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import KEY, InitialWeights
-from ddp_lab.models.own import build_model
+from ddp_lab.models.own import build_model, key_of
 from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
-from ddp_lab.models.trial import describe, freeze_unused
+from ddp_lab.models.trial import freeze_unused
 from ddp_lab.models.vit import vit
 from ddp_lab.models.vit_weights import from_torchvision
 from ddp_lab.models.weights import match_weights, read
@@ -70,8 +70,7 @@ def make_model(
             initial_weights.give(given)
     if of_torchvision or not target.startswith("ddp_lab."):  # ddp_lab's own models train all their parameters
         images = shape["in_channels"], shape["image_size"], shape["image_size"]
-        key = f"model.name={node['name']}" if of_torchvision else f"model._target_={target}"
-        notes += freeze_unused(model, images, shape["num_classes"], runtime, key)
+        notes += freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
     return Made(model, initial_weights, notes)
 
 
@@ -84,10 +83,12 @@ def begin_on_meta(node: DictConfig | dict[str, Any], shape: Mapping[str, int], s
     try:
         with torch.device("meta"):
             model = build_model(node, shape)
-    except (RuntimeError, NotImplementedError) as error:
+    except ConfigError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
         raise ConfigError(
             f"{KEY}: {node['_target_']} cannot be constructed on the meta device, which has shapes and no values: "
-            f"{describe(error)}. Use model.init=default"
+            f"{describe_error(error.__cause__)}. Use model.init=default"
         ) from None
     if not isinstance(model, Chain):
         raise ConfigError(

@@ -1,15 +1,13 @@
 """A trial of the model before the run: two images pass forward and backward, which finds what training does not use."""
 
 import copy
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.world.runtime import Runtime
 
 LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
@@ -58,8 +56,8 @@ def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int,
             return without_gradient(model.to(device), torch.rand(2, *shape, device=device), num_classes)
     except Exception as error:
         raise ConfigError(
-            f"{key}: failed for images of {'x'.join(map(str, shape))} (channels, height, width): {describe(error)}. Use images "
-            "that the model supports (a common cause is that they are too small), or correct the model"
+            f"{key}: failed for images of {'x'.join(map(str, shape))} (channels, height, width): {describe_error(error)}. Use "
+            "images that the model supports (a common cause is that they are too small), or correct the model"
         ) from None
     finally:
         model.to("meta" if on_meta else "cpu").zero_grad()
@@ -95,15 +93,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for tensor in model.parameters():
         memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
     return copy.deepcopy(model, memo)
-
-
-def describe(error: Exception) -> str:
-    """Return the type and the text of an error and, if it was raised in the user's code, the place."""
-    code = Path(torch.__file__).parents[1]  # installed packages
-    places = [frame for frame in traceback.extract_tb(error.__traceback__) if code not in Path(frame.filename).parents]
-    place = places[-1] if places else None
-    where = "" if place is None or place.filename == __file__ else f" ({Path(place.filename).name}, line {place.lineno})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

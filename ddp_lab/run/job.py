@@ -22,7 +22,7 @@ from ddp_lab.data.sharding import Loader
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.models.make import Made, make_model
-from ddp_lab.models.own import require_chain
+from ddp_lab.models.own import key_of, require_chain
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.strategies.base import Strategy
@@ -140,7 +140,7 @@ class Job:
     def partition(self) -> None:
         """Let the strategy decide which part of the model each rank or device holds."""
         if self.strategy.needs_chain:
-            require_chain(self.model, self.strategy.name, self.cfg.model._target_)
+            require_chain(self.model, self.strategy.name, key_of(self.cfg.model))
         self.strategy.input_shape = self.dataset.train.shape
         self.strategy.partition(self.model, self.plan.samples_at_once)
 

@@ -14,7 +14,7 @@ from worlds import run_world
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.own import build_model
+from ddp_lab.models.own import build_model, key_of, require_chain
 from ddp_lab.strategies.fsdp import units
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
@@ -32,9 +32,44 @@ def test_sequential_becomes_a_chain_with_the_same_parameter_names():
     assert list(chain.state_dict()) == ["2.weight", "2.bias", "4.weight", "4.bias"]
 
 
-def test_model_that_is_no_module_is_refused():
-    with pytest.raises(ConfigError, match=r"model._target_=own_models.no_module: must return a torch.nn.Module, got int"):
-        build_model({"_target_": "own_models.no_module"}, SHAPE)
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("no_module", {}, "model._target_=own_models.no_module: must return a torch.nn.Module, got int"),
+        (
+            "broken",
+            {},
+            r"model._target_=own_models.broken: cannot be constructed: KeyError: 'a bug' \(own_models.py, line \d+\)",
+        ),
+        (
+            "Lazy",
+            {},
+            r"entry.weight of a lazy module has no shape yet. Call the model once .*self\(torch.zeros\(1, 1, 28, 28\)\)",
+        ),
+        ("Greedy", {"num_classes": 5}, "^model.num_classes=5: follows from the data, where it is 10; leave it out"),
+    ],
+)
+def test_model_that_cannot_be_used_is_refused(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model({"_target_": f"own_models.{name}", **options}, SHAPE)
+
+
+TORCHVISION = {"_target_": "ddp_lab.models.torchvision_models.torchvision_model", "name": "resnet50"}
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (TORCHVISION, r"but model.name=resnet50 is a Plain\. Use .* or a model of ddp_lab, such as model=resnet18$"),
+        (
+            {"_target_": "own_models.Plain"},
+            r"but model._target_=own_models.Plain is a Plain\. Use .* make a chain of the blocks:",
+        ),
+    ],
+)
+def test_advice_for_a_model_without_blocks_is_about_the_key_that_chose_it(node, message):
+    with pytest.raises(ConfigError, match=message):
+        require_chain(Plain(**SHAPE), "tp", key_of(node))
 
 
 @pytest.mark.parametrize(
@@ -42,9 +77,11 @@ def test_model_that_is_no_module_is_refused():
     [
         (
             [],
-            r"model\._target_=\?\?\?: must be the name of a class or function that Python can import, for example mynet.MyNet",
+            r"model\._target_: is missing; it must be the name of a class or function that Python can import, for example",
         ),
         (["model._target_=nonet.Net"], r"model\._target_=nonet.Net: must be .* \(No module named 'nonet'\)"),
+        (["model._target_=own_models"], r"model\._target_=own_models: must be .*; it is a module"),
+        (["model._target_=own_models.instance"], r"model\._target_=own_models.instance: must be .*; it is a Plain"),
         (["model._target_=own_models.Plain", "+model.hidden=wide"], r"model.hidden=wide: must be an integer"),
         (
             ["model._target_=own_models.Plain", "+model.hiden=8"],
@@ -52,9 +89,10 @@ def test_model_that_is_no_module_is_refused():
         ),
     ],
 )
-def test_wrong_options_are_refused(overrides, message):
+def test_wrong_options_are_refused(overrides, message, caplog):
     with pytest.raises(ConfigError, match=message):
         check(config("model=own", *overrides))
+    assert not caplog.records, "a second message was logged"
 
 
 def test_units_of_fsdp_are_children_of_the_model_and_of_its_module_lists():
@@ -132,7 +170,9 @@ def test_strategy_that_cuts_refuses_a_model_without_blocks(strategy, tmp_path):
     line = f"{' '.join(OWN)} model._target_=own_models.Plain strategy={strategy} runs_dir={tmp_path}/runs"
     code, printed = run_world(ranks, refusal_in_world, line)[0]
     assert code == 2
-    assert f"error: strategy={strategy}: needs a model made of blocks, got own_models.Plain, which returns a Plain." in printed
+    assert (
+        f"error: strategy={strategy}: needs a model made of blocks, but model._target_=own_models.Plain is a Plain." in printed
+    )
     assert "return Chain((in_channels, image_size, image_size), body=" in printed
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 

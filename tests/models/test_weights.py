@@ -70,6 +70,7 @@ class Runs:
         (lambda path: torch.save({"net": Runs()}, path), "has other objects than tensors, which could run code"),
         (lambda path: path.write_bytes(pickle.dumps(Runs())), "has other objects than tensors, which could run code"),
         (lambda path: torch.save(Plain(**SHAPE), path), "has other objects than tensors, which could run code"),
+        (lambda path: path.write_bytes(b"junk"), "is not a file of weights, or is damaged"),
         (lambda path: path.write_bytes(b""), "is not a file of weights, or is damaged"),
         (lambda path: torch.save([1], path), "must be a dict of tensors by name, or have .*; it is a list. Save the weights"),
         (lambda path: torch.save({"lr": 0.1, "epoch": 1}, path), "must be a dict of tensors .*; it has lr, epoch"),

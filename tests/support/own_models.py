@@ -60,6 +60,19 @@ def no_module(num_classes):
     return num_classes
 
 
+def broken(num_classes):
+    raise KeyError("a bug")
+
+
+class Lazy(Plain):
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.entry = nn.LazyLinear(16)
+
+
+instance = Plain(1, 8, 10)
+
+
 def finetuned(in_channels, image_size, num_classes, trained: str = "head"):
     """A model of which one layer is trained, with parameters that are never used."""
     model = Plain(in_channels, image_size, num_classes).requires_grad_(False)

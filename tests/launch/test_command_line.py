@@ -1,0 +1,45 @@
+"""The messages of commands about a user's mistakes."""
+
+import sys
+
+import pytest
+
+from ddp_lab.config.errors import SampleError
+from ddp_lab.launch.command_line import explain_unknown_key, user_errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (
+            ["model=own", "model._target_=own_models.Plain", "model.hidden=8"],
+            "model.hidden",
+            "model.hidden=8: the config does not set this option of own_models.Plain; use +model.hidden=8",
+        ),
+        (["optimizer.betas=[1,2]", "optimizer=adamw"], "optimizer.betas", "use +optimizer.betas=[1,2]"),
+        (["model=own", "model.hidden=8"], "model.hidden", "model.hidden=8: there is no such key; allowed: "),
+        (
+            ["model=own", "model._target_=own_models.Plain", "model.hiden=8"],
+            "model.hiden",
+            "model.hiden=8: there is no such key",
+        ),
+        (["checkpoint.hidden=8"], "checkpoint.hidden", "checkpoint.hidden=8: there is no such key"),
+    ],
+)
+def test_key_that_is_not_set_is_explained(overrides, key, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+    assert message in explain_unknown_key(key)
+
+
+def test_sample_that_cannot_be_read_is_reported_by_the_rank_that_read_it(monkeypatch, capsys):
+    @user_errors
+    def command() -> None:
+        raise SampleError("sample 5 cannot be read")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # the decorator sets it, and appends to sys.path
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: sample 5 cannot be read\n")
