@@ -16,6 +16,7 @@ from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Fraction, NaturalNumber
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.record import Cached, Files, build_record
+from ddp_lab.data.space import check_space, estimate_bytes, remove_abandoned
 from ddp_lab.data.streamed import Streamed
 from ddp_lab.data.transforms import ImageOptions
 from ddp_lab.data.tree import Names, find_images, is_held_out
@@ -72,12 +73,16 @@ class Folder:
             )
         names = find_images(self.root)
         folder, temporary = self._places(self._key(names))
+        where = "data.cache=ram" if self.cache == "ram" else f"data.cache_dir={self.cache_dir}"
+        remove_abandoned(folder.parent)
+        if self.cache != "none" and not folder.exists():
+            needed = estimate_bytes(self.root, names, self.images.channels, self.images.short_side)
+            check_space(folder, needed, where)
         try:
             build_record(
                 folder, temporary, self.root, names, self.images.channels, self.images.short_side, keep=self.cache != "none"
             )
         except OSError as error:
-            where = "data.cache=ram" if self.cache == "ram" else f"data.cache_dir={self.cache_dir}"
             raise NodeError(
                 f"{where}: cannot write {folder} on {socket.gethostname()} ({error.strerror or error}). Free some "
                 "space, or use another data.cache_dir or data.cache"

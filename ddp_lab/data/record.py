@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -82,12 +82,10 @@ def build_record(
         OSError: the record cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for path in folder.parent.glob("building-*.lock"):
-        with suppress(BlockingIOError), locked(path, wait=False):  # it was being built by a process that was killed
-            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
     with locked(temporary.with_suffix(".lock")):
         if folder.exists():
             return
+        shutil.rmtree(temporary, ignore_errors=True)  # left behind by a build that was killed: this process has the lock
         temporary.mkdir()
         try:
             pixels, reasons = examine(Examine(root, names, channels, short_side, temporary if keep else None))

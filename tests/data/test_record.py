@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ import torch
 from configs import config
 from image_folders import write_folder
 
-from ddp_lab.data import folder, record
+from ddp_lab.config.errors import NodeError
+from ddp_lab.data import folder, record, space
 from ddp_lab.data.decode import decode, resize
 from ddp_lab.data.record import Cached, build_record, locked
+from ddp_lab.data.space import estimate_bytes, remove_abandoned
 from ddp_lab.data.tree import Names, find_images
 from ddp_lab.run.job import Job
 from ddp_lab.world.runtime import Runtime
@@ -108,13 +112,29 @@ def test_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_what_killed_builds_of_other_records_left_is_removed_but_not_what_is_being_built(tmp_path):
-    root, cache = write_folder(tmp_path / "images", {"train": 3}), tmp_path / "cache"
+    cache = tmp_path / "cache"
     for key in ("killed", "running"):
         (cache / f"building-{key}").mkdir(parents=True)
         (cache / f"building-{key}.lock").touch()
     with locked(cache / "building-running.lock"):
-        build(root, cache)
-        assert sorted(os.listdir(cache)) == ["building-running", "building-running.lock", "key"]
+        remove_abandoned(cache)
+        assert sorted(os.listdir(cache)) == ["building-running", "building-running.lock"]
+
+
+def test_cache_that_does_not_fit_is_refused_before_it_is_built(tmp_path, monkeypatch):
+    root = write_folder(tmp_path / "images", {"train": 110, "val": 9})
+    overrides = ["data=folder", f"data.root={root}", "data.cache=disk", "data.image_size=24", "data.resize=24"]
+    make = partial(Job, config(*overrides), Runtime("cpu"))
+    needed = estimate_bytes(root, find_images(root), 3, 24)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(NodeError, match=r"data.cache_dir=.*: the resized images need about 0.\d MiB, but .* has 0.\d MiB free"):
+        _ = make().dataset
+    assert not list((root / ".cache").glob("*"))
+    monkeypatch.undo()
+    dataset = make().dataset
+    written = sum(path.stat().st_size for path in (root / ".cache").glob("*/pixels-*.bin"))
+    assert dataset.train.size == 110
+    assert 0.9 * written < needed < 1.1 * written
 
 
 def test_records_that_killed_launches_left_in_memory_are_removed(tmp_path, monkeypatch):
