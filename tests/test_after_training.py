@@ -12,6 +12,7 @@ import torch
 from configs import config
 from image_folders import write_folder
 from launches import SMALL, main_in_world, read_metrics
+from omegaconf import OmegaConf
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -134,6 +135,8 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
         (["{run}/nowhere"], "{run}/nowhere: is not the directory of a run: there is no {run}/nowhere/config.yaml"),
         (["--json"], "argument --json: expected one argument; see python -m ddp_lab.evaluate --help"),
         (["{run}", "--checkpoint=none.pt"], "--checkpoint none.pt: must be last, best or the path of a checkpoint"),
+        (["{run}", "--json={run}/no/a.json"], "--json {run}/no/a.json: cannot be written: {run}/no does not exist or is not"),
+        (["{run}", "--json={run}"], "--json {run}: cannot be written: it is a directory"),
         (["{run}", "bogus=1"], "bogus=1: there is no such key; allowed: seed"),
         (["{run}", "batch_size=0"], "batch_size=0: must be an integer of at least 1"),
         (["{run}", "batch_size=1,2"], "batch_size=1,2: must be of the form key=value"),
@@ -160,7 +163,7 @@ def test_evaluate_reports_mistakes_in_one_message(arguments, message, trained, c
     [
         ("config.yaml", "a: [", "config.yaml: cannot be read as a config (while parsing"),
         ("config.yaml", "- 1", "config.yaml: must be a config, got a list"),
-        ("config.yaml", "epochs: 1", "seed: is missing; it must be an integer"),
+        ("config.yaml", "epochs: 1", "data: is missing; it must be a config group"),
     ],
 )
 def test_damaged_run_directory_is_reported_in_one_message(name, content, message, trained, command, tmp_path):
@@ -216,6 +219,10 @@ def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left
     _, *rows = csv.reader(output.splitlines())
     assert [Path(row[0]).name for row in rows] == ["a.png", "grey.jpg", "large.png"]
     assert all(len(row) == 11 for row in rows)
+    code, output, errors = command(predict.main, trained, tmp_path / "more" / "broken.png", "--output", tmp_path / "p.csv")
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: 1 of 1 images are left out: ")
+    assert not (tmp_path / "p.csv").exists()
 
 
 @pytest.mark.parametrize(("overrides", "size"), [([], 28), (["data=folder"], 256), (["data=folder", "data.resize=232"], 232)])
@@ -333,8 +340,22 @@ def test_run_without_its_data_record_is_reported(trained, command, tmp_path):
     code, _, errors = command(export.main, tmp_path / "run", "--output", tmp_path / "m.pt2")
     assert code == 2
     assert errors == (
-        f"error: {tmp_path}/run: data.json is missing or damaged; a launch of this run that resumes it writes the file again\n"
+        f"error: {tmp_path}/run: data.json is missing or damaged; start the run again with name=run, which writes the file, "
+        "also if it is finished\n"
     )
+
+
+def test_run_of_a_version_with_fewer_keys_is_evaluated(trained, command, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "data.json").unlink()
+    cfg = OmegaConf.load(trained / "config.yaml")
+    for key in ("loss", "mixup", "decay_norms_and_biases"):
+        del cfg[key]
+    del cfg.checkpoint["best"]
+    OmegaConf.save(cfg, tmp_path / "run" / "config.yaml")
+    code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single")
+    assert (code, errors) == (0, "")
+    assert f"epoch 2: test loss {read_metrics(trained)[-1]['test_loss']:.4f}" in output
 
 
 def test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one(trained, command, tmp_path, monkeypatch):

@@ -123,6 +123,8 @@ def train_guarded(
     resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, cfg.epochs, cfg.patience):
+        if runtime.rank == 0:
+            record_data(run_dir.path, job.dataset)  # a run of an older version does not have it
         log.info(
             f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to continue, "
             "or use another name"

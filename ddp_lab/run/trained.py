@@ -14,6 +14,7 @@ from yaml import YAMLError
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.schema import CheckpointConfig, RunConfig
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.launch.command_line import CONF, compose_config
 from ddp_lab.models.own import build_model
@@ -55,7 +56,10 @@ def read_data(folder: Path) -> DataRecord:
     """
     record = find_data(folder)
     if record is None:
-        raise ConfigError(f"{folder}: {DATA} is missing or damaged; a launch of this run that resumes it writes the file again")
+        raise ConfigError(
+            f"{folder}: {DATA} is missing or damaged; start the run again with name={folder.name}, which writes the "
+            "file, also if it is finished"
+        )
     return record
 
 
@@ -110,6 +114,7 @@ def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> D
             raise ConfigError(f"{path}: must be a config, got a list")
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
+    add_new_keys(cfg)
     groups = {entry.name for entry in CONF.iterdir() if entry.is_dir() and entry.name in cfg}
     choices = [override for override in overrides if override.partition("=")[0] in groups]
     if choices:
@@ -125,6 +130,16 @@ def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> D
         OmegaConf.update(cfg, key, value)
     check(cfg)
     return cfg
+
+
+def add_new_keys(cfg: DictConfig) -> None:
+    """Set the keys that the version of ddp_lab that wrote a config did not have to their defaults, which do what it did."""
+    missing = RunConfig.model_fields.keys() - cfg.keys() - {"data", "model"}
+    if missing or CheckpointConfig.model_fields.keys() - cfg.checkpoint.keys():
+        defaults = cast("dict[str, Any]", OmegaConf.to_container(compose_config([], None)))
+        OmegaConf.update(cfg, "checkpoint", defaults["checkpoint"] | dict(cfg.get("checkpoint", {})))
+        for key in missing:
+            cfg[key] = defaults[key]
 
 
 def find_checkpoint(folder: Path, choice: str) -> str:
