@@ -9,9 +9,11 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.datasets import Samples
 from ddp_lab.data.sharding import Loader, LoaderOptions, Shard
+
+RawBatch = tuple[torch.Tensor, torch.Tensor]
 
 
 def ignore_signals(worker: int) -> None:
@@ -60,7 +62,7 @@ class Keyed(TorchDataset[tuple[torch.Tensor, int]]):
         try:
             image, target = self.data.sample(*key)
         except ConfigError as error:  # it would be reported by rank 0 only, but this sample is read by one rank
-            raise RuntimeError(str(error)) from None
+            raise SampleError(str(error)) from None
         return image.permute(1, 2, 0), target
 
 
@@ -71,6 +73,18 @@ def stop_workers(loader: DataLoader[Any]) -> None:
     """
     if loader._iterator is not None:  # pyright: ignore[reportPrivateUsage]
         loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
+
+
+def next_batch(stream: Iterator[RawBatch]) -> RawBatch:
+    """Return the next batch of a DataLoader.
+
+    Raises:
+        SampleError: a sample cannot be read. Of a worker process, the text is a traceback that ends with the message.
+    """
+    try:
+        return next(stream)
+    except SampleError as error:
+        raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
 
 
 class WorkerLoader(Loader):
@@ -103,10 +117,10 @@ class WorkerLoader(Loader):
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
         )
-        self._stream: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._stream: Iterator[RawBatch] | None = None
         weakref.finalize(self, stop_workers, self.loader)
 
-    def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _raw_batches(self) -> Iterator[RawBatch]:
         epoch, start = self.sampler.epoch, self.sampler.start
         if start >= self.sampler.num_samples:
             return
@@ -114,7 +128,7 @@ class WorkerLoader(Loader):
             self._keys.position = (epoch, start)
             self._stream = iter(self.loader)
         for turn in self.turns():
-            images, targets = next(self._stream)
+            images, targets = next_batch(self._stream)
             start += turn.size
             self._keys.position = (epoch, start) if start < self.sampler.num_samples else self._keys.after(epoch)
             # Not contiguous(), which leaves images of one channel with the strides of channels_last.

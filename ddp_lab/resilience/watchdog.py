@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from typing import Any, Literal, cast
 
-from ddp_lab.config.errors import ConfigError, FailureKind, TrainingError
+from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
 from ddp_lab.observe.logger import log
 from ddp_lab.resilience.run_directory import RunDir, read_json, write_status
 from ddp_lab.training.progress import Progress
@@ -176,7 +176,7 @@ class Watchdog:
             if (self.run_dir / "failure.json").exists():
                 break
             time.sleep(BEAT / 5)
-        what = f"failed:\n{''.join(text.splitlines(True)[-6:])}"
+        what = str(error) if isinstance(error, SampleError) else f"failed:\n{''.join(text.splitlines(True)[-6:])}"
         own = self._heartbeat()
         if isinstance(error, TrainingError):  # its message contains the step and the rank
             first = self._report(own, error.kind, f"error: {error}")

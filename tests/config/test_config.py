@@ -97,6 +97,8 @@ def test_help_names_every_strategy():
         ("data.shift=-1", "data.shift=-1: must be an integer of at least 0"),
         ("data.shift=0.5", "data.shift=0.5: must be an integer of at least 0"),
         ("data.flip=0.5", "data.flip=0.5: must be true or false"),
+        ("data=folder data.image_size=null", "data.image_size=null: must be an integer of at least 1"),
+        ("data=own data.channels=null", "data.channels=null: must be 1 or 3"),
         ("data.std=[0]", "data.std=[0]: must be a list, each a number above 0"),
         ("data.mean=0.5", "data.mean=0.5: must be a list, each a number"),
         ("model.init_std=0", "model.init_std=0: must be a number above 0 or null"),

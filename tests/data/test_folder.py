@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from worlds import run_world
 
-from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.decode import decode, evaluation_view, resize
 from ddp_lab.data.sharding import IGNORE
@@ -316,7 +316,7 @@ def test_file_that_is_damaged_after_the_check_is_named(tmp_path):
     os.truncate(root / names(found.test)[2], 50)
     settings = {"mean": [0.0], "std": [1.0], "shuffle": False, "num_workers": 1}
     own = WorkerLoader(found.test, 4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings)
-    with pytest.raises(RuntimeError, match=rf"RuntimeError: {root}/val/class 0/.*: cannot be decoded"):
+    with pytest.raises(SampleError, match=rf"^{root}/val/class 0/.*: cannot be decoded"):
         next(iter(own))
 
 

@@ -7,7 +7,7 @@ from launches import main_in_world, only_run, read_metrics
 from worlds import run_world
 
 from ddp_lab.config.check import check
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.sources import check_same
 from ddp_lab.run.job import Job
 from ddp_lab.world.runtime import Runtime
@@ -62,7 +62,14 @@ def test_float_images_are_those_of_uint8():
         ("Tensors", ["data.num_classes=null"], r"has no attribute classes \(the names\); set data.num_classes"),
         ("Single", [], r"sample 0 must be \(image, label\), got Tensor"),
         ("Iterable", [], r"has no __len__; it must be a map-style dataset"),
-        ("NoSplit", [], r"must have a parameter split, which is train or val, or a parameter train"),
+        ("NoSplit", [], r"must have a parameter split, which is train or data.val_split=val, or a parameter train"),
+        ("Broken", [], r"cannot be constructed with split=train: OSError: no images \(own_datasets.py, line \d+\)$"),
+        ("Broken", ["+data.dataset.where=sample"], r"sample 0 cannot be read: KeyError: 0 \(own_datasets.py, line \d+\)"),
+        (
+            "Tested",
+            [],
+            r"with split=val: ValueError: val .*line \d+\)\. data.val_split is the name of the split to evaluate with",
+        ),
         ("Shapes", ["+data.dataset.siz=3"], r"data.dataset.siz=3: there is no such key; did you mean data.dataset.size"),
         ("Tensors", ["+data.dataset.train=true"], r"data.dataset.train=True: there is no such key"),
         ("nothing", [], r"data.dataset._target_=own_datasets.nothing: must be the name of a class or function"),
@@ -73,10 +80,15 @@ def test_datasets_that_cannot_be_used_are_refused(target, overrides, message):
         _ = job(target, "data.num_classes=2", *overrides).dataset
 
 
-def test_label_that_is_wrong_in_a_later_sample_is_named():
-    own = job("Later", "data.num_classes=2", "data.num_workers=1").loaders[1]
-    with pytest.raises(RuntimeError, match=r"RuntimeError: .*Later: the label of sample 4 is 5; with 2 classes"):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_label_that_is_wrong_in_a_later_sample_is_named(workers):
+    own = job("Later", "data.num_classes=2", f"data.num_workers={workers}").loaders[1]
+    with pytest.raises(SampleError, match=r"^data.dataset._target_=own_datasets.Later: the label of sample 4 is 5; .*$"):
         list(own)
+
+
+def test_split_to_evaluate_with_may_have_another_name():
+    assert job("Tested", "data.val_split=test").dataset.test.size == 7
 
 
 def test_map_style_dataset_needs_data_own():

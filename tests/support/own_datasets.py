@@ -24,6 +24,25 @@ class Shapes:
         return Image.fromarray((pixels + noise).astype(np.uint8)), index % 3
 
 
+class Tested(Shapes):
+    """A dataset without a split val."""
+
+    def __init__(self, split):
+        if split not in ("train", "test"):
+            raise ValueError(split)
+        super().__init__(split)
+
+
+class Broken(Shapes):
+    def __init__(self, split, where: str = "constructor"):
+        if where == "constructor":
+            raise OSError("no images")
+        super().__init__(split)
+
+    def __getitem__(self, index):
+        raise KeyError(index)
+
+
 class Tensors:
     """Tensors, as uint8 or float, of a dataset that is called with train=, and has no `classes`."""
 

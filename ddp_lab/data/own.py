@@ -1,0 +1,154 @@
+"""`data=own`: a map-style dataset of the user's, whose images are resized and checked when they are read."""
+
+import inspect
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from hydra.utils import get_object
+from PIL import Image
+
+from ddp_lab.config.build import build
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.data.datasets import Dataset
+from ddp_lab.data.decode import resize, to_tensor
+from ddp_lab.data.streamed import Streamed
+from ddp_lab.data.transforms import ImageOptions
+
+
+class Own:
+    """A map-style dataset of (image, label) whose constructor has a parameter `split` or `train` (true, false).
+
+    Args:
+        node: the config group `data.dataset`.
+        images: how images are transformed.
+        num_classes: number of classes; None: that of the attribute `classes`.
+        val_split: value of the parameter `split` for the images to evaluate with; the other one is train.
+    """
+
+    def __init__(self, node: dict[str, Any], images: ImageOptions, num_classes: int | None, val_split: str):
+        self.node, self.images, self.num_classes, self.val_split = node, images, num_classes, val_split
+        self.name = f"data.dataset._target_={node['_target_']}"
+
+    def prepare(self) -> None:
+        """Construct both splits once on this machine, because constructors may download files."""
+        self.load()
+
+    def load(self, prepared: str = "") -> Dataset:
+        """Construct both splits and check their first sample."""
+        accepted = inspect.signature(get_object(self.node["_target_"])).parameters
+        if "split" in accepted:
+            splits = [self._construct("split", split) for split in ("train", self.val_split)]
+        elif "train" in accepted:
+            splits = [self._construct("train", train) for train in (True, False)]
+        else:
+            raise ConfigError(
+                f"{self.name}: must have a parameter split, which is train or data.val_split={self.val_split}, or a parameter "
+                "train, which is true or false"
+            )
+        classes = self._classes(splits[0])
+        pictures = [OwnPictures(self.name, split, self.images, len(classes)) for split in splits]
+        for checked in pictures:
+            checked.check()
+        views = self.images.training_view(), self.images.evaluation_view()
+        train, test = (
+            Streamed(own, range(own.size), view, self.images.seed, self.images.shape)
+            for own, view in zip(pictures, views, strict=True)
+        )
+        return Dataset(train, test, classes)
+
+    def _construct(self, key: str, value: str | bool) -> Any:
+        try:
+            return build(self.node, **{key: value})
+        except ConfigError:
+            raise
+        except Exception as error:
+            hint = ". data.val_split is the name of the split to evaluate with" if value == self.val_split else ""
+            raise ConfigError(f"{self.name}: cannot be constructed with {key}={value}: {describe_error(error)}{hint}") from None
+
+    def _classes(self, split: Any) -> list[str]:
+        if self.num_classes is not None:
+            return [str(label) for label in range(self.num_classes)]
+        classes = getattr(split, "classes", None)
+        if classes is None:
+            raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
+        return [str(name) for name in classes]
+
+
+class OwnPictures:
+    """The images of a map-style dataset as uint8 tensors, resized.
+
+    Args:
+        name: the dataset, for messages.
+        dataset: the user's.
+        images: how images are transformed.
+        num_classes: labels must be smaller.
+    """
+
+    def __init__(self, name: str, dataset: Any, images: ImageOptions, num_classes: int):
+        self.name, self.dataset, self.images, self.num_classes = name, dataset, images, num_classes
+        try:
+            self.size = len(dataset)
+        except TypeError:
+            raise ConfigError(f"{name}: has no __len__; it must be a map-style dataset, with __len__ and __getitem__") from None
+        if not self.size or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(f"{name}: must have __getitem__ and at least one sample, got {self.size}")
+
+    def check(self) -> None:
+        """Check the first sample and, where the dataset has them in an attribute `targets`, all labels."""
+        _ = self[0]
+        labels = getattr(self.dataset, "targets", None)
+        for number, label in enumerate([] if labels is None else labels):
+            self._label(number, label)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        # The dataset may draw from these generators. torch's is seeded for this sample already, so this seeds them, too.
+        key = int(torch.randint(2**32, ()))
+        np.random.seed(key)
+        random.seed(key)
+        try:
+            return self._read(number)
+        except (ConfigError, MemoryError):
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.name}: sample {number} cannot be read: {describe_error(error)}") from None
+
+    def _read(self, number: int) -> tuple[torch.Tensor, int]:
+        item = self.dataset[number]
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise ConfigError(f"{self.name}: sample {number} must be (image, label), got {type(item).__name__}")
+        image, label = item
+        return resize(self._image(number, image), self.images.short_side), self._label(number, label)
+
+    def _image(self, number: int, image: Any) -> torch.Tensor:
+        channels = self.images.channels
+        if isinstance(image, Image.Image):
+            return to_tensor(image, channels)
+        what = f"{self.name}: the image of sample {number}"
+        if not isinstance(image, torch.Tensor):
+            raise ConfigError(f"{what} must be a PIL image or a tensor, got {type(image).__name__}")
+        image = image.unsqueeze(0) if image.dim() == 2 else image
+        if image.dim() != 3 or len(image) not in (1, channels):
+            raise ConfigError(f"{what} must be [{channels}, height, width] (data.channels={channels}), got {list(image.shape)}")
+        if image.is_floating_point():
+            if image.min() < 0 or image.max() > 1:
+                raise ConfigError(
+                    f"{what} must be in [0, 1], got {image.min():.3g} to {image.max():.3g}; data.mean normalises it"
+                )
+            image = (image * 255).round().to(torch.uint8)
+        if image.dtype != torch.uint8:
+            raise ConfigError(f"{what} must be uint8 or a float in [0, 1], got {image.dtype}")
+        return image.expand(channels, -1, -1)
+
+    def _label(self, number: int, label: Any) -> int:
+        try:
+            value = int(label)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.name}: the label of sample {number} must be an integer, got {label!r}") from None
+        if not 0 <= value < self.num_classes:
+            raise ConfigError(
+                f"{self.name}: the label of sample {number} is {value}; with {self.num_classes} classes it must be 0 to "
+                f"{self.num_classes - 1} (attribute classes, or data.num_classes)"
+            )
+        return value
