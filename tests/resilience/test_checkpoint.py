@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import os
 import pickle
 import shutil
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import RECIPE, UNDECAYED, assert_equal, ddp, ddp_pipeline, fsdp, pipeline, scratch, tp
+from cases import LENET, RECIPE, SHORT, UNDECAYED, assert_equal, ddp, ddp_pipeline, fsdp, mesh, pipeline, scratch, tp
 from cases import name as case_name
 from launches import SMALL, main_in_world, only_run, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -105,6 +106,16 @@ MOVES = {  # case and number of ranks; each writes a checkpoint, and each resume
     "pipeline@2": (pipeline("1f1b", **MOVED), 2),
     "ddp_pipeline@4": (ddp_pipeline(2, "1f1b", **MOVED), 4),
     "tp@2": (tp(2, **MOVED), 2),
+    "mesh@4": (mesh(shard=None, pp=2, **LENET | MOVED | {"samples": 101}), 4),
+}
+MOVED_VIT = SHORT | MOVED
+MESH_MOVES = {  # the same for a model that every axis of a mesh divides, with three steps in an epoch instead of five
+    "single@1": (Case(Single, **MOVED_VIT), 1),
+    "fsdp@2": (fsdp(**MOVED_VIT), 2),
+    "tp2@2": (mesh(tp=2, sequence=True, **MOVED), 2),
+    "shard2 x tp2@4": (mesh(shard=2, tp=2, **MOVED), 4),
+    "pp2 x tp2@4": (mesh(pp=2, tp=2, schedule="interleaved1f1b", **MOVED), 4),
+    "replicate2 x shard2@4": (mesh(shard=2, **MOVED), 4),
 }
 
 
@@ -138,18 +149,24 @@ PAIRS = [
 
 @once
 def moved(folder: Path, slow: bool) -> Moved:
-    folders = {name: folder / f"moved-{slow}" / name for name in MOVES}
+    pairs = [(source, target) for source in MOVES for target in MOVES if is_slow(source, target) == slow]
+    return move(folder / f"moved-{slow}", MOVES, pairs, "step_00000005.pt")
+
+
+@once
+def moved_over_meshes(folder: Path) -> Moved:
+    return move(folder / "meshes", MESH_MOVES, list(itertools.product(MESH_MOVES, repeat=2)), "step_00000003.pt")
+
+
+def move(folder: Path, moves: dict, pairs: list[tuple[str, str]], file: str) -> Moved:
+    """Run each case of `moves`, and then for each pair the second case from the first one's `file`, of its first epoch."""
+    folders = {name: folder / name for name in moves}
     for path in folders.values():
         path.mkdir(parents=True)
-    straight = run_by_size({name: (replace(case, save=str(folders[name])), ranks) for name, (case, ranks) in MOVES.items()})
-    paths = {name: folder / "step_00000005.pt" for name, folder in folders.items()}
+    straight = run_by_size({name: (replace(case, save=str(folders[name])), ranks) for name, (case, ranks) in moves.items()})
+    paths = {name: folder / file for name, folder in folders.items()}
     resumed = run_by_size(
-        {
-            (source, target): (replace(case, resume=str(paths[source])), ranks)
-            for source in MOVES
-            for target, (case, ranks) in MOVES.items()
-            if is_slow(source, target) == slow
-        }
+        {(source, target): (replace(moves[target][0], resume=str(paths[source])), moves[target][1]) for source, target in pairs}
     )
     return Moved(straight, {name: torch.load(path, weights_only=True) for name, path in paths.items()}, resumed)
 
@@ -172,7 +189,20 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(source, tmp_path):
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_every_strategy_resumes_from_every_other(source, target, tmp_path):
     """Weights, momentum and sums end as those of `single` without an interruption, and are the same on all ranks."""
-    runs = moved(tmp_path.parent, is_slow(source, target))
+    assert_resumed(moved(tmp_path.parent, is_slow(source, target)), source, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", MESH_MOVES)
+@pytest.mark.parametrize("source", MESH_MOVES)
+def test_every_mesh_resumes_from_every_other(source, target, tmp_path):
+    runs = moved_over_meshes(tmp_path.parent)
+    assert largest_difference(runs.files[source]["model"], runs.files["single@1"]["model"]) <= 1e-6
+    assert largest_difference(runs.files[source]["ema"], runs.files["single@1"]["ema"]) <= 1e-6
+    assert_resumed(runs, source, target)
+
+
+def assert_resumed(runs: Moved, source: str, target: str) -> None:
     reference = runs.straight["single@1"][0]
     first, *others = runs.resumed[source, target]
     assert len(first.sums) == 1, "it started from the beginning"
