@@ -20,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, require_no_batch_norm
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.world.runtime import Runtime
@@ -133,16 +135,32 @@ class FSDP(Strategy):
             ranks that read different local batches together (sync).
         wrap: names of the classes of modules that are gathered as a unit; null: the children of the model and of its lists of
             blocks (ModuleList, or nn.Sequential of several blocks of one class).
+        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
+            forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
     """
 
     sharded = True
 
-    def __init__(self, runtime: Runtime, reshard_after_forward: bool, batch_norm: BatchNorm, wrap: list[str] | None):
+    def __init__(
+        self,
+        runtime: Runtime,
+        reshard_after_forward: bool,
+        batch_norm: BatchNorm,
+        wrap: list[str] | None,
+        checkpoint_activations: Checkpointing = "none",
+    ):
         super().__init__(runtime)
         self.reshard_after_forward, self.batch_norm, self.wrap = reshard_after_forward, batch_norm, wrap
+        self.checkpointing: Checkpointing = checkpoint_activations
 
     def partition(self, model: nn.Module, samples: int) -> None:
         require_dimensions(model, self.name)
+        require_no_batch_norm(model.modules(), self.checkpointing)
+        if self.checkpointing != "none" and not isinstance(model, Chain):
+            raise ConfigError(
+                f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a Chain of blocks, got "
+                f"{type(model).__name__}. Make it one (docs/your-own.md), or use strategy.checkpoint_activations=none"
+            )
         found = {type(module).__name__ for module in model.modules()}
         if unknown := [name for name in self.wrap or [] if name not in found]:
             raise ConfigError(
@@ -163,6 +181,9 @@ class FSDP(Strategy):
         shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision)
         if self.initial_weights is not None:
             self.to_device(model)  # now that it is sharded, a rank allocates only its shards
+
+        if isinstance(model, Chain) and self.checkpointing != "none":
+            model.execute_in([checkpointed(block, self.checkpointing) for block in model])
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()  # fully_shard has its own mixed-precision policy

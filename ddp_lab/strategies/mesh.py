@@ -26,6 +26,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -53,6 +54,8 @@ class Mesh(Pipeline):
         sequence_parallel: whether the ranks along tp also share the tokens between the layers.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
+        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
+            forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
@@ -73,6 +76,7 @@ class Mesh(Pipeline):
         num_stages: Count | None,
         cut: list[str] | None,
         batch_norm: BatchNorm,
+        checkpoint_activations: Checkpointing = "none",
     ):
         super().__init__(runtime, schedule, num_microbatches, num_stages, cut)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
@@ -80,6 +84,7 @@ class Mesh(Pipeline):
         self.dp_rank = runtime.rank // tp % self.dp_size
         self.sharded = self.axes["shard"] > 1
         self.sequence_parallel, self.batch_norm = sequence_parallel, batch_norm
+        self.checkpointing = checkpoint_activations
         self.stage_autocast = nullcontext  # fully_shard has its own mixed-precision policy
         self.steps = Pipeline if pp > 1 else Strategy  # whose methods compute a step
 
@@ -87,6 +92,7 @@ class Mesh(Pipeline):
         assert isinstance(model, Chain)  # `needs_chain`
         require_dimensions(model, self.name)
         require_own_parameters(model)
+        require_no_batch_norm(model.modules(), self.checkpointing)
         tp = self.axes["tp"]
         if self.axes["pp"] > 1:
             super().partition(model, samples)

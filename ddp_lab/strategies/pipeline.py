@@ -30,6 +30,7 @@ from ddp_lab.config.types import Count
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.loss import Loss
@@ -53,17 +54,25 @@ class Stage(nn.Sequential):
         blocks: the blocks by name.
         autocast: returns the context of the forward pass.
         dtype: dtype of the output, in which the next rank has allocated its receive buffers.
+        checkpointing: which activations are computed again in the backward pass.
     """
 
     def __init__(
-        self, blocks: OrderedDict[str, nn.Module], autocast: Callable[[], AbstractContextManager[object]], dtype: torch.dtype
+        self,
+        blocks: OrderedDict[str, nn.Module],
+        autocast: Callable[[], AbstractContextManager[object]],
+        dtype: torch.dtype,
+        checkpointing: Checkpointing,
     ):
         super().__init__(blocks)
         self.autocast, self.dtype = autocast, dtype
+        self.checkpointing: Checkpointing = checkpointing
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            return super().forward(input).to(self.dtype).contiguous()  # as sending requires
+            for block in self:
+                input = checkpointed(block, self.checkpointing)(input)
+            return input.to(self.dtype).contiguous()  # as sending requires
 
 
 class MicroBatchLoss:
@@ -116,6 +125,7 @@ class Pipeline(Strategy):
         self.schedule_name, self.num_microbatches, self.cut = schedule, num_microbatches, cut
         self.requested_stages = num_stages
         self.stage_autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
+        self.checkpointing: Checkpointing = "none"
         self.schedules: dict[tuple[int, bool], TorchSchedule] = {}  # by size of a micro-batch, and whether it is for training
 
     @cached_property
@@ -173,7 +183,7 @@ class Pipeline(Strategy):
         stages: dict[int, Stage] = {}
         for index in range(rank, self.num_stages, ranks):
             own_blocks = OrderedDict(blocks[i] for i in self.parts.parts[index])
-            stages[index] = Stage(own_blocks, self.stage_autocast, self._dtypes(index)[1])
+            stages[index] = Stage(own_blocks, self.stage_autocast, self._dtypes(index)[1], self.checkpointing)
         self.stages = {index: self.place(stage) for index, stage in stages.items()}
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
 

@@ -34,6 +34,7 @@ DROPPING = VIT | {"model": "vit_drop"}
 SHORT = VIT | {"epochs": 1, "samples": 72}  # three full batches
 # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides one rounding error by another.
 ADAMW = {"optimizer": "adamw", "lr": 0.01, "dtype": torch.float64}
+CHECKPOINTING = {"none": ()} | {mode: (("checkpoint_activations", mode),) for mode in ("block", "selective")}
 LENET = {"model": "lenet", "init": "default", "lr": 0.05}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
@@ -48,8 +49,11 @@ def ddp(batch_norm: str = "local", view: bool = False, static: bool = False, hoo
     return Case(DDP, (("batch_norm", batch_norm), *options.items()), **case)
 
 
-def fsdp(reshard: bool = True, batch_norm: str = "local", wrap: tuple[str, ...] | None = None, **case) -> Case:
-    return Case(FSDP, (("reshard_after_forward", reshard), ("batch_norm", batch_norm), ("wrap", wrap)), **case)
+def fsdp(
+    reshard: bool = True, batch_norm: str = "local", wrap: tuple[str, ...] | None = None, checkpointing: str = "none", **case
+) -> Case:
+    options = (("reshard_after_forward", reshard), ("batch_norm", batch_norm), ("wrap", wrap))
+    return Case(FSDP, options + CHECKPOINTING[checkpointing], **case)
 
 
 def split(devices: int | None, m: int, **case) -> Case:
@@ -92,12 +96,13 @@ def mesh(
     stages: int | None = None,
     cut: tuple[str, ...] | None = None,
     batch_norm: str = "local",
+    checkpointing: str = "none",
     **case,
 ) -> Case:
     """Return a case of `mesh`; by default it is one epoch of three steps of the ViT."""
     axes = (("dp", dp), ("shard", shard), ("tp", tp), ("pp", pp), ("sequence_parallel", sequence))
     options = (*axes, *pipeline_options(schedule, m, stages, cut), ("batch_norm", batch_norm))
-    return Case(Mesh, options, **(SHORT | case))
+    return Case(Mesh, options + CHECKPOINTING[checkpointing], **(SHORT | case))
 
 
 ONE = [
@@ -213,13 +218,18 @@ VISION_TRANSFORMER = {
 MESHES = {
     1: [mesh(), mesh(pp=1, shard=None, **ALMOST_EMPTY, **CLIPPED)],
     2: [
-        mesh(shard=None, accumulate=2, **CLIPPED),
+        mesh(shard=None, checkpointing="selective", accumulate=2, **CLIPPED),
         mesh(),
         mesh(pp=2, **LENET, **CLIPPED),
         mesh(shard=None, **ALMOST_EMPTY),
         mesh(tp=2),
         mesh(tp=2, sequence=True, accumulate=2, **CLIPPED),
-        mesh(tp=2, sequence=True, loader="workers", **ALMOST_EMPTY),
+        mesh(tp=2, sequence=True, checkpointing="block", loader="workers", **ALMOST_EMPTY),
+        mesh(tp=2, sequence=True, checkpointing="selective", **CLIPPED),
+        mesh(pp=2, checkpointing="block", accumulate=2),
+        mesh(pp=2, schedule="interleaved1f1b", checkpointing="selective"),
+        fsdp(checkpointing="block", **SHORT, **CLIPPED),
+        fsdp(False, checkpointing="selective", accumulate=2, **SHORT),
         mesh(tp=2, sequence=True, **ADAMW, **CLIPPED),
         mesh(tp=2, **RECIPE),
         *(mesh(pp=2, schedule=schedule, accumulate=2) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
@@ -229,7 +239,8 @@ MESHES = {
         mesh(pp=2, tp=2, sequence=True, **CLIPPED),
         mesh(shard=None, pp=2),
         mesh(shard=2, **ALMOST_EMPTY),
-        mesh(shard=2, accumulate=2, **CLIPPED),
+        mesh(shard=2, accumulate=2, checkpointing="selective", **CLIPPED),
+        mesh(pp=2, tp=2, sequence=True, checkpointing="selective"),
         mesh(tp=2, **CLIPPED),
         mesh(shard=None, tp=2, sequence=True, accumulate=2, **CLIPPED),
         mesh(shard=None, tp=2, **ADAMW | {"optimizer": "fused_adamw"}),

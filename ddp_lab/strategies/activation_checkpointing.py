@@ -1,0 +1,65 @@
+"""Activation checkpointing: most activations are not kept for the backward pass, which computes them again.
+
+none       every layer's activations are kept
+block      only each block's input is kept; the backward pass computes the block's forward pass again (Chen et al. 2016,
+           arXiv:1604.06174), which costs about a third of a step
+selective  also the results of matrix multiplications, attention and collectives are kept, so that only the inexpensive rest is
+           computed again, such as normalizations and activation functions
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.batch_norm import is_batch_norm
+
+Checkpointing = Literal["none", "block", "selective"]
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+KEPT = (
+    ("aten", ("mm", "addmm", "bmm", "baddbmm", "convolution")),
+    (
+        "aten",
+        (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
+        ),
+    ),
+    ("_c10d_functional", ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")),
+)
+
+
+@cache
+def kept() -> list[Any]:
+    """Return the operations whose results `selective` keeps."""
+    return [getattr(getattr(torch.ops, library), name).default for library, names in KEPT for name in names]
+
+
+def checkpointed(block: nn.Module, mode: Checkpointing) -> Run:
+    """Return what to call in place of a block. The block itself and its names stay the same."""
+    if mode == "none":
+        return block
+    if mode == "block":
+        return partial(checkpoint, block, use_reentrant=False)
+    return partial(checkpoint, block, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept()))
+
+
+def require_no_batch_norm(modules: Iterable[nn.Module], mode: Checkpointing) -> None:
+    """Check that a second forward pass of the modules has no effect.
+
+    Raises:
+        ConfigError: BatchNorm would count every batch twice in its running statistics.
+    """
+    if mode != "none" and any(map(is_batch_norm, modules)):
+        raise ConfigError(
+            f"strategy.checkpoint_activations={mode}: is not supported by models with BatchNorm, whose statistics would "
+            "count every batch twice. Use strategy.checkpoint_activations=none"
+        )
