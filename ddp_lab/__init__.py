@@ -13,6 +13,6 @@ resilience  checkpoints, the watchdog, preemption, the run directory
 launch      the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 
-The other files are commands: `__main__.py` trains, `doctor.py` checks a machine before a run, and `evaluate.py`, `predict.py`
-and `export.py` use a trained run.
+The other files are commands: `__main__.py` trains, `doctor.py` checks a machine before a run, and `evaluate.py`, `predict.py`,
+`export.py` and `merge.py` use a trained run.
 """

@@ -48,8 +48,9 @@ def main() -> None:
 
     images = find_images(given.images)
     cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
-    model = load_model(given.run, cfg, find_checkpoint(given.run, given.checkpoint))
-    predictor = Predictor(model, cfg.data, data, Runtime(given.device, cfg.precision), given.top)
+    runtime = Runtime(given.device, cfg.precision)
+    model = load_model(given.run, cfg, find_checkpoint(given.run, given.checkpoint, runtime))
+    predictor = Predictor(model, cfg.data, data, runtime, given.top)
     rows, corrupt = predictor.run(images, given.batch_size)
     if rows and given.output:
         with replacing(given.output) as temporary, temporary.open("w", newline="") as file:

@@ -52,12 +52,17 @@ SHARDING, WORKERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/workers.p
 TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
 MAIN, OUTCOME = "ddp_lab/__main__.py", "ddp_lab/launch/outcome.py"
 COMPARE, LOGGER = "scripts/compare.py", "ddp_lab/observe/logger.py"
-CHECKPOINT, FILES, GUARD, RUN_DIR = (
-    f"ddp_lab/resilience/{name}.py" for name in ("checkpoint", "checkpoint_files", "guard", "run_directory")
+CHECKPOINT, FILES, FOLDER, GUARD, RUN_DIR = (
+    f"ddp_lab/resilience/{name}.py"
+    for name in ("checkpoint", "checkpoint_files", "checkpoint_folder", "guard", "run_directory")
+)
+SHARDED_FILES, SHARDED_READ, SHARDED_STATE, SHARDED_WRITE = (
+    f"ddp_lab/resilience/sharded_{name}.py" for name in ("files", "read", "state", "write")
 )
 
 BY_HAND = "tests/training/test_reference.py::test_train_equals_a_loop_written_by_hand[{}]"
 SINGLE_SAMPLES = "tests/training/test_evaluation.py::test_evaluation_equals_sums_over_single_samples[6]"
+SHARDED = "tests/resilience/test_sharded.py::test_{}"
 IMAGES = "tests/data/test_folder.py::test_images_are_the_same_for_any_world_workers_cache_and_resume[{}]"
 MATRIX = "tests/strategies/test_equivalence.py::test_several_processes_equal_single[{}]"
 CUBE = MATRIX.format("Mesh-None-1-2-2-True-1f1b-4-None-None-local-72 samples-clipped-vit-on-4")
@@ -263,7 +268,7 @@ ERRORS = [
     Error("BatchNorm's statistics are not averaged", EMA,
           "trained | dict(module.named_buffers())", "trained", BY_HAND.format("batch_norm")),
     Error("a checkpoint saved during an evaluation has weights and averages exchanged", CHECKPOINT,
-          "            self.ema.end_use()  # a preemption may interrupt an evaluation\n", "",
+          "self.ema.end_use()  # a preemption may interrupt an evaluation", "pass",
           "tests/resilience/test_checkpoint.py"
           "::test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_places"),
     Error("the averages in a checkpoint are ignored", CHECKPOINT,
@@ -277,9 +282,33 @@ ERRORS = [
     Error("a checkpoint may run code", FILES,
           "weights_only=True)", "weights_only=False)",
           "tests/resilience/test_checkpoint.py::test_bad_files_are_refused[archive-cannot be read as a checkpoint]"),
-    Error("checkpoints are ordered by name, where 10 comes before 9", FILES,
-          "return len(path.name), path.name", "return (path.name,)",
+    Error("checkpoints are ordered by name, where 10 comes before 9", FOLDER,
+          "(step_of(path), path.suffix)", "(path.name, path.suffix)",
           "tests/resilience/test_checkpoint.py::test_checkpoints_are_ordered_by_step"),
+    Error("checkpoint.format is ignored", JOB,
+          'self.cfg.checkpoint.format == "sharded" or', "False or",
+          SHARDED.format("format_depends_on_size_and_ranks[sharded-1-1-True]")),
+    Error("shards are not compared with their hash", SHARDED_FILES,
+          "elif sha256(folder / name) != expected.sha256:", "elif False:",
+          SHARDED.format("damaged_shards_are_named_and_the_previous_checkpoint_resumed[flipped]")),
+    Error("what a killed save left is taken for a checkpoint", SHARDED_FILES,
+          "read_manifest(temporary) is not None and ", "",
+          SHARDED.format("interrupted_save_is_completed_or_removed[partial-1]")),
+    Error("the metadata of shards may run code", SHARDED_READ,
+          "if is_dtype or (module_name, global_name) in ALLOWED:", "if True:",
+          SHARDED.format("crafted_checkpoint_does_not_run_code[pickle-True]")),
+    Error("shards may refer to files outside their directory", SHARDED_READ,
+          "and names <= ", "and names or ",
+          SHARDED.format("crafted_checkpoint_does_not_run_code[path-True]")),
+    Error("the averages in shards are ignored", SHARDED_STATE,
+          'if ema and saved.has("ema"):', "if False:",
+          SHARDED.format("averages_are_resumed_or_start_from_the_weights[True-2]")),
+    Error("shards have BatchNorm's statistics of any replica", SHARDED_STATE,
+          "if strategy.dp_rank > 0 else", "if strategy.dp_rank > 1 else",
+          SHARDED.format("rank_that_cannot_write_its_share_fails_the_checkpoint")),
+    Error("a share is not copied, so training changes it", SHARDED_WRITE,
+          '.to("cpu", copy=True)', '.to("cpu")',
+          SHARDED.format("training_waits_for_the_copy_and_not_for_the_disk")),
     Error("the last epoch is not saved", GUARD,
           "if last or ", "if ",
           "tests/resilience/test_checkpoint.py::test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked"),

@@ -1,4 +1,4 @@
-"""The commands for trained runs: evaluate, predict, export."""
+"""The commands for trained runs: evaluate, predict, export, merge."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 from configs import config
 from image_folders import write_folder
-from launches import SMALL, main_in_world, read_metrics
+from launches import SMALL, main_in_world, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors import safe_open
@@ -20,8 +20,10 @@ from torch import nn
 from torchvision.models import resnet18
 from worlds import run_world
 
-from ddp_lab import evaluate, export, predict
+from ddp_lab import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
+from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import write_pt2
 from ddp_lab.run.job import Job, prepare
@@ -38,6 +40,15 @@ def trained(tmp_path_factory):
     """Return the directory of a run that two ranks of ddp trained. The averages of its weights are evaluated."""
     folder = tmp_path_factory.mktemp("runs")
     run_world(2, main_in_world, *LENET, f"runs_dir={folder}")
+    return folder / "mine"
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Return the directory of a run of two ranks of fsdp with sharded checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    overrides = ["strategy=fsdp", "checkpoint.format=sharded", f"runs_dir={folder}"]
+    run_world(2, main_in_world, *LENET, *overrides)
     return folder / "mine"
 
 
@@ -179,7 +190,7 @@ def reference(folder: Path) -> tuple[nn.Module, torch.Tensor, torch.Tensor, list
     """Return the trained model, the test images as they are and normalised by the loader, and the classes."""
     cfg = read_config(folder, ["strategy=single", "batch_size=50"], None)
     job = prepare(cfg, Runtime("cpu"))
-    model = load_model(folder, cfg, find_checkpoint(folder, "last"))
+    model = load_model(folder, cfg, find_checkpoint(folder, "last", Runtime("cpu")))
     return model, job.dataset.test.images, next(iter(job.loaders[1])).inputs, job.dataset.classes
 
 
@@ -373,3 +384,67 @@ def test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one(train
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"m.safetensors": "old"}
     assert command(export.main, trained, "--output", old, "--force")[0] == 0
     assert load_file(old)
+
+
+def test_commands_read_sharded_checkpoints(sharded, command, tmp_path):
+    logged = read_metrics(sharded)[-1]
+    code, output, errors = command(evaluate.main, sharded, "strategy=single", "--json", tmp_path / "a.json")
+    assert (code, errors) == (0, "")
+    assert output.startswith(f"{sharded}/checkpoints/step_00000010.sharded, epoch 2: test loss {logged['test_loss']:.4f} ")
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert (found["test_accuracy"], found["step"]) == (logged["test_accuracy"], 10)
+    assert found["test_loss"] == pytest.approx(logged["test_loss"], rel=1e-6)
+    code, _, errors = command(export.main, sharded, "--output", tmp_path / "model.safetensors")
+    assert (code, errors) == (0, "")
+    averages = ShardedCheckpoint(sharded / "checkpoints" / "step_00000010.sharded").whole()["ema"]
+    exported = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == averages.keys()
+    assert all(torch.equal(tensor, averages[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.slow
+def test_evaluation_of_shards_under_any_strategy_equals_the_one_of_training(sharded):
+    logged = read_metrics(sharded)[-1]
+    ranks = run_world(2, evaluations, sharded, ["ddp", "fsdp", "tp", "pipeline"])
+    assert ranks[0] == ranks[1]
+    for strategy, values in ranks[0].items():
+        assert (values["samples"], values["step"], values["test_accuracy"]) == (50, 10, logged["test_accuracy"]), strategy
+        assert values["test_loss"] == pytest.approx(logged["test_loss"], rel=1e-6), strategy
+
+
+def test_merge_writes_a_whole_checkpoint(sharded, command, tmp_path):
+    code, output, errors = command(merge.main, sharded)
+    assert (code, errors) == (0, "")
+    merged = sharded / "step_00000010.pt"
+    assert output.startswith(f"{merged}: {sharded}/checkpoints/step_00000010.sharded, step 10; ")
+    assert damage(merged) is None
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_model_of(sharded).state_dict().items()}
+    assert load_checkpoint(str(merged), shapes)["progress"]["epoch"] == 3
+    code, _, errors = command(merge.main, sharded)
+    assert code == 2
+    assert "already exists" in errors
+    code, _, errors = command(merge.main, sharded, "--checkpoint", merged, "--output", tmp_path / "again.pt")
+    assert code == 2
+    assert "is a whole checkpoint already" in errors
+
+
+def load_model_of(run: Path) -> nn.Module:
+    checkpoint = find_checkpoint(run, "best", Runtime("cpu"))
+    return load_model(run, read_config(run, ["strategy=single"], None), checkpoint)
+
+
+def test_damaged_shards_are_refused_by_name_and_passed_over(sharded, command, tmp_path):
+    run = shutil.copytree(sharded, tmp_path / "damaged")
+    newest, share = run / "checkpoints" / "step_00000010.sharded", "__1_0.distcp"
+    (newest / share).write_bytes((newest / share).read_bytes()[:-1])
+    code, _, errors = command(export.main, run, "--checkpoint", newest, "--output", tmp_path / "a.safetensors")
+    assert code == 2
+    assert f"--checkpoint {newest}: the checkpoint is damaged: {share} has " in errors
+    code, output, _ = command(export.main, run, "--output", tmp_path / "a.safetensors")
+    assert code == 0
+    assert "step_00000005.sharded; " in output
+    line = f"{' '.join(LENET[:-2])} strategy=single name=new runs_dir={tmp_path} resume={newest}"
+    ((code, printed),) = run_world(1, refusal_in_world, line)
+    assert code == 2
+    assert f"resume={newest}: the checkpoint is damaged: {share} has " in printed
+    assert not (tmp_path / "new").exists(), "the damage must be found before a run directory is made"

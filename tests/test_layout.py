@@ -22,7 +22,7 @@ ORDER = [
     "run",
 ]
 # `python -m ddp_lab` and `python -m ddp_lab.NAME`; they may import all rooms, but not each other
-COMMANDS = ["__main__", "doctor", "evaluate", "export", "predict"]
+COMMANDS = ["__main__", "doctor", "evaluate", "export", "merge", "predict"]
 
 
 def room_of(module: str) -> str:

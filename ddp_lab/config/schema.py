@@ -52,6 +52,10 @@ class CheckpointConfig(Keys):
         description="Metric of the test set whose best checkpoint is kept as best.pt, besides the newest ones; null keeps none."
     )
     on_error: Literal["stop", "continue"] = Field(description="What training does when a checkpoint cannot be written.")
+    format: Literal["auto", "whole", "sharded"] = Field(
+        description="whole: one file, which rank 0 collects and writes; sharded: a directory to which each rank writes its "
+        "share; auto: sharded if there are several ranks and a checkpoint has at least 4 GiB. A run resumes from both.",
+    )
 
 
 class OptimizerConfig(Keys):

@@ -38,6 +38,6 @@ Injection = Annotated[
 Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by the schema of options.py
 Resume = Annotated[
     str,
-    Predicate(lambda value: value in ("auto", "never") or Path(value).is_file()),
+    Predicate(lambda value: value in ("auto", "never") or Path(value).is_file() or Path(value, "manifest.json").is_file()),
     Allowed("auto, never or the path of an existing checkpoint"),
 ]

@@ -1,4 +1,4 @@
-"""The command line of the commands that open a trained run: evaluate, predict, export."""
+"""The command line of the commands that open a trained run: evaluate, predict, export, merge."""
 
 import argparse
 from pathlib import Path
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         """Add the run directory and the checkpoint."""
         self.add_argument("run", type=Path, help="the run directory, runs/NAME")
         self.add_argument(
-            "--checkpoint", default="last", metavar="last|best|PATH", help="the newest one (default), the best one, or a file"
+            "--checkpoint", default="last", metavar="last|best|PATH", help="the newest one (default), the best one, or a path"
         )
         self.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
 

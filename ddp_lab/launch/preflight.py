@@ -248,7 +248,7 @@ def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, be
     """
     one = checkpoint
     name = name or find_launch(root, launch_id())
-    files = [file.stat() for file in (root / name / "checkpoints").glob("*.pt")] if name else []
+    files = [path.stat() for path in (root / name / "checkpoints").rglob("*") if path.is_file()] if name else []
     held = sum({file.st_ino: file.st_size for file in files}.values())  # the best is a second name of a file, as a rule
     needed = max(one, (keep + best + 1) * one - held)
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())

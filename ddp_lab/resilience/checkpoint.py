@@ -2,10 +2,12 @@
 
 main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
 writer thread                           | write, fsync, hash, rename, link the best, remove old ones |
+
+There are two formats, and a run can resume from both. A whole checkpoint is one file, which rank 0 collects and writes. A
+sharded one is a directory to which every rank writes its share (sharded_write.py).
 """
 
 import copy
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,19 +19,22 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.logger import log
-from ddp_lab.resilience.checkpoint_files import (
-    BEST,
-    by_step,
+from ddp_lab.resilience.checkpoint_files import load_checkpoint, write_atomically
+from ddp_lab.resilience.checkpoint_folder import (
     correct_best,
-    damage,
-    digest_of,
-    in_order,
-    link_atomically,
-    load_checkpoint,
+    find_to_resume,
+    link_as_best,
+    path_of,
     remove,
-    sha256,
-    write_atomically,
+    remove_old,
+    remove_other_best,
+    step_of,
+    steps_in,
 )
+from ddp_lab.resilience.sharded_files import is_sharded
+from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+from ddp_lab.resilience.sharded_state import collect, read_into, tensors_to_save
+from ddp_lab.resilience.sharded_write import ShardWriter
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import BestBy, Progress
@@ -37,23 +42,25 @@ from ddp_lab.world.runtime import Runtime
 
 
 class Checkpoints:
-    """The files `step_NNNNNNNN.pt` and `best.pt` of one run, each with a SHA-256 file in the format of `sha256sum`.
+    """The checkpoints of one run: `step_NNNNNNNN.pt` and `best.pt`, or `step_NNNNNNNN.sharded` and `best_NNNNNNNN.sharded`.
 
-    A file has the keys "progress", "seed", "model", "optimizer" and "scheduler", and "ema" if the weights are averaged. It
-    contains full tensors, not shards, under the model's own names. Any strategy at any world size can therefore load what any
-    other strategy saved.
+    A checkpoint has the keys "progress", "seed", "model", "optimizer" and "scheduler", and "ema" if the weights are averaged.
+    Tensors have the model's own names, and a whole checkpoint contains them unsharded. Any strategy at any world size can
+    therefore load what any other strategy saved.
 
     Args:
         folder: the directory of the files; the first save creates it.
         shapes: the shape of each tensor of the full model, by name. A file with other tensors is rejected.
         seed: the seed of this launch, compared with that of a checkpoint.
-        keep: number of files `step_NNNNNNNN.pt` to keep.
-        best: metric of the test set by which the best checkpoint is chosen and kept as `best.pt`; None: no such file.
+        keep: number of checkpoints `step_NNNNNNNN` to keep.
+        best: metric of the test set by which the best checkpoint is chosen and kept, too; None: it is not kept.
         ema: averages of the weights, saved under the key "ema"; None: no averages.
+        sharded: whether to save sharded checkpoints.
 
     Attributes:
-        write: writes a state to a path, in the writer thread. It may be replaced between two saves, as fault injection does.
-        problem: why the last file could not be written; None if it was written or is being written. Set on rank 0 only.
+        write: writes a whole checkpoint to a path, in the writer thread. Fault injection replaces it between two saves.
+        shards: writes sharded checkpoints; None: whole ones are saved.
+        problem: why the last checkpoint could not be written; None if it was written or is being written. Set on rank 0.
         kept: the progress in the newest file, or at the start of the launch. Updated on rank 0 only.
     """
 
@@ -69,6 +76,7 @@ class Checkpoints:
         keep: int = 2,
         best: BestBy | None = None,
         ema: EMA | None = None,
+        sharded: bool = False,
     ):
         self.folder, self.runtime, self.seed, self.keep, self.ema = folder, runtime, seed, keep, ema
         self.best: BestBy | None = best
@@ -76,6 +84,7 @@ class Checkpoints:
         self.problem: str | None = None
         self.kept = Progress()
         self.write: Callable[[Path, dict[str, Any]], None] = write_atomically
+        self.shards = ShardWriter(runtime) if sharded else None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -92,21 +101,11 @@ class Checkpoints:
         Raises:
             ConfigError: the file cannot be used, or the run has checkpoints and none of them is valid.
         """
-        path = self.runtime.agree("checkpoint", lambda: self.find(choice))
+        path = self.find(choice)
         if path is None:
             return Progress()
-        state = load_checkpoint(path, self.shapes)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        saved, expected = state["optimizer"]["param_groups"][0].keys() - {"params"}, groups[0].keys()
-        if saved != expected:
-            raise ConfigError(
-                f"resume={path}: was written with another optimizer: its options are {', '.join(sorted(saved))}; expected "
-                f"{', '.join(sorted(expected))}. Use the optimizer that it was trained with, or another name"
-            )
-        self._check_frozen(path, {name for group in state["optimizer"]["param_groups"] for name in group["params"]})
-        if self.ema is not None:
-            self.ema.load_state_dict(state.get("ema", state["model"]))
-        self.strategy.load_state_dict(self.optimizer, state)
+        state = self._load_sharded(path) if is_sharded(path) else self._load_whole(path)
         progress = self.kept = Progress(**state["progress"])
         # The state comes from the file; learning rate, momentum and other options come from this launch's config.
         step = schedule(progress)
@@ -116,9 +115,9 @@ class Checkpoints:
         # Files of later steps are from a continuation of the run that is now abandoned, as are the metrics of later epochs.
         if self.runtime.rank == 0:
             for other in self.files():
-                if by_step(other) > by_step(Path(f"step_{progress.step:08d}.pt")):
+                if step_of(other) > progress.step:
                     remove(other)
-            correct_best(self.folder / BEST, Path(path), progress.is_best(self.best), progress.step)
+            correct_best(self.folder, Path(path), progress.is_best(self.best), progress.step)
         log.info(f"resumed from {path}: {progress}")
         if self.ema is not None and "ema" not in state:
             log.info("the checkpoint has no averages of the weights (ema): they start from its weights")
@@ -127,6 +126,37 @@ class Checkpoints:
                 f"seed={self.seed}: the checkpoint has seed={state['seed']}, so the order of the samples changes from here on"
             )
         return progress
+
+    def _load_whole(self, path: str) -> dict[str, Any]:
+        """Load a checkpoint of one file into model, optimizer and averages, and return its state."""
+        state = load_checkpoint(path, self.shapes)
+        self._check_optimizer(path, state["optimizer"]["param_groups"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state.get("ema", state["model"]))
+        self.strategy.load_state_dict(self.optimizer, state)
+        return state
+
+    def _load_sharded(self, path: str) -> dict[str, Any]:
+        """Load a sharded checkpoint into model, optimizer and averages, in place, and return its state without tensors."""
+        saved = ShardedCheckpoint(path)
+        saved.check(self.shapes)
+        self._check_optimizer(path, saved.state["optimizer"]["param_groups"])
+        read_into(saved, self.strategy, self.optimizer, self.ema)
+        return saved.state | ({"ema": True} if saved.has("ema") else {})
+
+    def _check_optimizer(self, path: str, saved: list[dict[str, Any]]) -> None:
+        """Check that the optimizer in a checkpoint has the options of this launch's, and the same parameters.
+
+        Raises:
+            ConfigError: it is another optimizer, or other parameters are frozen.
+        """
+        options, expected = saved[0].keys() - {"params"}, self.optimizer.param_groups[0].keys() - {"params"}
+        if options != expected:
+            raise ConfigError(
+                f"resume={path}: was written with another optimizer: its options are {', '.join(sorted(options))}; expected "
+                f"{', '.join(sorted(expected))}. Use the optimizer that it was trained with, or another name"
+            )
+        self._check_frozen(path, {name for group in saved for name in group["params"]})
 
     def _check_frozen(self, path: str, trained: set[str]) -> None:
         """Check that the parameters in the checkpoint's optimizer, `trained`, are those that this launch trains.
@@ -144,72 +174,53 @@ class Checkpoints:
                 )
 
     def find(self, choice: str) -> str | None:
-        """Return the file to resume from; for auto this is the newest valid one, and newer files that are damaged are logged.
-
-        A save that an earlier launch did not finish is completed or removed first.
-
-        Args:
-            choice: the config's `resume`: auto, never or a path.
-
-        Returns:
-            The path; None if there is nothing to resume from.
-
-        Raises:
-            ConfigError: the run has checkpoints, but none of them is valid.
-        """
-        self._finish_interrupted_save()
-        if choice != "auto":
-            return None if choice == "never" else choice
-        bad: list[tuple[Path, str]] = []
-        # A SHA-256 whose file is missing shows that a checkpoint was lost.
-        lost = {digest.with_suffix("") for digest in self.folder.glob("step_*.pt.sha256")} - set(self.files())
-        for path in reversed(in_order([*self.files(), *lost])):
-            problem = damage(path)
-            if problem is None:
-                for other, why in bad:
-                    log.warning(f"{other} is damaged ({why}); resuming from {path}, the newest valid checkpoint")
-                return str(path)
-            bad.append((path, problem))
-        if bad:
-            listed = "; ".join(f"{path}: {why}" for path, why in bad)
-            raise ConfigError(
-                f"resume=auto: none of the run's checkpoints is valid ({listed}). Restore one, or choose another name to "
-                "start a new run"
-            )
-        return None
-
-    def _finish_interrupted_save(self) -> None:
-        """Clean up after a launch that was killed while saving: complete the last file if possible, remove partial ones."""
-        for digest in self.folder.glob("*.sha256.tmp"):
-            path = digest.with_name(digest.name.removesuffix(".sha256.tmp") + ".pt")
-            if path.exists() and digest.read_text().startswith(sha256(path)):
-                os.replace(digest, digest_of(path))
-        for partial in self.folder.glob("*.tmp"):
-            partial.unlink()
+        """Return the checkpoint to resume from; as `find_to_resume`. Collective."""
+        return find_to_resume(self.folder, choice, self.runtime)
 
     def files(self) -> list[Path]:
-        """Return the checkpoint files, oldest first."""
-        return in_order(self.folder.glob("step_*.pt"))
+        """Return the checkpoints to resume from, oldest first."""
+        return steps_in(self.folder)
 
     def save(self, progress: Progress, newest: bool = True) -> None:
-        """Copy the state to the host and let rank 0 write it in the background. Collective.
+        """Copy the state to the host and let the writer threads write it in the background. Collective.
 
-        If the file cannot be written, the earlier files are kept, and `problem` is set to the reason.
+        If it cannot be written, the earlier checkpoints are kept, and `problem` is set to the reason.
 
         Args:
-            progress: the progress in the file.
+            progress: the progress in the checkpoint.
             newest: whether a run can resume from it with resume=auto; False: it is only kept as the best.
         """
         self.wait()  # one save at a time: a disk that is slower than training slows it down, but memory stays bounded
-        averages: dict[str, Any] = {}
         if self.ema is not None:
             self.ema.end_use()  # a preemption may interrupt an evaluation
-            averages = {"ema": self.ema.state_dict()}
+        path = path_of(self.folder, progress.step, self.shards is not None, newest)
+        written = self._copy_whole(path, progress) if self.shards is None else self._copy_share(self.shards, path, progress)
+        if written is not None:
+            self._pending = self._writer.submit(self._write, replace(progress), path, newest, written)
+
+    def _copy_whole(self, path: Path, progress: Progress) -> Callable[[], None] | None:
+        """Collect the complete state on rank 0, and return there what writes it; None on the other ranks. Collective."""
+        averages = {} if self.ema is None else {"ema": self.ema.state_dict()}
         state = {"scheduler": self.scheduler.state_dict(), **self.strategy.state_dict(self.optimizer)}
-        if self.runtime.rank == 0:
-            # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
-            state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed} | averages
-            self._pending = self._writer.submit(self._write, replace(progress), state, newest)
+        if self.runtime.rank != 0:
+            return None
+        # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
+        state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed} | averages
+
+        def write() -> None:
+            self.folder.mkdir(exist_ok=True)
+            self.write(path, state)
+
+        return write
+
+    def _copy_share(self, shards: ShardWriter, path: Path, progress: Progress) -> Callable[[], None]:
+        """Copy this rank's share of the state, and return what writes it. Collective."""
+        tensors, optimizer = tensors_to_save(self.strategy, self.optimizer, self.ema)
+        share, optimizers = shards.share(tensors, optimizer)
+        state = {"scheduler": self.scheduler.state_dict(), "progress": asdict(progress), "seed": self.seed}
+        state |= {"names": list(self.shapes), "optimizer": collect(optimizers, self.shapes)}
+        state = copy.deepcopy(state)
+        return lambda: shards.write(path, share, state)
 
     def wait(self) -> None:
         """Wait until the last save has ended, successfully or not."""
@@ -217,17 +228,19 @@ class Checkpoints:
             self._pending.result()
             self._pending = None
 
-    def _write(self, progress: Progress, state: dict[str, Any], newest: bool) -> None:
-        path = self.folder / (f"step_{progress.step:08d}.pt" if newest else BEST)
+    def _write(self, progress: Progress, path: Path, newest: bool, written: Callable[[], None]) -> None:
+        """Write a checkpoint in the writer thread: `written` writes this rank's part of it, and rank 0 does the rest."""
         try:
-            self.folder.mkdir(exist_ok=True)
-            self.write(path, state)
+            written()
             self.problem = None
+            if self.runtime.rank != 0:
+                return
             if not newest:
+                remove_other_best(path)
                 return
             self.kept = progress
             if progress.is_best(self.best):
-                link_atomically(path, self.folder / BEST)
+                link_as_best(path)
         except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
             valid = [str(file) for file in self.files() if file != path]
@@ -239,8 +252,4 @@ class Checkpoints:
                 self.problem = f"{path} could not be written: the run directory {self.folder.parent} no longer exists"
             log.error(self.problem)
             return
-        # Files of later steps are from a continuation of the run that was abandoned, as are the metrics of later epochs.
-        files = self.files()
-        last = files.index(path) + 1
-        for old in files[: max(0, last - self.keep)] + files[last:]:
-            remove(old)
+        remove_old(self.folder, path, self.keep)

@@ -1,29 +1,17 @@
-"""Checkpoint files and their SHA-256: written atomically, verified, and loaded without executing code from the file."""
+"""Checkpoints of one file and their SHA-256: written atomically, verified, and loaded without executing code from the file."""
 
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.logger import log
 
 BEST = "best.pt"  # name of the best checkpoint
 EXPECTED = "a file step_*.pt or best.pt from a run's directory checkpoints"
-
-
-def by_step(path: Path) -> tuple[int, str]:
-    """Return the sort key of a file `step_NNNNNNNN.pt`. From step 100,000,000 on, the name has more than eight digits."""
-    return len(path.name), path.name
-
-
-def in_order(paths: Iterable[Path]) -> list[Path]:
-    """Return the files `step_NNNNNNNN.pt` sorted by step."""
-    return sorted(paths, key=by_step)
 
 
 def digest_of(path: Path) -> Path:
@@ -100,38 +88,14 @@ def publish(temporary: Path, path: Path, digest: str) -> None:
         os.replace(beside, digest_of(path))
     finally:
         beside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)
 
 
-def correct_best(best: Path, source: Path, is_best: bool, step: int) -> None:
-    """Let `best` be the best checkpoint of a run that resumes.
-
-    A launch may have been killed before it linked its last checkpoint. A file of a later step is from a continuation that is
-    abandoned with the resume; it is removed.
-
-    Args:
-        best: path of the best checkpoint; it may not exist.
-        source: the checkpoint that the run resumes from, perhaps one of another run.
-        is_best: whether it is the best so far.
-        step: its step.
-    """
-    if is_best and source.resolve().parent == best.resolve().parent and source.name != best.name:
-        try:
-            link_atomically(source, best)
-        except OSError as error:  # for example a full disk, or the SHA-256 of `source` is missing
-            log.warning(f"{best} could not be written ({error}); it is not the best checkpoint")
-    elif best.exists() and damage(best) is None:
-        state = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
-        if state["progress"]["step"] > step:
-            remove(best)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint and its SHA-256."""
-    path.unlink()
-    digest_of(path).unlink(missing_ok=True)
+def sync_folder(folder: Path) -> None:
+    """Write the names in a directory to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def damage(path: Path) -> str | None:
@@ -171,12 +135,28 @@ def load_checkpoint(path: str, shapes: dict[str, tuple[int, ...]], key: str = "r
         raise ConfigError(f"{key}{path}: cannot be read as a checkpoint ({reason}). Use {EXPECTED}") from None
     if missing:
         raise ConfigError(f"{key}{path}: is not a checkpoint of ddp_lab: it lacks {', '.join(sorted(missing))}. Use {EXPECTED}")
-    pairs = [(name, part) for part in (state["model"], state.get("ema")) if part for name in [*shapes, *part]]
-    for name, saved in pairs:
-        here, there = shapes.get(name, "missing"), tuple(saved[name].shape) if name in saved else "missing"
+    for weights in (state["model"], state.get("ema")):
+        if weights:
+            saved = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+            check_shapes(f"{key}{path}", saved, shapes, resumes=key == "resume=")
+    return state
+
+
+def check_shapes(about: str, saved: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], resumes: bool) -> None:
+    """Check that the tensors in a checkpoint are those of a model.
+
+    Args:
+        about: the beginning of the message: the key and the path.
+        saved, shapes: the shape of each tensor in the checkpoint and in the complete model, by name.
+        resumes: whether a run is to resume, which the message takes into account.
+
+    Raises:
+        ConfigError: a tensor differs; the message names the first one.
+    """
+    for name in [*shapes, *saved]:
+        here, there = shapes.get(name, "missing"), saved.get(name, "missing")
         if here != there:
             raise ConfigError(
-                f"{key}{path}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
-                f"Use the model and data that it was trained with{', another name, or resume=never' * (key == 'resume=')}"
+                f"{about}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
+                f"Use the model and data that it was trained with{', another name, or resume=never' * resumes}"
             )
-    return state

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from ddp_lab.config.faults import parse
 from ddp_lab.data.loaders import DeviceLoader
@@ -33,6 +33,12 @@ from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import Tally
+
+
+def fill_disk(folder: Path, share: Any) -> NoReturn:
+    """Fail as `write_share` does on a full disk."""
+    Path("/dev/full").write_bytes(b"0")
+    raise AssertionError("/dev/full takes nothing")
 
 
 class Fault:
@@ -110,4 +116,6 @@ class Fault:
 
     def _disk_full(self, batch: Any) -> None:
         self.checkpoints.write = partial(write_atomically, temporary=Path("/dev/full"))
+        if self.checkpoints.shards is not None:
+            self.checkpoints.shards.write_share = fill_disk
         self.step(batch)

@@ -8,8 +8,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_lab.launch.preflight import check_network
+from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.job import place, prepare
-from ddp_lab.run.trained import compare_data, find_checkpoint, read_weights
+from ddp_lab.run.trained import compare_data, find_checkpoint, read_shards, read_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -62,10 +63,14 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         ConfigError: the checkpoint, the data or the strategy cannot be used.
     """
     check_network(runtime)
-    path = str(runtime.agree("checkpoint", lambda: find_checkpoint(folder, checkpoint)))
+    path = find_checkpoint(folder, checkpoint, runtime)
     job = prepare(cfg, runtime, with_weights=False)
     runtime.agree("classes", partial(compare_data, folder, job.dataset))
-    state, progress = read_weights(job.model, path)
-    job.give_weights(state)
-    place(job)
+    if is_sharded(path):  # each rank reads only what it holds
+        place(job)
+        progress = read_shards(job.strategy.local_model_state(), path, job.shapes)
+    else:
+        state, progress = read_weights(job.model, path)
+        job.give_weights(state)
+        place(job)
     return EvaluatedRun(path, progress, evaluate(job.strategy, job.loaders[1]), job.strategy.where)

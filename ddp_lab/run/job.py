@@ -20,6 +20,7 @@ from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Loader
 from ddp_lab.data.sources import check_same, make_source
+from ddp_lab.launch.preflight import checkpoint_bytes
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import key_of, require_chain
@@ -37,6 +38,8 @@ from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.step import Step, TrainStep
 from ddp_lab.world.runtime import Runtime
+
+SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 
 
 class Job:
@@ -114,6 +117,17 @@ class Job:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the unsharded model's tensors, by name. Read it before the strategy changes the model."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """The size of a checkpoint. Read it before the strategy changes the model."""
+        return checkpoint_bytes(build(self.cfg.optimizer), self.model, self.cfg.ema is not None)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether checkpoints are sharded. Read `checkpoint_bytes` first, before the strategy changes the model."""
+        large = self.runtime.world_size > 1 and self.checkpoint_bytes >= SHARDED_FROM
+        return self.cfg.checkpoint.format == "sharded" or (self.cfg.checkpoint.format == "auto" and large)
 
     @cached_property
     def loss(self) -> Loss:

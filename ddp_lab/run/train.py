@@ -7,19 +7,21 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_lab.config.build import build
-from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.config.record import to_record
 from ddp_lab.data.folder import listed
-from ddp_lab.launch.preflight import Finding, check_network, check_storage, checkpoint_bytes, warn
+from ddp_lab.launch.preflight import Finding, check_network, check_storage, warn
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.profiler import NEEDED, Profiled
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
+from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir, find_launch
+from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
+from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, Training, materialize, prepare
 from ddp_lab.run.trained import compare_data, record_data
@@ -71,14 +73,15 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     job = prepare(cfg, runtime, with_weights=progress is None)
     if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
         findings.append(Finding("warning", "dataset", text))
-    size = checkpoint_bytes(build(cfg.optimizer), job.model, cfg.ema is not None)
+    size = job.checkpoint_bytes
     keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
     if skipped := job.dataset.skipped:
         text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
         findings.append(Finding("warning", "dataset", text))
     if cfg.resume not in ("auto", "never"):
-        runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes))
+        problem = damage_of_shards(Path(cfg.resume), runtime) if is_sharded(cfg.resume) else None
+        runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes, problem))
     return job, findings
 
 
@@ -88,26 +91,32 @@ def find_progress(cfg: DictConfig) -> str | None:
         return None if cfg.resume == "never" else cfg.resume
     name = cfg.name or find_launch(Path(cfg.runs_dir), launch_id())
     folder = Path(cfg.runs_dir) / name / "checkpoints" if name else None
-    return str(folder) if folder and any(folder.glob("step_*.pt")) else None
+    return str(folder) if folder and steps_in(folder) else None
 
 
 def run_of(progress: str) -> Path:
     """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs to."""
     path = Path(progress)
-    return path.parent if path.is_dir() else path.absolute().parents[1]
+    return path.parent if path.is_dir() and not is_sharded(path) else path.absolute().parents[1]
 
 
-def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]], problem: str | None) -> None:
     """Check that a checkpoint can be loaded into this model.
 
     Args:
-        path: The file, as in resume=PATH.
+        path: The checkpoint, as in resume=PATH.
         shapes: The shape of each tensor of the unsharded model, by name.
+        problem: What is wrong with the files of a sharded checkpoint.
 
     Raises:
         ConfigError: The checkpoint is not valid, or it is not one of this model.
     """
-    load_checkpoint(path, shapes)
+    if problem:
+        raise ConfigError(f"resume={path}: the checkpoint is damaged: {problem}. Use another checkpoint")
+    if is_sharded(path):
+        ShardedCheckpoint(path).check(shapes)
+    else:
+        load_checkpoint(path, shapes)
 
 
 def train_guarded(
@@ -118,7 +127,7 @@ def train_guarded(
     folder = run_dir.path / "checkpoints"
     state = job.strategy, training.optimizer, training.scheduler
     checkpoints = Checkpoints(
-        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, cfg.checkpoint.best, training.ema
+        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, cfg.checkpoint.best, training.ema, job.sharded
     )
     resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
     progress = checkpoints.resume(resume, job.plan.steps_before)

@@ -1,5 +1,6 @@
 """A trained run, opened from its directory: the config with overrides, what the data look like, the weights of a checkpoint."""
 
+import json
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -19,9 +20,13 @@ from ddp_lab.data.datasets import Dataset
 from ddp_lab.launch.command_line import CONF, compose_config
 from ddp_lab.models.own import build_model
 from ddp_lab.observe.logger import log
-from ddp_lab.resilience.checkpoint_files import BEST, damage, in_order, load_checkpoint
+from ddp_lab.resilience.checkpoint_files import load_checkpoint
+from ddp_lab.resilience.checkpoint_folder import best_in, damage_of, steps_in
 from ddp_lab.resilience.run_directory import read_json, write_json
+from ddp_lab.resilience.sharded_files import is_sharded
+from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
 
 DATA = "data.json"
 # Keys of a launch that trains, with their values afterwards.
@@ -142,27 +147,33 @@ def add_new_keys(cfg: DictConfig) -> None:
             cfg[key] = defaults[key]
 
 
-def find_checkpoint(folder: Path, choice: str) -> str:
-    """Return the path of a checkpoint of a run.
+def find_checkpoint(folder: Path, choice: str, runtime: Runtime) -> str:
+    """Return the path of a checkpoint of a run. Collective.
 
     Args:
         folder: the run directory.
-        choice: "last" is the newest valid one; newer ones that are damaged are logged. "best" is best.pt. Else a path.
+        choice: "last" is the newest valid one; newer ones that are damaged are logged. "best" is the best one. Else a path.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: there is no such checkpoint, or it is a damaged sharded one.
     """
     if choice not in ("last", "best"):
-        if not Path(choice).is_file():
+        if not (is_sharded(choice) or Path(choice).is_file()):
             raise ConfigError(f"--checkpoint {choice}: must be last, best or the path of a checkpoint; there is no such file")
+        if is_sharded(choice) and (problem := damage_of(Path(choice), runtime)):
+            raise ConfigError(f"--checkpoint {choice}: the checkpoint is damaged: {problem}. Use another checkpoint")
         return choice
-    pattern = "step_*.pt" if choice == "last" else BEST
-    files = in_order((folder / "checkpoints").glob(pattern))
-    for path in reversed(files):
-        if (problem := damage(path)) is None:
-            return str(path)
-        log.warning(f"{path} is damaged ({problem})")
-    raise ConfigError(f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {'valid ' * bool(files)}{pattern}")
+    find = steps_in if choice == "last" else best_in
+    found: list[str] = json.loads(
+        runtime.agree("checkpoints", lambda: json.dumps([str(path) for path in find(folder / "checkpoints")]))
+    )
+    for path in reversed(found):
+        if (problem := damage_of(Path(path), runtime)) is None:
+            return path
+        if runtime.rank == 0:
+            log.warning(f"{path} is damaged ({problem})")
+    pattern = "step_*.pt" if choice == "last" else "best.pt"
+    raise ConfigError(f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {'valid ' * bool(found)}{pattern}")
 
 
 def read_weights(model: nn.Module, path: str) -> tuple[dict[str, torch.Tensor], Progress]:
@@ -170,14 +181,35 @@ def read_weights(model: nn.Module, path: str) -> tuple[dict[str, torch.Tensor], 
 
     Args:
         model: the complete model; only the shapes of its tensors matter.
-        path: the checkpoint.
+        path: the checkpoint, as from `find_checkpoint`.
 
     Raises:
         ConfigError: the file is damaged, or is not a checkpoint of this model.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    weights = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if is_sharded(path):
+        weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in weights.items()}
+        return weights, read_shards(weights, path, shapes)
     state = load_checkpoint(path, shapes, key="--checkpoint ")
     return state.get("ema", state["model"]), Progress(**state["progress"])
+
+
+def read_shards(weights: dict[str, torch.Tensor], path: str, shapes: dict[str, tuple[int, ...]]) -> Progress:
+    """Read the weights of a sharded checkpoint, or their averages, in place, and return its position in the training.
+
+    Args:
+        weights: this rank's part of the model by name, also DTensors.
+        path: as from `find_checkpoint`.
+        shapes: the shape of each tensor of the complete model.
+
+    Raises:
+        ConfigError: it is not a checkpoint of this model.
+    """
+    saved = ShardedCheckpoint(path, key="--checkpoint ")
+    saved.check(shapes)
+    saved.read(saved.weights(weights))
+    return Progress(**saved.state["progress"])
 
 
 def load_model(folder: Path, cfg: DictConfig, checkpoint: str) -> nn.Module:

@@ -55,6 +55,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
+def sharded_as(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard as a DTensor of the layout of `tensor`, without a copy; if `tensor` is none, return the shard as it is."""
+    if not hasattr(tensor, "to_local"):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    whole = cast(DTensor, tensor)
+    # The shape must be given: torch would otherwise compute it from this shard, and be wrong where shards differ in size.
+    return DTensor.from_local(shard, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride())
+
+
 class Strategy(ABC):
     """One way of distributing a training step over devices.
 
@@ -379,6 +390,21 @@ class Strategy(ABC):
 
         model, optim = get_state_dict(self.module, optimizer, options=StateDictOptions(**self.save_options))
         return {"model": model, "optimizer": optim}
+
+    def local_model_state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of the model under plain names. Sharded tensors are DTensors, and nothing is copied."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.module))
+
+    def local_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state of `local_model_state`: "state" and "param_groups". Nothing is copied.
+
+        An optimizer without a state gets its initial one.
+        """
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return cast("dict[str, Any]", get_optimizer_state_dict(self.module, optimizer))
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load a state that the `state_dict` of any strategy returned. Collective; `state` must be complete on every rank."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy, local, sharded_as
 
 
 class EMA:
@@ -35,6 +35,9 @@ class EMA:
         # FSDP registers other tensors with the module while a block is gathered, so they are looked up only once.
         self.tensors: dict[str, torch.Tensor] = trained | dict(module.named_buffers())
         self.averages = {name: local(tensor.detach()).clone() for name, tensor in self.tensors.items()}
+        everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        names = {id(tensor): name for name, tensor in self.tensors.items()}
+        self._names = {name: names[id(tensor)] for name, tensor in everything if id(tensor) in names}  # also of tied weights
         self._average = get_ema_multi_avg_fn(decay)
         self._swapped = False
 
@@ -83,9 +86,17 @@ class EMA:
         self._swap()
         return state
 
+    def shards(self) -> dict[str, torch.Tensor]:
+        """Return this rank's averages by name, as DTensors where the weights are sharded. Nothing is copied."""
+        return {name: sharded_as(self.tensors[own], self.averages[own]) for name, own in self._names.items()}
+
+    def begin_again(self) -> None:
+        """Let the averages start from the weights."""
+        for name, average in self.averages.items():
+            average.copy_(local(self.tensors[name].detach()))
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what `state_dict` returned under any strategy. Collective; the model has these weights, too, afterwards."""
         self.strategy.load_model_state(state)
-        for name, average in self.averages.items():
-            average.copy_(local(self.tensors[name]))
+        self.begin_again()

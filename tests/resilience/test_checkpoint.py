@@ -24,7 +24,8 @@ from worlds import once, run_world
 
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import damage as problem_of
-from ddp_lab.resilience.checkpoint_files import in_order, write_atomically
+from ddp_lab.resilience.checkpoint_files import write_atomically
+from ddp_lab.resilience.checkpoint_folder import in_order
 from ddp_lab.resilience.decisions import Agreement
 from ddp_lab.resilience.guard import Guard, GuardSettings
 from ddp_lab.resilience.run_directory import write_json

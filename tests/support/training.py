@@ -142,6 +142,7 @@ class Case:
     ema: float | None = None
     dtype: torch.dtype = torch.float32
     save: str = ""  # folder for checkpoints
+    sharded: bool = False  # the format of the checkpoints
     save_at: int = 0  # a step within an epoch after which another one is saved
     keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
     resume: str = "never"
@@ -158,6 +159,7 @@ class Case:
             loader=loader,
             accumulate=1,
             save="",
+            sharded=False,
             save_at=0,
             resume="never",
             start=0,
@@ -339,7 +341,7 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     held, peak = held_bytes(job.model), weights.peak if weights else 0
     initial = hash_of(strategy.model_state()) if case.init == "by_block" else ""
     parts = runtime, strategy, training.optimizer, training.scheduler, job.shapes
-    checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema)
+    checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema, sharded=case.sharded)
     progress = checkpoints.resume(case.resume, lambda progress: progress.step)
     training.compile()
     recorder = Recorder(checkpoints, bool(case.save), case.save_at)

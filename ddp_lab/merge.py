@@ -1,0 +1,54 @@
+"""Make a whole checkpoint, one file, of a sharded one, for other programs or to move it.
+
+python -m ddp_lab.merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
+python -m ddp_lab.merge runs/mine --checkpoint best --output best.pt
+
+The file is what rank 0 writes with checkpoint.format=whole. resume=FILE and model.weights=FILE accept it. It takes as much host
+memory as the file has bytes, in one process. Nothing is removed.
+"""
+
+import argparse
+from pathlib import Path
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.output import add_output, check_output
+from ddp_lab.launch.parser import Parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = Parser("python -m ddp_lab.merge", __doc__)
+    parser.add_run()
+    add_output(parser, "file to write (default: the checkpoint's name, in the run directory)", required=False)
+    return parser.parse_args()
+
+
+@record
+@user_errors
+def main() -> None:
+    given = arguments()
+    from ddp_lab.resilience.checkpoint_files import write_atomically
+    from ddp_lab.resilience.sharded_files import is_sharded
+    from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+    from ddp_lab.run.trained import find_checkpoint
+    from ddp_lab.world.runtime import Runtime
+
+    runtime = Runtime("cpu")
+    if runtime.world_size > 1:
+        raise ConfigError("ddp_lab.merge: runs in one process; start it without torchrun")
+    checkpoint = Path(find_checkpoint(given.run, given.checkpoint, runtime))
+    if not is_sharded(checkpoint):
+        raise ConfigError(f"--checkpoint {given.checkpoint}: {checkpoint} is a whole checkpoint already")
+    output: Path = given.output or given.run / f"{checkpoint.stem}.pt"
+    check_output(output, given.force)
+    state = ShardedCheckpoint(checkpoint, key="--checkpoint ").whole()
+    try:
+        write_atomically(output, state)
+    except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
+        raise ConfigError(f"--output {output}: cannot be written ({str(error).splitlines()[0]})") from None
+    progress = state["progress"]
+    print(f"{output}: {checkpoint}, step {progress['step']}; {output.stat().st_size / 2**20:,.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
