@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import (
+    ADAMW,
     AUGMENTED,
     CLIPPED,
     FOCAL,
@@ -20,6 +21,7 @@ from cases import (
     ddp,
     ddp_pipeline,
     fsdp,
+    mesh,
     name,
     pipeline,
     scratch,
@@ -66,6 +68,10 @@ MODEL_PARALLEL = {
         ddp_pipeline(2, "1f1b"),
         tp(2, samples=97),
         tp(2, accumulate=2, **CLIPPED),
+        mesh(shard=None, checkpointing="selective", accumulate=2, **CLIPPED),
+        mesh(tp=2, sequence=True, **CLIPPED),
+        mesh(pp=2, checkpointing="block", accumulate=2),
+        mesh(tp=2, sequence=True, **ADAMW | {"optimizer": "fused_adamw"}),
     ],
     4: [
         pipeline("gpipe"),
@@ -74,6 +80,10 @@ MODEL_PARALLEL = {
         ddp_pipeline(2, "1f1b", m=5, samples=97, accumulate=2, **CLIPPED),
         tp(2, **CLIPPED),
         tp(4, HALF, samples=97),
+        mesh(pp=2, tp=2, sequence=True, **CLIPPED),
+        mesh(shard=None, tp=2, sequence=True, accumulate=2, **CLIPPED),
+        mesh(shard=None, pp=2, **CLIPPED),
+        mesh(shard=2, accumulate=2, **CLIPPED),
     ],
     8: MODEL_PARALLEL_ON_CPU[8],
 }

@@ -30,7 +30,12 @@ def draw(seed: int, name: str, make_block: Callable[[], nn.Module]) -> dict[str,
     digest = hashlib.sha256(f"init seed={seed} block={name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))  # it uses 32 bits
-        return make_block().state_dict()
+        return tensors_of(make_block())
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a module by name, also the buffers that are not persistent and so not saved."""
+    return {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
 
 
 class InitialWeights:
@@ -68,20 +73,21 @@ class InitialWeights:
         Raises:
             ConfigError: `reset_parameters` of one of its modules does not set all of them.
         """
-        given = {key: self.given[f"{name}.{key}"] for key in self.blocks[name].state_dict() if f"{name}.{key}" in self.given}
-        if given.keys() == self.blocks[name].state_dict().keys():
+        names = tensors_of(self.blocks[name]).keys()
+        given = {key: self.given[f"{name}.{key}"] for key in names if f"{name}.{key}" in self.given}
+        if given.keys() == names:
             return given
         return draw(self.seed, name, partial(self._make, name)) | given
 
     def _make(self, name: str) -> nn.Module:
         """Return a copy of a block with memory of its own and newly drawn weights."""
         block = copy.deepcopy(self.blocks[name]).to_empty(device="cpu")
-        for tensor in block.state_dict().values():
+        for tensor in tensors_of(block).values():
             tensor.fill_(unset(tensor.dtype))
         reset(block)
         for initialize in self.initializers:
             initialize(block)
-        for key, tensor in block.state_dict().items():
+        for key, tensor in tensors_of(block).items():
             mark = unset(tensor.dtype)
             if mark and (tensor.isnan() if math.isnan(mark) else tensor == mark).any():
                 raise ConfigError(

@@ -82,7 +82,7 @@ class Strategy(ABC):
     Attributes:
         module: this rank's part of the model, unwrapped, so that its parameters keep their plain names.
         forward: computes the logits: `module` or a wrapper around it. Used by the default methods of this class.
-        axes: size of each axis of the device mesh by name, "dp" first.
+        axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
         dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
         dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
         batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ddp_lab.models.initial_weights import InitialWeights
+from ddp_lab.models.initial_weights import InitialWeights, tensors_of
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def fill(blocks: nn.Module, weights: "InitialWeights | PresentWeights", device: 
     for name, block in blocks.named_children():
         block.to_empty(device=device)
         whole = weights.of(name)
-        for key, tensor in block.state_dict().items():
+        for key, tensor in tensors_of(block).items():
             copy_shard(whole.pop(key), tensor)
 
 
@@ -31,7 +31,7 @@ class PresentWeights:
     """
 
     def __init__(self, blocks: nn.Module):
-        self.blocks = {name: block.state_dict() for name, block in blocks.named_children()}
+        self.blocks = {name: tensors_of(block) for name, block in blocks.named_children()}
 
     def of(self, name: str) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of a block by their names within the block, once."""

@@ -56,7 +56,7 @@ def picture(axes: dict[str, int], parts: Partition, sizes: list[int], held: list
         first = stage * dp * tp
         most = max(held[first : first + dp * tp])
         named = " and ".join(names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" for names in blocks)
-        holds = f"{named}: {total / 1e6:,.2f} M parameters, {most / 2**20:,.1f} MiB of them on each rank"
+        holds = f"{named}: {total:,} parameters, {most / 2**20:,.2f} MiB of them on each rank"
         rows = [row(axes, first, index) for index in range(dp)]
         if dp > MOST_LINES:
             rows[MOST_LINES - 2 : -1] = ["..."]

@@ -13,7 +13,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights, draw
 from ddp_lab.models.make import make_model
-from ddp_lab.strategies.fill import fill
+from ddp_lab.strategies.fill import PresentWeights, fill
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
 
@@ -217,6 +217,28 @@ def test_one_complete_block_at_a_time_is_in_memory():
     fill(model, weights, CPU)
     assert weights.alive == [0] * 6
     assert len(weights.drawn) == len(model.state_dict())
+
+
+class Positions(nn.Module):
+    """A module with a buffer that checkpoints do not contain."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.empty(3), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles.copy_(torch.tensor([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_buffers_that_are_not_saved_are_filled(drawn):
+    model = Chain((1, 1, 1), first=Positions(), second=nn.Linear(2, 2))
+    weights = InitialWeights(model, 3) if drawn else PresentWeights(model)
+    before = model.second.weight.detach().clone()
+    fill(model.to("meta"), weights, CPU)
+    assert model.first.angles.tolist() == [1.0, 2.0, 3.0]
+    assert torch.equal(model.second.weight, before) != drawn
 
 
 def test_option_is_checked_and_only_vision_transformers_use_it_by_default():

@@ -209,7 +209,7 @@ def test_log_has_a_picture_of_the_mesh(monkeypatch):
     assert picture.splitlines()[:4] == [
         "mesh on 8 x cpu:",
         "pp 2 x dp 2 x tp 2: 2 shards",
-        "  pp 0  dp 0   rank 0   rank 1  embed .. block0: 0.00 M parameters, 0.0 MiB of them on each rank",
+        "  pp 0  dp 0   rank 0   rank 1  embed .. block0: 3,264 parameters, 0.00 MiB of them on each rank",
         "        dp 1   rank 2   rank 3",
     ]
 
