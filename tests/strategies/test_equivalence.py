@@ -75,6 +75,7 @@ def one_step(size: int, model: str) -> list[Case]:
         return [ddp("sync", **case), fsdp(**options, **case), scratch(**options, **book), tp(2, **options, **exact)]
     cases = whole_batches(size, **case)
     if size == 2:
+        cases.append(fsdp(batch_norm="sync", init="by_block", **case))
         cases += [pipeline("gpipe", m=1, **case), ddp_pipeline(1, "gpipe", m=1, batch_norm="sync", **case)]
     if size == 4:
         cases.append(ddp_pipeline(2, "gpipe", m=1, batch_norm="sync", **case))
@@ -249,21 +250,24 @@ def test_several_processes_equal_single(case, size):
 
 BY_BLOCK = [(case, size) for size in MODEL_PARALLEL for case in cases_for(size) if case.init == "by_block"]
 
+# Vision Transformers, because LeNet has four fifths of its parameters in one block.
+CUT_OR_SHARDED = [case for case, _ in BY_BLOCK if case.model != "lenet" and issubclass(case.strategy, FSDP | Pipeline)]
+
 
 @pytest.mark.parametrize(("case", "size"), params(BY_BLOCK))
 def test_initial_weights_by_block_are_singles_bit_by_bit(case, size):
     assert outcomes(case, size)[0].initial == alone()[case.reference()].initial != ""
 
 
-@pytest.mark.parametrize(("case", "size"), params((case, size) for case, size in BY_BLOCK if case.strategy in (FSDP, Pipeline)))
+@pytest.mark.parametrize(("case", "size"), params((case, size) for case, size in BY_BLOCK if case in CUT_OR_SHARDED))
 def test_ranks_allocate_their_own_part_of_the_model_only(case, size):
     model = make_model(case.model, SEED)
     tensors, largest = model.state_dict().values(), max(map(held_bytes, model))
     held = [outcome.held for outcome in outcomes(case, size)]
     assert all(0 < outcome.peak <= outcome.held + largest < held_bytes(model) for outcome in outcomes(case, size))
-    if case.strategy is Pipeline:
-        assert sum(held) == sum(tensor.nbytes for tensor in tensors)
-        assert max(held) < 0.7 * sum(held)
+    if issubclass(case.strategy, Pipeline):  # each pipeline has every tensor once
+        assert sum(held) % held_bytes(model) == 0
+        assert max(held) < 0.7 * held_bytes(model)
     else:  # shards of the first dimension, padded to equal sizes
         assert max(held) <= sum(-(-len(tensor) // size) * tensor[0].nbytes for tensor in tensors) < 0.6 * sum(held)
 

@@ -173,6 +173,8 @@ MODEL_PARALLEL = {
         tp(2, **RECIPE),
         pipeline("1f1b", **FILES),
         tp(2, **FILES),
+        pipeline("1f1b", init="by_block"),
+        fsdp(init="by_block"),
     ],
     3: [pipeline("gpipe"), pipeline("1f1b", m=7, **ALMOST_EMPTY), pipeline("1f1b", m=3, **CLIPPED), ddp_pipeline(3, "1f1b")],
     4: [
