@@ -110,7 +110,7 @@ ERRORS = [
           " block={name}", "", "tests/models/test_initial_weights.py::test_draw_depends_on_seed_and_name_only"),
     Error("a rank draws what other ranks hold too", "ddp_lab/strategies/fsdp.py",
           "        if self.initial_weights is None:\n            model.to(self.device)\n", "        self.to_device(model)\n",
-          "tests/strategies/test_equivalence.py::test_ranks_allocate_their_own_part_of_the_model_only"
+          "tests/strategies/test_equivalence.py::test_ranks_allocate_their_own_part_of_the_model_and_one_block"
           "[FSDP-True-local-None-vit-on-2]"),
     Error("every step drops the same branches", "ddp_lab/models/drop_path.py",
           " step={step}", "", "tests/models/test_drop_path.py::test_drops_have_their_rate_and_differ_by_step_and_name"),

@@ -96,3 +96,20 @@ def require_image_size(model: str, image_size: int, smallest: int) -> None:
         raise ConfigError(
             f"model={model}: needs images of at least {smallest}x{smallest} pixels, got {image_size}x{image_size}"
         )
+
+
+def require_divisor(option: str, value: int, what: str, size: int) -> None:
+    """Check that an option of a model divides a size.
+
+    Args:
+        option: name of the option, for the message.
+        value: its value.
+        what: what has to be divided, for the message.
+        size: its size.
+
+    Raises:
+        ConfigError: `value` does not divide `size`; the message names the divisors.
+    """
+    if size % value:
+        divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ConfigError(f"model.{option}={value}: must divide {what}, {size}; use one of {divisors}")

@@ -31,7 +31,9 @@ class DropPath(nn.Module):
 
     def forward(self, branch: torch.Tensor) -> torch.Tensor:
         """Return the branch, scaled in training."""
-        return branch * self.scale if self.training and self.scale is not None else branch
+        if not self.training or self.scale is None:
+            return branch
+        return branch * self.scale.to(branch.device)  # the replicas of nn.DataParallel share the scale on the first device
 
     def draw(self, seed: int, step: int) -> float:
         """Return the scale in a step."""

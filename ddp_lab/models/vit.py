@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count, Fraction, Positive
-from ddp_lab.models.chain import Chain
+from ddp_lab.models.chain import Chain, require_divisor
 from ddp_lab.models.drop_path import DropPath
 
 EPS = 1e-6  # of the layer normalizations, as in torchvision's models
@@ -196,10 +195,3 @@ def vit(
         rate = drop_path * i / max(1, depth - 1)
         blocks[f"block{i}"] = Block(width, heads, round(width * mlp_ratio), rate, f"block{i}")
     return Chain((in_channels, image_size, image_size), embed=embed, **blocks, head=Head(width, num_classes, pool))
-
-
-def require_divisor(option: str, value: int, what: str, size: int) -> None:
-    """Raise a ConfigError unless `value` divides `size`; the message has the divisors."""
-    if size % value:
-        *others, last = (str(n) for n in range(1, size + 1) if size % n == 0)
-        raise ConfigError(f"model.{option}={value}: must divide {what}, {size}; use {', '.join(others)} or {last}")
