@@ -338,7 +338,7 @@ ERRORS = [
           "dist.broadcast(tensor, src=0)", "pass", MATRIX.format("Scratch-flat-0.015625-local-on-2")),
     Error("fully_shard takes the mean over ranks of what a mesh sums", MESH,
           "part.set_gradient_divide_factor(1.0)", "pass",
-          MATRIX.format("Mesh-None-None-1-1-False-1f1b-4-None-None-local-selective-72 samples-accumulate 2-clipped-vit-on-2")),
+          MATRIX.format("Mesh-None-None-1-1-False-1f1b-4-None-None-local-selective-72 samples-accumulate 2-vit-on-2")),
     Error("selective checkpointing keeps nothing", "ddp_lab/strategies/activation_checkpointing.py",
           "create_selective_checkpoint_contexts, kept()", "create_selective_checkpoint_contexts, []",
           "tests/strategies/test_activation_checkpointing.py"
