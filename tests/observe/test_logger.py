@@ -10,7 +10,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
+import ddp_lab.observe.logger
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
+from ddp_lab.observe.plot import beside
 from ddp_lab.observe.prediction_grid import prediction_grid
 
 
@@ -69,6 +71,7 @@ def test_full_disk_is_logged_and_training_continues(tmp_path):
 
 
 def draw_and_fail(run_dir) -> None:
+    ddp_lab.observe.logger.beside = beside  # forked processes draw no curves (preload.py)
     setup_logging(run_dir, 0)
     options = {"start_epoch": 1, "steps_per_epoch": 1, "constants": {}, "hparams": {}, "config": "", "classes": [], "where": ""}
     logger = FileLogger(run_dir, **options)

@@ -1,6 +1,6 @@
 """Every strategy produces the same weights as `single`, at every world size."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -43,18 +43,10 @@ from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 
-WITH_BATCH_NORM = {"samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False, "ema": 0.8}
-# ResNet-18 has ten million parameters, so `make test` compares the narrow model and `make test-slow` ResNet-18, on 2 ranks.
-MODELS = ["narrow", pytest.param("resnet18", marks=pytest.mark.slow)]
-MODELS_ON = [("narrow", 2), ("narrow", 3), ("narrow", 4), ("resnet18", 2)]
-
-
-def local(model: str) -> list[Case]:
-    return [scratch(model=model, **WITH_BATCH_NORM), ddp(model=model, **WITH_BATCH_NORM)]
-
-
-def in_whole_batches(model: str) -> Case:
-    return split(None, 1, model=model, **WITH_BATCH_NORM)
+# Three steps in float64: rounding errors grow fast through layers of BatchNorm, more so if the sign of a ReLU's input changes.
+NARROW = {"model": "narrow", "samples": 60, "epochs": 1, "dtype": torch.float64, "keep_momentum": False, "ema": 0.8}
+LOCAL = [scratch(**NARROW), ddp(**NARROW)]
+IN_WHOLE_BATCHES = split(None, 1, **NARROW)
 
 
 def whole_batches(size: int, **case) -> list[Case]:
@@ -65,14 +57,8 @@ def whole_batches(size: int, **case) -> list[Case]:
     return cases
 
 
-def one_step(size: int, model: str) -> list[Case]:
-    case = {"model": model, "samples": 24, "epochs": 1}
-    if model == "resnet18":
-        book = case | {"model": "book_resnet18"}  # convolutions with biases, shortcuts without BatchNorm
-        # tp in float64: in float32 a ReLU tips over and one weight ends 2e-5 apart, in float64 3e-16.
-        exact = book | {"dtype": torch.float64}
-        options = {"batch_norm": "sync"}
-        return [ddp("sync", **case), fsdp(**options, **case), scratch(**options, **book), tp(2, **options, **exact)]
+def one_step(size: int) -> list[Case]:
+    case = {"model": "narrow", "samples": 24, "epochs": 1}
     cases = whole_batches(size, **case)
     if size == 2:
         cases.append(fsdp(batch_norm="sync", init="by_block", **case))
@@ -82,17 +68,20 @@ def one_step(size: int, model: str) -> list[Case]:
     return cases
 
 
-def three_steps(size: int, model: str) -> list[Case]:
-    """Return cases of three steps in float64.
-
-    Rounding errors grow fast through twenty BatchNorm layers: in float32, after three steps, weights differ by up to 1e-2 if
-    the sign of a ReLU's input changes.
-    """
-    case = WITH_BATCH_NORM | {"model": model}
+def three_steps(size: int) -> list[Case]:
     # With 61 samples the last batch has padding; with 49, some ranks have only padding in it.
-    partial, almost_empty = case | {"samples": 61}, case | {"samples": 49}
+    partial, almost_empty = NARROW | {"samples": 61}, NARROW | {"samples": 49}
     cases = [ddp("sync", **partial), scratch(batch_norm="sync", **almost_empty), fsdp(batch_norm="sync", **almost_empty)]
-    return cases if model == "resnet18" else whole_batches(size, **case) + cases
+    return whole_batches(size, **NARROW) + cases
+
+
+def resnets() -> list[Case]:
+    """Return one step of the complete models on two ranks. They are slow: each has ten million parameters."""
+    case = {"model": "resnet18", "samples": 24, "epochs": 1}
+    book = case | {"model": "book_resnet18", "batch_norm": "sync"}  # convolutions with biases, shortcuts without BatchNorm
+    # tp in float64: in float32 a ReLU tips over and one weight ends 2e-5 apart, in float64 3e-16.
+    exact = book | {"dtype": torch.float64}
+    return [ddp("sync", **case), fsdp(batch_norm="sync", **case), scratch(**book), tp(2, **exact)]
 
 
 class Forgetful(Scratch):
@@ -177,16 +166,18 @@ def cases_for(size: int) -> list[Case]:
     ]
 
 
-def batch_norm_cases(size: int, model: str) -> list[Case]:
-    return [*local(model), *one_step(size, model), *three_steps(size, model)]
+def all_cases(size: int) -> list[Case]:
+    """Return all cases of a world size, also those with BatchNorm, and those that must differ from `single`."""
+    cases = cases_for(size)
+    if 1 < size < 8:
+        cases += [*LOCAL, *one_step(size), *three_steps(size), *WRONG]
+    return [*cases, *resnets(), *PARTLY_FROZEN] if size == 2 else cases
 
 
 @once
 def world(size: int, slow: bool) -> list[dict]:
     """Return the outcomes of the cases of `make test` or of `make test-slow`, for each rank."""
-    cases = cases_for(size) + (batch_norm_cases(size, "narrow") + WRONG if 1 < size < 8 else [])
-    cases += [*batch_norm_cases(2, "resnet18"), *PARTLY_FROZEN] if size == 2 else []
-    return run_world(size, run_cases, [case for case in cases if is_slow(case, size) == slow], timeout=600)
+    return run_world(size, run_cases, [case for case in all_cases(size) if is_slow(case, size) == slow], timeout=600)
 
 
 def outcomes(case: Case, size: int) -> list[Outcome]:
@@ -194,20 +185,19 @@ def outcomes(case: Case, size: int) -> list[Outcome]:
     return [rank[case] for rank in world(size, is_slow(case, size))]
 
 
-def alone(model: str = "narrow") -> dict:
-    return one_process(model)
-
-
 @once
-def one_process(model: str) -> dict:
-    """Return the outcomes of cases in one process. LeNet's cases run together with those of the narrow model."""
-    own = [in_whole_batches(model), *(ONE if model == "narrow" else [])]
-    cases = [*own, *batch_norm_cases(2, model)]
-    if model == "narrow":
-        cases += batch_norm_cases(4, model)
-        cases += [*PARTLY_FROZEN, *(case for size in MODEL_PARALLEL for case in cases_for(size))]
-    references = dict.fromkeys(case.reference() for case in [*cases, *EACH_OF_RECIPE, Case(Single, **UNDECAYED)])
+def alone(slow: bool = False) -> dict:
+    """Return the outcomes of one process: those of the references, for the slow cases or the others, and of `ONE`."""
+    cases = [case for size in MODEL_PARALLEL for case in all_cases(size) if is_slow(case, size) == slow]
+    own = [] if slow else [IN_WHOLE_BATCHES, *ONE]
+    others = [] if slow else [*EACH_OF_RECIPE, Case(Single, **UNDECAYED)]
+    references = dict.fromkeys(case.reference() for case in [*own, *cases, *others])
     return run_world(1, run_cases, [*references, *own], timeout=300)[0]
+
+
+def reference_of(case: Case, size: int) -> Outcome:
+    """Return what the case must equal, or must not: the outcome of `single`."""
+    return alone(is_slow(case, size))[case.reference()]
 
 
 def params(pairs: Iterable[tuple[Case, int]]) -> list:
@@ -251,7 +241,7 @@ def test_one_process_equals_single(case):
 @pytest.mark.parametrize(("case", "size"), params((case, size) for size in MODEL_PARALLEL for case in cases_for(size)))
 def test_several_processes_equal_single(case, size):
     first, *others = outcomes(case, size)
-    assert_equal(first, alone()[case.reference()])
+    assert_equal(first, reference_of(case, size))
     for outcome in others:
         assert outcome.sums == first.sums
         assert outcome.evaluation == first.evaluation
@@ -266,7 +256,7 @@ CUT_OR_SHARDED = [(case, size) for case, size in CUT_OR_SHARDED if issubclass(ca
 
 @pytest.mark.parametrize(("case", "size"), params(BY_BLOCK))
 def test_initial_weights_by_block_are_singles_bit_by_bit(case, size):
-    assert outcomes(case, size)[0].initial == alone()[case.reference()].initial != ""
+    assert outcomes(case, size)[0].initial == reference_of(case, size).initial != ""
 
 
 @pytest.mark.parametrize(("case", "size"), params(CUT_OR_SHARDED))
@@ -282,7 +272,7 @@ def test_ranks_allocate_their_own_part_of_the_model_and_one_block(case, size):
 def test_partly_frozen_model_equals_single(case):
     """A stage, a bias and unused parameters stay as they are, and the optimizer has no state for them."""
     outcome, start = outcomes(case, 2)[0], make_model("partly_frozen", SEED)
-    assert_equal(outcome, alone()[case.reference()])
+    assert_equal(outcome, reference_of(case, 2))
     assert outcome.momentum.keys() == {"fc1.1.weight", "fc2.weight", "fc2.bias"}
     moved = {name for name, value in start.state_dict().items() if not torch.equal(value, outcome.weights[name])}
     assert moved == outcome.momentum.keys()
@@ -291,11 +281,10 @@ def test_partly_frozen_model_equals_single(case):
 @pytest.mark.parametrize(("case", "size"), params((case, size) for case in WRONG for size in (2, 3, 4)))
 def test_wrong_strategies_differ_from_single(case, size):
     outcome = outcomes(case, size)[0]
-    assert largest_difference(outcome.weights, alone()[case.reference()].weights) > 1e-4
+    assert largest_difference(outcome.weights, reference_of(case, size).weights) > 1e-4
 
 
-REPLICATED = [(case, size) for size in (2, 3) for case in [*REPLICAS, *local("narrow")]]
-REPLICATED += [(case, 2) for case in local("resnet18")]
+REPLICATED = [(case, size) for size in (2, 3) for case in [*REPLICAS, *LOCAL]]
 
 
 @pytest.mark.parametrize(("case", "size"), params(REPLICATED))
@@ -304,47 +293,36 @@ def test_replicas_stay_equal(case, size):
     assert {outcome.digest for outcome in others} == {first.digest}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_split_without_micro_batches_equals_single_with_batch_norm(model):
-    case = in_whole_batches(model)
-    assert largest_difference(alone(model)[case].weights, alone(model)[case.reference()].weights) <= 1e-9
-    assert alone(model)[case].evaluation == pytest.approx(alone(model)[case.reference()].evaluation, rel=1e-9)
+def test_split_without_micro_batches_equals_single_with_batch_norm():
+    assert_stays(alone()[IN_WHOLE_BATCHES], alone()[IN_WHOLE_BATCHES.reference()])
 
 
-@pytest.mark.parametrize(
-    ("model", "size"), [pytest.param(*on, marks=[pytest.mark.slow] * is_slow(local(on[0])[0], on[1])) for on in MODELS_ON]
-)
-def test_batch_norm_differs_only_by_its_local_statistics(model, size):
+@pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.slow] * is_slow(LOCAL[0], n)) for n in (2, 3, 4)])
+def test_batch_norm_differs_only_by_its_local_statistics(size):
     """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`.
 
     scratch and ddp use the same statistics and equal each other. Their loss is within 5 % of that of `single` after the first
     steps.
     """
-    scratch, ddp = (outcomes(case, size)[0] for case in local(model))
-    reference = alone(model)[local(model)[0].reference()]
+    scratch, ddp = (outcomes(case, size)[0] for case in LOCAL)
+    reference = reference_of(LOCAL[0], size)
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
     assert_averages_equal(scratch, ddp, 1e-9)
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
-    least = 1e-3 if model == "narrow" else 1e-2
-    assert largest_difference(ddp.weights, reference.weights) > least, "the weights are equal after all"
+    assert largest_difference(ddp.weights, reference.weights) > 1e-3, "the weights are equal after all"
 
 
-def with_batch_norm(cases_of: Callable[[int, str], list[Case]]) -> list:
-    return params((case, size) for model, size in MODELS_ON for case in cases_of(size, model))
+ONE_STEP = [(case, size) for size in (2, 3, 4) for case in one_step(size)] + [(case, 2) for case in resnets()]
 
 
-def reference_of(case: Case) -> Outcome:
-    return alone("narrow" if case.model == "narrow" else "resnet18")[case.reference()]
-
-
-@pytest.mark.parametrize(("case", "size"), with_batch_norm(one_step))
+@pytest.mark.parametrize(("case", "size"), params(ONE_STEP))
 def test_sync_batch_norm_equals_single_after_one_step(case, size):
-    assert_equal(outcomes(case, size)[0], reference_of(case))
+    assert_equal(outcomes(case, size)[0], reference_of(case, size))
 
 
-@pytest.mark.parametrize(("case", "size"), with_batch_norm(three_steps))
+@pytest.mark.parametrize(("case", "size"), params((case, size) for size in (2, 3, 4) for case in three_steps(size)))
 def test_sync_batch_norm_equals_single_after_three_steps(case, size):
-    assert_stays(outcomes(case, size)[0], reference_of(case))
+    assert_stays(outcomes(case, size)[0], reference_of(case, size))
 
 
 def assert_stays(outcome: Outcome, reference: Outcome) -> None:

@@ -2,11 +2,9 @@
 
 import importlib
 import inspect
-import os
 import pkgutil
 import sys
 import weakref
-from pathlib import Path
 
 import hydra
 import hydra._internal.core_plugins
@@ -31,7 +29,7 @@ import worlds  # noqa: F401
 from tensorboard.backend.event_processing import event_accumulator  # noqa: F401
 
 import ddp_lab
-from ddp_lab.observe.plot import Curve, beside, curves
+import ddp_lab.observe.logger
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -39,14 +37,16 @@ for package in (ddp_lab, hydra._internal.core_plugins):
             importlib.import_module(module.name)
 
 # Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks at the file of every loaded
-# module (0.7 s), Hydra's parser fills its caches, an optimizer's step imports parts of torch, matplotlib searches for fonts.
+# module (0.7 s), Hydra's parser fills its caches, an optimizer's step imports parts of torch.
 inspect.stack()
 sys.path.append(str(launches.ROOT / "ddp_lab/launch"))  # where `user_errors` lets Hydra find the plug-ins
 with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"):
     hydra.compose("config", ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"])
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
-beside([curves("title", "x", "y", [Curve("a", [(1, 0.25), (2, 1e3)])])] * 2, Path(os.devnull))
+
+# The curves of a run take 0.2 s to draw, so forked processes write an empty file.
+ddp_lab.observe.logger.beside = lambda plots, picture: picture.touch()
 
 # Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s), which conf/ leaves at null.
 hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
