@@ -101,7 +101,7 @@ def test_own_loss_that_does_not_fit_is_refused(name, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], r"loss\._target_=\?\?\?: must be the name of a class or function"),
+        ([], r"loss\._target_: is missing; it must be the name of a class"),
         (["loss._target_=own_losses.Focal", "+loss.gama=1"], "loss.gama=1: there is no such key; did you mean loss.gamma"),
         (["loss._target_=own_losses.scaled", "+loss.scale=big"], "loss.scale=big: must be a number"),
         (["loss._target_=own_losses.Focal", "+loss.reduction=sum"], "loss.reduction=sum: there is no such key"),
