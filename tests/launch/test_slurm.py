@@ -53,7 +53,7 @@ class Job:
         output = self.out.read_text() if self.out.exists() else "(no output)"
         return f"{self.state()}\n{output[-6000:]}\n{self.cluster.logs()}"
 
-    def wait(self, what: str, condition, timeout: float = 120):
+    def wait(self, what: str, condition, timeout: float = 300):
         return wait_for(what, condition, timeout, self.report)
 
     def state(self) -> dict[str, str]:
@@ -290,7 +290,7 @@ def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
     assert first.keys() == names, output
 
     cluster.run("scontrol", "release", first["strategy=ddp"])
-    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 120, report)
+    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 300, report)
     code, output = launch(SWEEP, *line, *hang)
     assert code == 0, output
     states = {"strategy=scratch": "PENDING", "strategy=ddp": "RUNNING", "strategy=single": "PENDING"}
@@ -298,7 +298,7 @@ def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
     assert submitted(output) == {}
     cluster.run("scancel", first["strategy=scratch"], first["strategy=single"])
     os.kill(json.loads((sweep / "strategy=ddp" / "ranks" / "0.json").read_text())["pid"], signal.SIGKILL)
-    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 120, report)
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 300, report)
 
     go = f"hydra.launcher.sbatch=[{output_option}]"
     code, output = launch(SWEEP, *line, go)
@@ -306,7 +306,7 @@ def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
     second = submitted(output)
     assert second.keys() == names
     assert not set(second.values()) & set(first.values())
-    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 120, report)
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 300, report)
     assert {path.name for path in sweep.iterdir() if path.is_dir()} == names, report()
     for name in names:
         assert json.loads((sweep / name / "status.json").read_text())["status"] == "finished", report()

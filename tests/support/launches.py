@@ -73,7 +73,7 @@ def start(
     return popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
 
 
-def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:
     """Wait for a launch and return its exit code and output; after `timeout` seconds kill it with all its ranks and fail."""
     try:
         output, _ = process.communicate(timeout=timeout)

@@ -60,7 +60,7 @@ PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 """
 
 
-def wait_for(what: str, condition: Callable[[], Any], timeout: float = 120, more: Callable[[], str] = str) -> Any:
+def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str) -> Any:
     """Wait until `condition` returns a true value, and return that value.
 
     Args:

@@ -55,7 +55,7 @@ def _rank(function: Callable, args: tuple, environment: dict[str, str], pipe) ->
         sys.exit(1)
 
 
-def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 300) -> list[Any]:
     """Run `function(*args)` on every rank and return the results in order of rank.
 
     Args:
