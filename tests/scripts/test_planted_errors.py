@@ -32,12 +32,13 @@ def test_errors_have_different_names():
     assert len({error.name for error in ERRORS}) == len(ERRORS)
 
 
-def test_listed_tests_exist_and_are_not_slow():
-    tests = sorted({error.test for error in ERRORS})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", *tests]
-    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert collected.returncode == 0, collected.stdout
-    assert set(tests) <= set(collected.stdout.splitlines())
+def test_listed_tests_exist_and_are_not_slow(request):
+    tests = {error.test for error in ERRORS} - {item.nodeid for item in request.session.items}
+    if tests:  # unless this is the whole suite
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", *sorted(tests)]
+        collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert collected.returncode == 0, collected.stdout
+        assert tests <= set(collected.stdout.splitlines())
 
 
 def test_table_is_in_the_documentation():

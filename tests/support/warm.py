@@ -14,6 +14,8 @@ Linux only.
 import atexit
 import contextlib
 import ctypes
+import gc
+import importlib
 import inspect
 import json
 import os
@@ -243,8 +245,8 @@ def execute(request: Request) -> None:
     first, *arguments = request.argv
     given = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     module = arguments[0] if first == "-m" else None
-    trains = module == "ddp_lab" or first.endswith("train.py")
-    if {"-m", "--multirun"} & set(arguments) or module == "torch.distributed.run" or not (module or trains):
+    alone = module or first.endswith(("train.py", "rank.py"))  # a single process, unless it sweeps or is torchrun
+    if {"-m", "--multirun"} & set(arguments) or module == "torch.distributed.run" or not alone:
         fork_children()
     if module == "torch.distributed.run":
         # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen frame (0.7 s).
@@ -264,17 +266,17 @@ def execute(request: Request) -> None:
 
 def shims(folder: Path) -> Path:
     """Create a folder for $PATH whose `python` and `torchrun` are forked, for use in shells; it is empty without a server."""
-    return _write_shims(folder, "ask", "python", "torchrun")
+    return _write_shims(folder, python="ask", torchrun="ask")
 
 
 def agent_shims(folder: Path) -> Path:
-    """Create a folder for $PATH whose `torchrun` is a child of the shell, as Slurm jobs need it; only its ranks are forked."""
-    return _write_shims(folder, "be", "torchrun")
+    """Create the same, but `torchrun` is a child of the shell, as Slurm jobs need it, and only its ranks are forked."""
+    return _write_shims(folder, python="ask", torchrun="be")
 
 
-def _write_shims(folder: Path, how: str, *names: str) -> Path:
+def _write_shims(folder: Path, **programs: str) -> Path:
     folder.mkdir()
-    for name in names if ADDRESS in os.environ else ():
+    for name, how in programs.items() if ADDRESS in os.environ else ():
         command = [sys.executable, *(["-S"] if how == "ask" else []), __file__, how, name]
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         (folder / name).chmod(0o755)
@@ -313,10 +315,7 @@ if __name__ == "__main__":
     if sys.argv[1] != "be":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, SUPPORT)]
-    import gc
-
-    import preload  # noqa: F401
-
+    importlib.import_module("preload_rank" if sys.argv[1] == "be" else "preload")
     gc.freeze()  # the garbage collector skips existing objects, so their memory is not copied in forks
     if sys.argv[1] == "be":
         command = [str(Path(sys.executable).with_name(sys.argv[2])), *sys.argv[3:]]

@@ -1,0 +1,47 @@
+"""The modules that every rank needs, and what else is slow only the first time. Slurm jobs fork their ranks from these alone."""
+
+import gc
+import importlib
+import inspect
+import pkgutil
+import sys
+import weakref
+
+import hydra
+import hydra._internal.core_plugins
+import hydra._internal.hydra
+import launches
+import psutil  # noqa: F401
+import torch
+import torch.distributed.rendezvous
+import torch.distributed.run
+import torch.utils.tensorboard
+
+import ddp_lab
+import ddp_lab.observe.logger
+
+for package in (ddp_lab, hydra._internal.core_plugins):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if "hydra_plugins" not in module.name:  # Hydra imports its plug-ins itself
+            importlib.import_module(module.name)
+
+# Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks at the file of every loaded
+# module (0.7 s), Hydra's parser fills its caches, an optimizer's step imports parts of torch.
+inspect.stack()
+sys.path.append(str(launches.ROOT / "ddp_lab/launch"))  # where `user_errors` lets Hydra find the plug-ins
+with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"):
+    hydra.compose("config", ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"])
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+optimizer.step()
+
+# The curves of a run take 0.2 s to draw, so forked processes write an empty file.
+ddp_lab.observe.logger.beside = lambda plots, picture: picture.touch()
+
+# Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s), which conf/ leaves at null.
+hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
+
+# torch removes its operators one by one at exit (0.15 s). Forked processes need not: they exit without tearing modules down.
+for finalizer in list(weakref.finalize._registry):
+    finalizer.atexit = False
+
+gc.set_threshold(20_000)  # by default 700 new objects start a collection, which takes a twentieth of the time
