@@ -108,7 +108,6 @@ SPECIAL = {
 }
 BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.001"
 LINES = [
-    ("Plain", 2, BUCKETED),
     ("Plain", 2, "strategy=ddp"),
     ("finetuned", 2, BUCKETED),
     ("Plain", 2, "strategy=fsdp"),
@@ -118,6 +117,7 @@ LINES = [
         for line in [
             ("ReadsValues", 2, "strategy=ddp accumulate=2"),
             ("Plain", 1, "strategy=dp"),
+            ("Plain", 2, BUCKETED),
             ("Plain", 2, "strategy=scratch"),
             ("Plain", 2, "strategy=fsdp strategy.wrap=[Residual]"),
             ("sequential", 1, "strategy=split"),

@@ -120,8 +120,8 @@ EACH_OF_RECIPE = [
 ]
 
 
-# `make test` compares all cases of LeNet on two ranks, and these on the other world sizes or with the Vision Transformer;
-# `make test-slow` has the rest.
+# `make test` compares the cases of LeNet on two ranks, except those in `AGAIN`, and these on the other world sizes or with the
+# Vision Transformer; `make test-slow` has the rest.
 ONCE = [
     *(REPLICAS[i] for i in (0, 3, 5, 9, 10, 13)),
     *SHARDED[2:5],
@@ -148,6 +148,26 @@ ONCE = [
 ]
 
 
+# Second examples, on two ranks, of what the remaining cases combine.
+AGAIN = [
+    scratch("bucketed"),
+    scratch(loader="workers"),
+    scratch(**ALMOST_EMPTY),
+    scratch(accumulate=3, **CLIPPED),
+    scratch(accumulate=3, **RECIPE),
+    ddp(loader="workers"),
+    ddp(**ALMOST_EMPTY),
+    fsdp(**ALMOST_EMPTY),
+    fsdp(**FILES),
+    pipeline("gpipe", m=1),
+    pipeline("1f1b", m=5, **FOCAL, **ALMOST_EMPTY),
+    ddp_pipeline(2, "1f1b"),
+    tp(1),
+    tp(2),
+    tp(2, **FILES),
+]
+
+
 def is_slow(case: Case, size: int) -> bool:
     if case in MESHES.get(size, []):
         return size == 8 or case != MESHES[size][0]
@@ -155,7 +175,9 @@ def is_slow(case: Case, size: int) -> bool:
         return size == 3 or (size == 4 and case.dtype == torch.float64)
     if case.model in ("resnet18", "book_resnet18"):
         return True
-    return case not in ONCE and (case.model.startswith("vit") or (case.model == "lenet" and size != 2))
+    if case.model == "lenet" and size == 2:
+        return case in AGAIN
+    return case not in ONCE and case.model in ("lenet", "vit", "vit_drop")
 
 
 def cases_for(size: int) -> list[Case]:

@@ -1,4 +1,4 @@
-"""The modules that every rank needs, and what else is slow only the first time. Slurm jobs fork their ranks from these alone."""
+"""The modules that every rank needs, and what else is slow only the first time. Slurm jobs import these alone."""
 
 import gc
 import importlib

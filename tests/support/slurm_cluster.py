@@ -65,7 +65,7 @@ def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more
 
     Args:
         what: What is waited for, in the message.
-        condition: Called every 0.1 s.
+        condition: Called every 0.3 s; it may start a process.
         timeout: Seconds to wait.
         more: Returns details for the message.
 
@@ -75,7 +75,7 @@ def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline, f"after {timeout} s still no {what}\n{more()}"
-        time.sleep(0.1)
+        time.sleep(0.3)
     return value
 
 

@@ -169,12 +169,12 @@ def exact(tmp_path_factory) -> float:
     [
         ("single", 1),
         ("dp", 1),
-        ("split", 1),
+        pytest.param("split", 1, marks=pytest.mark.slow),
         ("ddp", 2),
-        ("scratch", 2),
+        pytest.param("scratch", 2, marks=pytest.mark.slow),
         ("pipeline", 2),
-        ("ddp_pipeline", 4),
-        ("tp", 2),
+        pytest.param("ddp_pipeline", 4, marks=pytest.mark.slow),
+        pytest.param("tp", 2, marks=pytest.mark.slow),
         ("fsdp", 2),
     ],
 )
