@@ -207,7 +207,7 @@ ALONE += [
 ]
 TOGETHER = [
     *with_options(
-        GRAPH, *ALGORITHMS, ddp(), ddp(view=True, static=True), ddp(**CLIPPED, accumulate=3), ddp(**MOVED), ddp(**RECIPE)
+        GRAPH, *ALGORITHMS, ddp(), ddp(view=False, static=True), ddp(**CLIPPED, accumulate=3), ddp(**MOVED), ddp(**RECIPE)
     ),
     *with_options(FUSED, scratch("bucketed"), ddp()),
     *with_options(BOTH, scratch("flat"), scratch("bucketed", samples=97, **RECIPE), ddp(**CLIPPED)),

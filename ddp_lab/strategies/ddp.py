@@ -24,7 +24,8 @@ class DDP(Strategy):
             ranks that read different local batches together (sync).
         bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last gradient is computed; with
             compile=true the model is also compiled in pieces of that size.
-        gradient_as_bucket_view: whether gradients are views of the buckets, which saves a copy of them.
+        gradient_as_bucket_view: whether gradients are views of the buckets, which saves 4 bytes per parameter and the copy back
+            from the buckets. The numbers are the same.
         static_graph: whether to promise that every step uses the same parameters in the same order, which saves bookkeeping.
         comm_hook: what is sent: the gradients (none), the gradients rounded to bf16, or a low-rank approximation with error
             feedback (PowerSGD, Vogels et al. 2019, arXiv:1905.13727; checkpoints do not contain the error). Both hooks

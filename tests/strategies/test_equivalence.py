@@ -324,6 +324,12 @@ def test_replicas_stay_equal(case, size):
     assert {outcome.digest for outcome in others} == {first.digest}
 
 
+def test_gradients_that_are_views_of_buckets_change_no_bit():
+    views, copies = (outcomes(case, 2)[0] for case in (ddp(start=1), ddp(view=False)))
+    assert views.digest == copies.digest
+    assert views.sums == copies.sums
+
+
 def test_split_without_micro_batches_equals_single_with_batch_norm():
     assert_stays(alone()[IN_WHOLE_BATCHES], alone()[IN_WHOLE_BATCHES.reference()])
 

@@ -44,7 +44,7 @@ def scratch(algorithm: str = "flat", batch_norm: str = "local", **case) -> Case:
     return Case(Scratch, (("algorithm", algorithm), ("bucket_mb", 1 / 64), ("batch_norm", batch_norm)), **case)
 
 
-def ddp(batch_norm: str = "local", view: bool = False, static: bool = False, hook: str = "none", **case) -> Case:
+def ddp(batch_norm: str = "local", view: bool = True, static: bool = False, hook: str = "none", **case) -> Case:
     options = {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": view, "static_graph": static, "comm_hook": hook}
     return Case(DDP, (("batch_norm", batch_norm), *options.items()), **case)
 
@@ -137,7 +137,7 @@ REPLICAS = [
     ddp(loader="workers"),
     ddp(**ALMOST_EMPTY),
     ddp(accumulate=3, **CLIPPED),
-    ddp(view=True),
+    ddp(view=False),
     ddp(static=True, accumulate=2),
     scratch(accumulate=3, **RECIPE),
     ddp(loader="workers", **RECIPE, **ALMOST_EMPTY),
