@@ -339,6 +339,12 @@ ERRORS = [
     Error("fully_shard takes the mean over ranks of what a mesh sums", MESH,
           "part.set_gradient_divide_factor(1.0)", "pass",
           MATRIX.format("Mesh-None-None-1-1-False-1f1b-4-None-None-local-selective-72 samples-accumulate 2-vit-on-2")),
+    Error("fsdp clips by the norm of a rank's shards if they are on the host", "ddp_lab/strategies/fsdp.py",
+          "self.runtime.all_reduce(torch.stack(squares).sum().to(self.device))", "torch.stack(squares).sum()",
+          MATRIX.format("FSDP-True-local-None-True-72 samples-accumulate 2-clipped-vit-on-2")),
+    Error("fully_shard sums gradients in bf16", "ddp_lab/strategies/fsdp.py",
+          "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16",
+          "tests/strategies/test_memory.py::test_bf16_computes_with_copies_of_weights_that_are_kept_and_summed_in_float32[fsdp]"),
     Error("selective checkpointing keeps nothing", "ddp_lab/strategies/activation_checkpointing.py",
           "create_selective_checkpoint_contexts, kept()", "create_selective_checkpoint_contexts, []",
           "tests/strategies/test_activation_checkpointing.py"

@@ -16,7 +16,9 @@ from cases import (
     CLIPPED,
     FOCAL,
     HALF,
+    OFFLOADED,
     RECIPE,
+    SHORT,
     assert_equal,
     ddp,
     ddp_pipeline,
@@ -37,8 +39,10 @@ from training import Case, largest_difference, run_cases
 from worlds import once, run_world
 
 import ddp_lab.training.speed.options
+from ddp_lab.models.vit import vit
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.strategies.dp import DP
+from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.training.speed import kernel_choice
@@ -72,6 +76,10 @@ MODEL_PARALLEL = {
         mesh(tp=2, sequence=True, **CLIPPED),
         mesh(pp=2, checkpointing="block", accumulate=2),
         mesh(tp=2, sequence=True, **ADAMW | {"optimizer": "fused_adamw"}),
+        OFFLOADED,
+        mesh(shard=None, offload=True, **ADAMW, **CLIPPED),
+        mesh(tp=2, sequence=True, offload=True, **CLIPPED),
+        mesh(pp=2, offload=True, accumulate=2, **CLIPPED),
     ],
     4: [
         pipeline("gpipe"),
@@ -319,6 +327,58 @@ def test_split_resumes_from_checkpoint_of_one_gpu(tmp_path):
     outcome, expected = run_world(1, run_cases, [case], "cuda", timeout=120)[0][case], reference(case.reference())
     assert largest_difference(outcome.weights, expected.weights) < 1e-6
     assert largest_difference(outcome.momentum, expected.momentum) < 1e-5
+
+
+@pytest.mark.gpu(2)
+def test_state_on_the_host_goes_into_checkpoints_and_back(tmp_path):
+    """Checkpoints, whole and sharded, of runs whose state is in host memory equal others and resume under any strategy."""
+    cases = {
+        "host": mesh(shard=None, offload=True, epochs=2),
+        "fsdp host": fsdp(offload=True, **SHORT | {"epochs": 2}),
+        "sharded host": fsdp(offload=True, sharded=True, **SHORT | {"epochs": 2}),
+        "device": mesh(shard=None, epochs=2),
+    }
+    expected = reference(cases["host"].reference())
+    folders = {key: tmp_path / key for key in cases}
+    for folder in folders.values():
+        folder.mkdir()
+    saving = [replace(case, save=str(folders[key])) for key, case in cases.items()]
+    for case, outcome in run_world(2, run_cases, saving, "cuda", timeout=120)[0].items():
+        assert largest_difference(outcome.weights, expected.weights) < 1e-6, name(case)
+    files = {key: folders[key] / f"step_00000003.{'sharded' if case.sharded else 'pt'}" for key, case in cases.items()}
+    resuming = [replace(case, resume=str(file)) for case in cases.values() for file in files.values()]
+    for case, outcome in run_world(2, run_cases, resuming, "cuda", timeout=120)[0].items():
+        assert len(outcome.sums) == 1, "it started from the beginning"
+        assert largest_difference(outcome.weights, expected.weights) < 1e-6, (name(case), case.resume)
+
+
+def memory_of(offload: bool) -> tuple[int, list[float]]:
+    """Return the GPU's peak memory in bytes, of two steps of a ViT of 42 million parameters with AdamW, and the losses."""
+    with Runtime("cuda") as runtime:
+        runtime.open_group()
+        strategy = FSDP(runtime, True, "local", None, "block", offload)
+        torch.manual_seed(0)
+        strategy.setup(vit(3, 28, 10, depth=24, width=384, heads=6, mlp_ratio=4.0, patch_size=7, pool="mean", drop_path=0.0))
+        optimizer = torch.optim.AdamW(strategy.param_groups(), lr=1e-3, fused=True)
+        images, losses = torch.randn(2, 4, 3, 28, 28, device=runtime.device), []
+        torch.cuda.reset_peak_memory_stats()
+        for inputs in images:
+            losses.append(strategy.forward_backward(inputs, torch.arange(4, device=runtime.device), 8)[0].item())
+            optimizer.step()
+            optimizer.zero_grad()
+        del strategy, optimizer
+        return torch.cuda.max_memory_allocated(), losses
+
+
+@pytest.mark.gpu(2)
+def test_state_on_the_host_saves_memory_of_the_gpu():
+    for (device, losses), (host, host_losses) in zip(
+        run_world(2, memory_of, False), run_world(2, memory_of, True), strict=True
+    ):
+        print(f"{device / 2**20:.0f} MiB with the state on the GPU, {host / 2**20:.0f} MiB on the host")
+        assert losses == pytest.approx(host_losses, rel=1e-5)
+        assert device > 16 * 42_000_000 / 2
+        assert host < device / 3
 
 
 def decide_without_waiting() -> int:

@@ -67,7 +67,7 @@ class OptimizerConfig(Keys):
     momentum: Fraction = Field(0.0, description="Momentum factor.")
     weight_decay: NonNegative = Field(0.0, description="Weight decay coefficient.")
     nesterov: bool = Field(False, description="Whether to use Nesterov momentum.")
-    fused: bool | None = Field(None, description="Whether to use torch's fused kernel; null leaves the choice to torch.")
+    fused: bool | None = Field(None, description="Whether to use torch's fused kernel; null: for AdamW on GPUs.")
 
 
 class RunConfig(Keys):

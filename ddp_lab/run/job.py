@@ -256,7 +256,7 @@ def materialize(job: Job) -> Training:
     digest = hashlib.sha256(f"masks {cfg.seed} {strategy.dp_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
     groups = strategy.param_groups(cfg.decay_norms_and_biases)
-    optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr))
+    optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr), strategy.device)
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs, plan.steps_per_epoch, warmup_steps)
     ema = None if cfg.ema is None else EMA(strategy, cfg.ema)

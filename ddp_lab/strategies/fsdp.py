@@ -16,14 +16,16 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, require_no_batch_norm
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.all_reduce import gradients_of
+from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
+from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.world.runtime import Runtime
 
 
@@ -86,7 +88,9 @@ def require_dimensions(model: nn.Module, strategy: str) -> None:
         )
 
 
-def shard(parts: list[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool, precision: str) -> None:
+def shard(
+    parts: list[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool, precision: str, offload: OffloadPolicy
+) -> None:
     """Shard the parameters of each part over the ranks of `mesh`, in place.
 
     Args:
@@ -94,6 +98,7 @@ def shard(parts: list[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool,
         mesh: of one dimension; or of two, along the first of which the shards are replicated.
         reshard_after_forward: whether to free a part's gathered parameters between its forward and its backward pass.
         precision: float32 or bf16, in which the parts then compute, with float32 shards and sums of gradients.
+        offload: whether the shards are in host memory.
     """
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
@@ -103,7 +108,7 @@ def shard(parts: list[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool,
             keep = MixedPrecisionPolicy(cast_forward_inputs=False)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
     for part in parts:
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload)
 
 
 def sharded_in(module: nn.Module) -> list[FSDPModule]:
@@ -137,6 +142,8 @@ class FSDP(Strategy):
             blocks (ModuleList, or nn.Sequential of several blocks of one class).
         checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
             forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
+        offload: whether parameters, gradients and the optimizer's state are in host memory, and the optimizer's step is on the
+            CPU, which takes less memory of the GPU and more time.
     """
 
     sharded = True
@@ -148,14 +155,17 @@ class FSDP(Strategy):
         batch_norm: BatchNorm,
         wrap: list[str] | None,
         checkpoint_activations: Checkpointing = "none",
+        offload: bool = False,
     ):
         super().__init__(runtime)
         self.reshard_after_forward, self.batch_norm, self.wrap = reshard_after_forward, batch_norm, wrap
         self.checkpointing: Checkpointing = checkpoint_activations
+        self.offload = offload
 
     def partition(self, model: nn.Module, samples: int) -> None:
         require_dimensions(model, self.name)
         require_no_batch_norm(model.modules(), self.checkpointing)
+        require_no_buffers(model, self.offload)
         if self.checkpointing != "none" and not isinstance(model, Chain):
             raise ConfigError(
                 f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a Chain of blocks, got "
@@ -178,9 +188,10 @@ class FSDP(Strategy):
         if self.initial_weights is None:
             model.to(self.device)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
-        shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision)
+        policy = offload_policy(self.offload, self.device)
+        shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision, policy)
         if self.initial_weights is not None:
-            self.to_device(model)  # now that it is sharded, a rank allocates only its shards
+            self.to_device(model, HOST if self.offload else None)  # now that it is sharded, a rank allocates only its shards
 
         if isinstance(model, Chain) and self.checkpointing != "none":
             model.execute_in([checkpointed(block, self.checkpointing) for block in model])
@@ -197,6 +208,10 @@ class FSDP(Strategy):
     def forget_gathered(self) -> None:
         for module in sharded_in(self.module):
             module.reshard()  # with reshard_after_forward=False an evaluation leaves the blocks gathered
+        wait_for_copies(self.offload, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
+        if self.offload:  # torch would add up the ranks' norms on the host, and NCCL adds up on GPUs only
+            squares = [local(gradient).double().square().sum() for gradient in gradients_of(self.parameters())]
+            return self.runtime.all_reduce(torch.stack(squares).sum().to(self.device)).sqrt().to(torch.get_default_dtype())
         return cast(DTensor, super().gradient_norm()).full_tensor()

@@ -33,6 +33,7 @@ from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.fill import PresentWeights, fill
 from ddp_lab.strategies.fsdp import require_dimensions, shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, picture
+from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.pipeline import Pipeline, Stage
 from ddp_lab.strategies.tensor_parallel import ALL, OWN, parallelize
 from ddp_lab.strategies.tensor_parallel_plan import check_plans, plan_of
@@ -56,6 +57,8 @@ class Mesh(Pipeline):
             ranks that read different local batches together (sync).
         checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
             forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
+        offload: whether parameters, gradients and the optimizer's state are in host memory, and the optimizer's step is on the
+            CPU, which takes less memory of the GPU and more time.
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
@@ -77,6 +80,7 @@ class Mesh(Pipeline):
         cut: list[str] | None,
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
+        offload: bool = False,
     ):
         super().__init__(runtime, schedule, num_microbatches, num_stages, cut)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
@@ -85,6 +89,7 @@ class Mesh(Pipeline):
         self.sharded = self.axes["shard"] > 1
         self.sequence_parallel, self.batch_norm = sequence_parallel, batch_norm
         self.checkpointing = checkpoint_activations
+        self.offload = offload
         self.stage_autocast = nullcontext  # fully_shard has its own mixed-precision policy
         self.steps = Pipeline if pp > 1 else Strategy  # whose methods compute a step
 
@@ -93,6 +98,7 @@ class Mesh(Pipeline):
         require_dimensions(model, self.name)
         require_own_parameters(model)
         require_no_batch_norm(model.modules(), self.checkpointing)
+        require_no_buffers(model, self.offload)
         tp = self.axes["tp"]
         if self.axes["pp"] > 1:
             super().partition(model, samples)
@@ -144,11 +150,12 @@ class Mesh(Pipeline):
             for name, block in stage.named_children():
                 parallelize(block, self.mesh["tp"], *tokens[name])
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
-        shard([*stage.children(), stage], along_dp, self.axes["pp"] == 1, self.runtime.precision)
+        policy = offload_policy(self.offload, self.device)
+        shard([*stage.children(), stage], along_dp, self.axes["pp"] == 1, self.runtime.precision, policy)
         for part in sharded_in(stage):
             part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed (`divisor`)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
-        fill(stage, weights, self.device)
+        fill(stage, weights, HOST if self.offload else self.device)
         return stage
 
     def describe(self) -> str:
@@ -174,6 +181,7 @@ class Mesh(Pipeline):
     def forget_gathered(self) -> None:
         for part in sharded_in(self.module):
             part.reshard()
+        wait_for_copies(self.offload, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.

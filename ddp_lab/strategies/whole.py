@@ -15,6 +15,7 @@ def complete(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: complete(value) for key, value in state.items()}
     if isinstance(state, DTensor):
+        state = state.to(state.device_mesh.device_type)  # collectives of GPUs need tensors there (offload.py)
         # Along dp first and then along tp: shards of shards cannot be gathered in one collective.
         along_tp = [place if place.is_shard() else Replicate() for place in state.placements]
         state = state.redistribute(placements=along_tp).full_tensor()

@@ -113,6 +113,7 @@ MOVED_VIT = SHORT | MOVED
 MESH_MOVES = {  # the same for a model that every axis of a mesh divides, with three steps in an epoch instead of five
     "single@1": (Case(Single, **MOVED_VIT), 1),
     "fsdp@2": (fsdp(**MOVED_VIT), 2),
+    "mesh on the host@2": (mesh(shard=None, offload=True, **MOVED), 2),
     "tp2@2": (mesh(tp=2, sequence=True, **MOVED), 2),
     "shard2 x tp2@4": (mesh(shard=2, tp=2, **MOVED), 4),
     "pp2 x tp2@4": (mesh(pp=2, tp=2, schedule="interleaved1f1b", **MOVED), 4),

@@ -14,6 +14,7 @@ from cases import (
     HALF,
     MESHES,
     MODEL_PARALLEL,
+    OFFLOADED,
     ONE,
     PARTLY_FROZEN,
     RECIPE,
@@ -170,7 +171,7 @@ AGAIN = [
 
 def is_slow(case: Case, size: int) -> bool:
     if case in MESHES.get(size, []):
-        return size == 8 or case != MESHES[size][0]
+        return size == 8 or case not in (MESHES[size][0], OFFLOADED)
     if case.model == "narrow":
         return size == 3 or (size == 4 and case.dtype == torch.float64)
     if case.model in ("resnet18", "book_resnet18"):

@@ -35,6 +35,7 @@ SHORT = VIT | {"epochs": 1, "samples": 72}  # three full batches
 # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides one rounding error by another.
 ADAMW = {"optimizer": "adamw", "lr": 0.01, "dtype": torch.float64}
 CHECKPOINTING = {"none": ()} | {mode: (("checkpoint_activations", mode),) for mode in ("block", "selective")}
+OFFLOAD = {False: (), True: (("offload", True),)}
 LENET = {"model": "lenet", "init": "default", "lr": 0.05}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
@@ -50,10 +51,15 @@ def ddp(batch_norm: str = "local", view: bool = True, static: bool = False, hook
 
 
 def fsdp(
-    reshard: bool = True, batch_norm: str = "local", wrap: tuple[str, ...] | None = None, checkpointing: str = "none", **case
+    reshard: bool = True,
+    batch_norm: str = "local",
+    wrap: tuple[str, ...] | None = None,
+    checkpointing: str = "none",
+    offload: bool = False,
+    **case,
 ) -> Case:
     options = (("reshard_after_forward", reshard), ("batch_norm", batch_norm), ("wrap", wrap))
-    return Case(FSDP, options + CHECKPOINTING[checkpointing], **case)
+    return Case(FSDP, options + CHECKPOINTING[checkpointing] + OFFLOAD[offload], **case)
 
 
 def split(devices: int | None, m: int, **case) -> Case:
@@ -97,12 +103,13 @@ def mesh(
     cut: tuple[str, ...] | None = None,
     batch_norm: str = "local",
     checkpointing: str = "none",
+    offload: bool = False,
     **case,
 ) -> Case:
     """Return a case of `mesh`; by default it is one epoch of three steps of the ViT."""
     axes = (("dp", dp), ("shard", shard), ("tp", tp), ("pp", pp), ("sequence_parallel", sequence))
     options = (*axes, *pipeline_options(schedule, m, stages, cut), ("batch_norm", batch_norm))
-    return Case(Mesh, options + CHECKPOINTING[checkpointing], **(SHORT | case))
+    return Case(Mesh, options + CHECKPOINTING[checkpointing] + OFFLOAD[offload], **(SHORT | case))
 
 
 ONE = [
@@ -216,7 +223,8 @@ VISION_TRANSFORMER = {
         tp(2, (("head", "replicate"),), **VIT),
     ],
 }
-# `make test` has the first of each; on 8 ranks all are slow.
+# `make test` has the first of each and OFFLOADED; on 8 ranks all are slow.
+OFFLOADED = fsdp(offload=True, accumulate=2, **SHORT, **CLIPPED)
 MESHES = {
     1: [mesh(), mesh(pp=1, shard=None, **ALMOST_EMPTY, **CLIPPED)],
     2: [
@@ -237,6 +245,10 @@ MESHES = {
         mesh(tp=2, **RECIPE),
         *(mesh(pp=2, schedule=schedule, accumulate=2) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
         mesh(pp=2, m=5, **RECIPE, **ALMOST_EMPTY),
+        OFFLOADED,
+        mesh(shard=None, offload=True, **ADAMW | {"optimizer": "fused_adamw"}, **CLIPPED),
+        mesh(tp=2, offload=True),
+        mesh(pp=2, offload=True, accumulate=2, **CLIPPED),
     ],
     4: [
         mesh(pp=2, tp=2, sequence=True, **CLIPPED),

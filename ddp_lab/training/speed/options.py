@@ -63,11 +63,19 @@ class PerformanceOptions(NamedTuple):
         """Set the memory format of the model and return it. Called before `Strategy.setup`, within `switches`."""
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Set the optimizer to read its learning rate and step counters on the GPU, as a CUDA graph requires, and return it.
+    def settle(self, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+        """Set the optimizer's options that are left to this launch, and return it. Called before the optimizer has a state.
 
-        Called before the optimizer has a state.
+        A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is fused in runs on GPUs:
+        torch's default, foreach, needs temporary memory of the size of all parameters, and is slow on the host (offload.py).
+
+        Args:
+            device: the device of this rank.
         """
+        if isinstance(optimizer, torch.optim.AdamW) and device.type == "cuda" and not (self.cuda_graph and self.compile):
+            for group in optimizer.param_groups:
+                if group["fused"] is None and group["foreach"] is None:  # tp sets foreach
+                    group["fused"] = True
         for group in optimizer.param_groups if self.cuda_graph else []:
             if "capturable" in group:
                 group["capturable"] = True
