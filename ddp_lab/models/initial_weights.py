@@ -88,8 +88,7 @@ class InitialWeights:
         for initialize in self.initializers:
             initialize(block)
         for key, tensor in tensors_of(block).items():
-            mark = unset(tensor.dtype)
-            if mark and (tensor.isnan() if math.isnan(mark) else tensor == mark).any():
+            if has_unset(tensor):
                 raise ConfigError(
                     f"{KEY}: reset_parameters does not set {name}.{key} completely. It must initialise all parameters and "
                     "buffers of its module, also those of the modules within; or use model.init=default"
@@ -98,10 +97,19 @@ class InitialWeights:
 
 
 def unset(dtype: torch.dtype) -> float:
-    """Return a value that no initial weight has; 0 if the dtype has none."""
+    """Return a value that no initial weight has: NaN, or the least integer; 0 if the dtype has none."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def has_unset(tensor: torch.Tensor) -> bool:
+    """Return whether an element has the value that `unset` returns for its dtype, unless that is 0. It takes one pass."""
+    mark = unset(tensor.dtype)
+    if not mark or tensor.numel() == 0:
+        return False
+    least = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).amin()  # NaN if any element is
+    return bool(least.isnan() if math.isnan(mark) else least == mark)
 
 
 def reset(module: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.initial_weights import InitialWeights, draw
+from ddp_lab.models.initial_weights import InitialWeights, draw, has_unset, unset
 from ddp_lab.models.make import make_model
 from ddp_lab.strategies.fill import PresentWeights, fill
 from ddp_lab.strategies.single import Single
@@ -251,3 +251,12 @@ def test_option_is_checked_and_only_vision_transformers_use_it_by_default():
     assert check(config("model=vit")).model["init"] == "by_block"
     with pytest.raises(ConfigError, match=r"model\.init=block: must be default or by_block"):
         check(config("model=lenet", "model.init=block"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool])
+def test_elements_that_were_not_set_are_found(dtype):
+    tensor = torch.ones(2, 3, dtype=dtype)
+    assert not has_unset(tensor)
+    tensor[1, 2] = unset(dtype)
+    assert has_unset(tensor) == (dtype not in (torch.uint8, torch.bool)), "0 is a possible weight"
+    assert not has_unset(tensor[:0])
