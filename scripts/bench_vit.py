@@ -172,7 +172,8 @@ def measure(part: str, launch: Launch, arguments: argparse.Namespace) -> dict[st
         metrics, profile = folder / "run" / "metrics.jsonl", folder / "run" / "profile" / "summary.json"
         lines = metrics.read_text().splitlines()[WARM_UP:] if metrics.exists() else []
         if len(lines) < arguments.rounds:
-            return record | {"failed": output[-3000:]}
+            said = [line for line in output.splitlines() if "out of memory" in line or line.startswith("error")]
+            return record | {"failed": [*said, *output.splitlines()[-1:], "no output"][0], "output": output[-6000:]}
         record["batch"] = json.loads(lines[0])["global_batch_size"]
         record["rates"] = [json.loads(line)["samples_per_second"] for line in lines]
         record["rate"] = statistics.median(record["rates"])
@@ -189,8 +190,7 @@ def measure(part: str, launch: Launch, arguments: argparse.Namespace) -> dict[st
 def row(record: dict[str, Any]) -> str:
     """Return a line of the table."""
     if "failed" in record:
-        errors = [line for line in record["failed"].splitlines() if "Error" in line or "memory" in line] or ["not done in time"]
-        return f"{record['name']:32} failed after {record['seconds']:.0f} s: {errors[-1].strip()[:200]}"
+        return f"{record['name']:32} failed after {record['seconds']:.0f} s: {record['failed'][:300]}"
     memory = " ".join(f"{size / 2**30:.1f}" for size in record["peak_memory_bytes"])
     share = f"{record['share_of_peak']:6.1%}" if "share_of_peak" in record else " " * 6
     verdict = " | ".join(record["diagnosis"])
