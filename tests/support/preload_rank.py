@@ -18,6 +18,7 @@ import torch.distributed.run
 import torch.utils.tensorboard
 
 import ddp_lab
+import ddp_lab.config.check
 import ddp_lab.observe.logger
 
 for package in (ddp_lab, hydra._internal.core_plugins):
@@ -26,11 +27,12 @@ for package in (ddp_lab, hydra._internal.core_plugins):
             importlib.import_module(module.name)
 
 # Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks at the file of every loaded
-# module (0.7 s), Hydra's parser fills its caches, an optimizer's step imports parts of torch.
+# module (0.7 s), Hydra's parser fills its caches, pydantic builds its validators, an optimizer's step imports parts of torch.
 inspect.stack()
 sys.path.append(str(launches.ROOT / "ddp_lab/launch"))  # where `user_errors` lets Hydra find the plug-ins
 with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"):
-    hydra.compose("config", ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"])
+    cfg = hydra.compose("config", ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"])
+ddp_lab.config.check.check(cfg)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
 
