@@ -10,9 +10,10 @@ data        datasets, and which rank reads which sample
 strategies  one file for each way of distributing a training step over devices
 training    the loop, its step and schedule; `training/speed` makes the step faster
 resilience  checkpoints, the watchdog, preemption, the run directory
+estimate    predictions of memory and time from shapes, without a GPU
 launch      the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 
-The other files are commands: `__main__.py` trains, `doctor.py` checks a machine before a run, and `evaluate.py`, `predict.py`,
-`export.py` and `merge.py` use a trained run.
+The other files are commands: `__main__.py` trains, `doctor.py` checks a machine before a run, `advise.py` predicts its memory
+and time, and `evaluate.py`, `predict.py`, `export.py` and `merge.py` use a trained run.
 """

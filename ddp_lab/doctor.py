@@ -28,6 +28,7 @@ from ddp_lab.data.datasets import Dataset
 from ddp_lab.launch.command_line import CONF, record, user_errors
 from ddp_lab.launch.preflight import Finding, check_free_disk, check_host_name, check_master, check_shared, checkpoint_bytes
 from ddp_lab.run.job import Job
+from ddp_lab.run.memory import check_memory
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.world.runtime import Runtime, list_devices
 
@@ -125,6 +126,9 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
             job.partition,
             lambda _: f"{strategy.name} can distribute {choices['model']} and {plan.samples_at_once} samples at once",
         )
+        partitioned = all(finding.about != "partition" or finding.level == "ok" for finding in findings)
+        if strategy.device.type == "cuda" and partitioned:
+            findings.look("memory", lambda: check_memory(job), str)
     if plan is not None:
         mixing = f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}"
         findings.look("loss", lambda: job.loss, lambda _: f"{choices['loss']} of a value per sample, {mixing}")

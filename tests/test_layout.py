@@ -18,11 +18,12 @@ ORDER = [
     "training",
     "training.speed",
     "resilience",
+    "estimate",
     "launch",
     "run",
 ]
 # `python -m ddp_lab` and `python -m ddp_lab.NAME`; they may import all rooms, but not each other
-COMMANDS = ["__main__", "doctor", "evaluate", "export", "merge", "predict"]
+COMMANDS = ["__main__", "advise", "doctor", "evaluate", "export", "merge", "predict"]
 
 
 def room_of(module: str) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.estimate.optimizer_state import MakeOptimizer, state_of
 from ddp_lab.observe.logger import log
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.world.process import launch_id
@@ -212,9 +212,7 @@ def _try_token(token: Path) -> str:
     return ""
 
 
-def checkpoint_bytes(
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: nn.Module, ema: bool = False
-) -> int:
+def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool = False) -> int:
     """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the optimizer's state.
 
     Args:
@@ -222,11 +220,7 @@ def checkpoint_bytes(
         model: The unsharded model.
         ema: Whether the weights are averaged.
     """
-    probe = nn.Parameter(torch.zeros(2))
-    probe.grad = torch.zeros(2)
-    stepped = optimizer([probe])
-    stepped.step()
-    copies = sum(torch.is_tensor(value) and value.shape == probe.shape for value in stepped.state[probe].values())
+    copies, _ = state_of(optimizer)
     parameters = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
 

@@ -4,12 +4,14 @@ import copy
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.fingerprint import fingerprint
 
 
 class Partition:
@@ -76,14 +78,18 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
         The FLOPs of each block; the shape of the activation before each block and after the last one, without the batch
         dimension.
     """
-    chain = copy.deepcopy(chain).to("meta").eval()
     activation = torch.empty(1, *chain.input_shape, device="meta")
-    flops, shapes = [], [activation.shape[1:]]
+    flops, shapes = list[int](), [activation.shape[1:]]
+    known: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}  # by block and input: a deep model has many equal blocks
     with torch.no_grad():
         for block in chain:
-            with FlopCounterMode(display=False) as counter:
-                activation = block(activation)
-            flops.append(counter.get_total_flops())
+            key = (*fingerprint(block), activation.shape, activation.dtype)
+            if key not in known:
+                with FlopCounterMode(display=False) as counter:
+                    output = copy.deepcopy(block).to("meta").eval()(activation)
+                known[key] = counter.get_total_flops(), output
+            count, activation = known[key]
+            flops.append(count)
             shapes.append(activation.shape[1:])
     return flops, shapes
 

@@ -24,6 +24,7 @@ from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, Training, materialize, prepare
+from ddp_lab.run.memory import check_memory
 from ddp_lab.run.trained import compare_data, record_data
 from ddp_lab.training.loop import is_over
 from ddp_lab.training.progress import Progress
@@ -73,6 +74,7 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     job = prepare(cfg, runtime, with_weights=progress is None)
     if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
         findings.append(Finding("warning", "dataset", text))
+    check_memory(job)
     size = job.checkpoint_bytes
     keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)

@@ -18,6 +18,7 @@ from ddp_lab.strategies.all_reduce import gradients_of, trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.fill import fill
 from ddp_lab.strategies.loss import CrossEntropy, Loss
+from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, measure
 from ddp_lab.world.runtime import Runtime
 
@@ -176,6 +177,14 @@ class Strategy(ABC):
         Raises:
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
+
+    def share(self, model: nn.Module, rank: int) -> Share:
+        """Return what a rank will hold of the complete model. Called between `partition` and `setup`; allocates nothing.
+
+        Args:
+            rank: number of the rank; under split, of the device.
+        """
+        return Share()
 
     @abstractmethod
     def setup(self, model: nn.Module) -> None:

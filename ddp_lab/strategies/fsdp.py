@@ -26,6 +26,7 @@ from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
+from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
 
 
@@ -181,6 +182,9 @@ class FSDP(Strategy):
                 f"strategy=fsdp: {' and '.join(names)} are the same parameter, in two units that are gathered and updated "
                 "separately. Use ddp, or set strategy.wrap to classes of which one contains both, or neither"
             )
+
+    def share(self, model: nn.Module, rank: int) -> Share:
+        return Share(shards=self.dp_size, shard=rank, offload=self.offload)
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)

@@ -35,6 +35,7 @@ from ddp_lab.strategies.fsdp import require_dimensions, shard, sharded_in, witho
 from ddp_lab.strategies.mesh_layout import arrange, picture
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.pipeline import Pipeline, Stage
+from ddp_lab.strategies.share import Share, planned
 from ddp_lab.strategies.tensor_parallel import ALL, OWN, parallelize
 from ddp_lab.strategies.tensor_parallel_plan import check_plans, plan_of
 from ddp_lab.strategies.whole import complete
@@ -116,12 +117,17 @@ class Mesh(Pipeline):
         if tp > 1:
             check_plans(model, self.shapes, tp, self.sequence_parallel)
         # Between two blocks the ranks along tp share the tokens if one of the two has a plan.
-        planned = [self.sequence_parallel and plan_of(block) is not None for block in model]
-        self.tokens = [OWN if any(pair) else ALL for pair in zip([False, *planned], [*planned, False], strict=True)]
+        shared = [self.sequence_parallel and plan_of(block) is not None for block in model]
+        self.tokens = [OWN if any(pair) else ALL for pair in zip([False, *shared], [*shared, False], strict=True)]
         self.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
             for shape, tokens in zip(self.shapes, self.tokens, strict=True)
         ]
+
+    def share(self, model: nn.Module, rank: int) -> Share:
+        tp, shards = self.axes["tp"], self.axes["shard"]
+        stage = self.blocks_of(rank // (self.dp_size * tp))
+        return Share(stage, tp, planned(model) if tp > 1 else {}, shards, rank // tp % shards, self.offload)
 
     def connect(self) -> None:
         self.mesh = self.runtime.mesh(self.axes)

@@ -34,6 +34,7 @@ from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpoin
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.loss import Loss
+from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.runtime import Runtime
 
@@ -172,6 +173,13 @@ class Pipeline(Strategy):
             )
         self.parts = Partition(model, self.num_stages, self.cut)
         self.shapes: list[torch.Size] = self.parts.shapes
+
+    def share(self, model: nn.Module, rank: int) -> Share:
+        return Share(self.blocks_of(rank % self.axes["pp"]))
+
+    def blocks_of(self, index: int) -> tuple[str, ...]:
+        """Return the names of the blocks of the rank at this place along pp."""
+        return tuple(self.parts.names[i] for part in self.parts.parts[index :: self.axes["pp"]] for i in part)
 
     def setup(self, model: nn.Module) -> None:
         self.micro_batch_loss = MicroBatchLoss(self.loss)

@@ -22,6 +22,7 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.runtime import Runtime, find_device
 
@@ -60,6 +61,9 @@ class Split(Strategy):
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
+
+    def share(self, model: nn.Module, rank: int) -> Share:
+        return Share(tuple(self.parts.names[i] for i in self.parts.parts[rank]))
 
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`

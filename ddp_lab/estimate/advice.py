@@ -1,0 +1,100 @@
+"""Predictions for all strategies of a run, and which of them is recommended."""
+
+from dataclasses import dataclass
+
+from ddp_lab.estimate.footprint import Footprint
+from ddp_lab.estimate.memory import Memory
+from ddp_lab.estimate.step_time import StepTime
+
+SIMPLER = 1.05  # a simpler strategy is recommended unless another one is faster by this factor
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for a strategy.
+
+    Attributes:
+        overrides: of train.py, which choose the strategy.
+        devices: number of GPUs in use.
+        fits: whether the memory is at most the card's.
+        memory: at the peak of a step, of the rank whose peak is highest.
+        held: parameters, gradients, optimizer state and averages of that rank, exact.
+        time: of a step.
+        images_per_second: of the training steps.
+        gpu_hours: of the training steps of the run, summed over the GPUs in use.
+        launch: the command line.
+    """
+
+    overrides: list[str]
+    devices: int
+    fits: bool
+    memory: Memory
+    held: Footprint
+    time: StepTime
+    images_per_second: float
+    gpu_hours: float
+    launch: str
+
+    @property
+    def name(self) -> str:
+        """The strategy and its options, without the word strategy."""
+        first, *options = self.overrides
+        return " ".join([first.removeprefix("strategy="), *(option.removeprefix("strategy.") for option in options)])
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that the model, the batch or the GPUs do not allow."""
+
+    overrides: list[str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The predictions for a run.
+
+    Attributes:
+        head: lines that describe the run, the GPUs and the constants.
+        memory: bytes of the card's memory.
+        predictions: the simplest strategies first; the user's own, if there is one, before all others.
+        refused: what cannot be laid on the GPUs.
+    """
+
+    head: list[str]
+    memory: float
+    predictions: list[Prediction]
+    refused: list[Refused]
+
+    @property
+    def ranked(self) -> list[Prediction]:
+        """The predictions that fit, the recommended one first, then by time."""
+        fitting = sorted((each for each in self.predictions if each.fits), key=lambda each: each.time.total)
+        if not fitting:
+            return []
+        first = next(each for each in self.predictions if each.fits and each.time.total <= SIMPLER * fitting[0].time.total)
+        return [first, *(each for each in fitting if each is not first)]
+
+    @property
+    def conclusion(self) -> str:
+        """The recommendation with its reason, and the line to paste."""
+        if not self.ranked:
+            least = min(self.predictions, key=lambda each: each.memory.total, default=None)
+            if least is None:
+                return "Nothing can be laid on these GPUs: --all shows why"
+            short = (least.memory.total - self.memory) / 2**30
+            return (
+                f"Nothing fits: {least.name} needs the least and lacks {short:,.1f} GiB. Use more or larger GPUs, a smaller "
+                "batch_size, or accumulate=N"
+            )
+        best = self.ranked[0]
+        return f"Recommended: {best.name}, because {self._reason(best)}\n  {best.launch}"
+
+    def _reason(self, best: Prediction) -> str:
+        too_large = [each.name for each in self.predictions if not each.fits]
+        fastest = min(self.ranked, key=lambda each: each.time.total)
+        if fastest is best:
+            reason = f"it is predicted to be the fastest of {len(self.ranked)} that fit"
+        else:
+            reason = f"only {fastest.name} is predicted to be faster, by less than 5 %, and it is simpler"
+        return reason + (f"; {', '.join(too_large[:3])} would not fit" if too_large else "")

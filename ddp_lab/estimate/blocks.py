@@ -1,0 +1,109 @@
+"""The blocks of a model as a rank computes them, traced on fake tensors; equal blocks are traced once."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_lab.estimate.division import Division, division_of
+from ddp_lab.estimate.trace import Traced, trace
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.fingerprint import fingerprint
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.loss import Loss
+from ddp_lab.strategies.mesh import Mesh
+from ddp_lab.strategies.share import Share
+
+LOSS = "loss"  # name of the record of the loss
+
+
+class Tracer:
+    """Traces the blocks of a model, as any strategy divides them, and keeps the records for the other strategies.
+
+    Args:
+        model: the complete model, which may be on the meta device.
+        loss: the training loss.
+        input_shape: of a sample.
+        precision: "float32" or "bf16".
+
+    Attributes:
+        named: the blocks of the model with their names.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, input_shape: Sequence[int], precision: str):
+        self.model, self.loss, self.input_shape, self.precision = model, loss, tuple(input_shape), precision
+        self.named = list(model.named_children()) if isinstance(model, Chain) else [("", model)]
+        self._known: dict[tuple[Any, ...], tuple[Traced, torch.Tensor]] = {}
+
+    def blocks(self, strategy: Strategy, share: Share, samples: int) -> dict[str, Traced]:
+        """Return the record of each block of a rank by name, and of the loss on a rank that has the last block.
+
+        A model that is no Chain is one block, called "".
+
+        Args:
+            strategy: after `partition`.
+            share: what the rank holds.
+            samples: number of samples that pass through a block at once.
+        """
+        blocks = self.named
+        # fully_shard casts parameters and inputs by itself; all other strategies use autocast.
+        casts = isinstance(strategy, FSDP | Mesh) and self.precision == "bf16"
+        given = torch.empty(samples, *self.input_shape, device="meta")
+        records: dict[str, Traced] = {}
+        for name, block in blocks:
+            division = division_of(strategy, name, block)
+            paths = {path: f"{name}.{path}" if name else path for path, _ in block.named_parameters()}
+            sizes = {path: torch.Size(share.size(paths[path], tensor)) for path, tensor in block.named_parameters()}
+            key = (fingerprint(block), *sizes.values(), given.shape, given.dtype, given.requires_grad, casts, division)
+            if key not in self._known:
+                self._known[key] = self._trace(block, sizes, given, casts, division)
+            records[name], given = self._known[key]
+        key = (LOSS, given.shape, given.dtype)
+        if key not in self._known:
+            self._known[key] = self._trace_loss(given)
+        records[LOSS], _ = self._known[key]
+        last = blocks[-1][0]
+        return {name: record for name, record in records.items() if share.has(last if name == LOSS else name)}
+
+    def _trace(
+        self, block: nn.Module, sizes: dict[str, torch.Size], given: torch.Tensor, casts: bool, division: Division
+    ) -> tuple[Traced, torch.Tensor]:
+        dtype = torch.bfloat16 if casts else None
+        with fake_mode():
+            own = fake_copy(block, sizes, dtype).train()
+            division.apply(own)
+            inputs = torch.empty(given.shape, dtype=dtype or given.dtype, requires_grad=given.requires_grad)
+            return trace(own, list(own.parameters()), inputs, autocast=self.precision == "bf16" and not casts)
+
+    def _trace_loss(self, given: torch.Tensor) -> tuple[Traced, torch.Tensor]:
+        with fake_mode():
+            loss = copy.deepcopy(self.loss)
+            targets = torch.zeros(len(given), dtype=torch.int64)
+            logits = torch.empty(given.shape, dtype=given.dtype, requires_grad=True)
+            return trace(lambda logits: loss(logits, targets), [targets], logits, autocast=False)
+
+
+def fake_mode() -> Any:
+    """Return the mode in which tensors have shapes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(block: nn.Module, sizes: dict[str, torch.Size], dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of a block whose parameters and buffers are fake. Call it within the fake mode.
+
+    Args:
+        sizes: the shape of each parameter.
+        dtype: of the parameters, but for those of BatchNorm, which stay as they are; None: their own.
+    """
+    norms = {id(tensor) for layer in filter(is_batch_norm, block.modules()) for tensor in layer.parameters()}
+    memo: dict[int, Any] = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in block.buffers()}
+    for name, tensor in block.named_parameters():
+        kind = tensor.dtype if dtype is None or id(tensor) in norms else dtype
+        memo[id(tensor)] = nn.Parameter(torch.empty(sizes[name], dtype=kind), requires_grad=tensor.requires_grad)
+    return copy.deepcopy(block, memo)

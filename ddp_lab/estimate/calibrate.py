@@ -1,0 +1,147 @@
+"""Measurement of the constants on a card of this machine, in about ten seconds; on several ranks also of their connection."""
+
+import copy
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_lab.estimate.cards import GB, TERA, Card, GiB
+from ddp_lab.estimate.constants import ASSUMED, Constants, MiB
+from ddp_lab.estimate.recorder import Recorder
+
+# For tests: a CPU has no data sheet here. The fractions that it achieves of these peaks mean nothing.
+CPU = Card("cpu", 8 * GiB, 20 * GB, 0.1 * TERA, 0.1 * TERA, 0.1 * TERA, 1 * GB, "cpu")
+LAYERS = 6  # of each kind in the network whose launches are timed
+STEP = ASSUMED.step / ASSUMED.launch  # a step's own Python, in launches
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:
+    """Return the seconds of a call: the shortest mean of three rounds, after a first round that does not count."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    rounds = list[float]()
+    for _ in range(4):
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        wait()
+        rounds.append((time.perf_counter() - start) / repeat)
+    return min(rounds[1:])
+
+
+def measure_card(card: Card, device: torch.device) -> Constants:
+    """Return the constants of a card; those of the connection are assumed.
+
+    Args:
+        card: its data sheet.
+        device: where it is. No other program should use it.
+    """
+    large = device.type == "cuda"
+    workspace, context = sizes_of_libraries(device) if large else (ASSUMED.workspace, ASSUMED.context)
+    launch = launch_seconds(device)
+    return Constants(
+        source=f"measured on {describe(device)}, torch {torch.__version__}, {date.today()}",
+        context=context,
+        workspace=workspace,
+        communicator=ASSUMED.communicator,
+        launch=launch,
+        step=STEP * launch,
+        replay=replay_seconds(device) if large else ASSUMED.replay,
+        float32=matmul(torch.float32, device, 8192 if large else 256) / card.float32,
+        tf32=convolution(device, 256 if large else 4) / card.tf32,
+        bf16=matmul(torch.bfloat16, device, 8192 if large else 128) / card.bf16,
+        bandwidth=bandwidth(device, GiB if large else 16 * MiB) / card.bandwidth,
+        link=ASSUMED.link,
+        latency=ASSUMED.latency,
+    )
+
+
+def describe(device: torch.device) -> str:
+    """Return the name of the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU ({platform.machine()})"
+
+
+def matmul(dtype: torch.dtype, device: torch.device, size: int) -> float:
+    """Return the FLOP/s of multiplying two square matrices."""
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: one @ other, device, 4)
+
+
+def convolution(device: torch.device, samples: int) -> float:
+    """Return the FLOP/s of a convolution in float32, for which cuDNN uses TF32."""
+    images = torch.randn(samples, 256, 28, 28, device=device)
+    weight = torch.randn(256, 256, 3, 3, device=device)
+    return 2 * 9 * samples * 28 * 28 * 256 * 256 / seconds(lambda: F.conv2d(images, weight, padding=1), device, 2)
+
+
+def bandwidth(device: torch.device, nbytes: int) -> float:
+    """Return the bytes per second that an elementwise operation reads and writes."""
+    values = torch.zeros(nbytes // 4, device=device)
+    return 2 * nbytes / seconds(lambda: values.add_(1), device, 4)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Return the seconds of an operation in eager mode, forward and backward, whose computation takes no time."""
+    kinds = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()
+    network = nn.Sequential(*(copy.deepcopy(kind) for _ in range(LAYERS) for kind in kinds)).to(device)
+    inputs = torch.zeros(2, 8, 8, 8, device=device)
+
+    def step() -> None:
+        network(inputs).sum().backward()
+        network.zero_grad()
+
+    with Recorder() as recorder:
+        step()
+    return seconds(step, device, 20) / len(recorder.operations)
+
+
+def replay_seconds(device: torch.device, kernels: int = 1000) -> float:
+    """Return the seconds of a tiny kernel in a CUDA graph."""
+    values, graph = torch.zeros(8, device=device), torch.cuda.CUDAGraph()
+    values.add_(1)
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        for _ in range(kernels):
+            values.add_(1)
+    return seconds(graph.replay, device, 10) / kernels
+
+
+def sizes_of_libraries(device: torch.device) -> tuple[float, float]:
+    """Return the bytes that cuBLAS allocates through torch, and those that the CUDA context and the kernels take."""
+    one, images = torch.zeros(256, 256, device=device), torch.zeros(8, 16, 32, 32, device=device)
+    before = torch.cuda.memory_allocated(device)
+    result = one @ one
+    workspace = torch.cuda.memory_allocated(device) - before - result.nbytes
+    F.conv2d(images, torch.zeros(16, 16, 3, 3, device=device))
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return workspace, total - free - torch.cuda.memory_reserved(device)
+
+
+def measure_link(constants: Constants, card: Card, device: torch.device) -> Constants:
+    """Return the constants with those of the connection of all ranks. Collective; it needs the process group.
+
+    Args:
+        constants: of `measure_card`.
+        card, device: as above.
+    """
+    ranks = dist.get_world_size()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    small = torch.zeros(1024, device=device)
+    latency = seconds(lambda: dist.all_reduce(small), device, 20)
+    taken = free - torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else ASSUMED.communicator
+    large = torch.zeros((256 if device.type == "cuda" else 4) * MiB // 4, device=device)
+    sent = 2 * (ranks - 1) / ranks * large.nbytes
+    speed = sent / seconds(lambda: dist.all_reduce(large), device, 4)
+    return replace(constants, latency=latency, link=speed / card.link, communicator=max(0, taken))

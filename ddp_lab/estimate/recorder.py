@@ -1,0 +1,112 @@
+"""A record of the operations that run on fake tensors: their FLOPs, their memory traffic, and how much memory is in use."""
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+class Operation(NamedTuple):
+    """One kernel.
+
+    Attributes:
+        kind: "convolution", "matmul" (also attention) or "other".
+        dtype: of its result.
+        flops: floating-point operations of a matrix multiplication, convolution or attention; 0 for others.
+        nbytes: bytes that it reads and writes.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    flops: int
+    nbytes: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations and the storages that they allocate.
+
+    Args:
+        keep: operations whose results are counted in `kept`.
+
+    Attributes:
+        operations: in their order, without views, which run no kernel.
+        kept: bytes of the results of the operations `keep`.
+        live: bytes of the storages that were allocated under the mode and are in use.
+        peak: the largest value of `live` since `restart`.
+    """
+
+    def __init__(self, keep: Collection[Any] = ()) -> None:
+        super().__init__()
+        self.keep, self.kept = set(keep), 0
+        self.operations: list[Operation] = []
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def restart(self) -> list[Operation]:
+        """Return the operations since the last call, and begin to record anew. What is in use remains counted."""
+        done, self.operations, self.peak = self.operations, [], self.live
+        return done
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = {key_of(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        result = func(*args, **kwargs)
+        outputs = tensors_in(result)
+        new = [tensor for tensor in outputs if key_of(tensor) not in before]
+        for tensor in new:
+            self._count(tensor)
+        self.kept += sum(tensor.nbytes for tensor in new) if func in self.keep else 0
+        if new or func._schema.is_mutable:
+            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors_in((args, kwargs)), *outputs])
+            dtype = outputs[0].dtype if outputs else torch.float32
+            self.operations.append(Operation(kind_of(func), dtype, flops_of(func, args, kwargs, result), nbytes))
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage, key = tensor.untyped_storage(), key_of(tensor)
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Return what identifies the storage of a tensor while it exists."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def kind_of(func: Any) -> str:
+    """Return the kind of an operation."""
+    name = func._overloadpacket.__name__
+    if "convolution" in name:
+        return "convolution"
+    return "matmul" if name in ("mm", "addmm", "bmm", "baddbmm") or "scaled_dot_product" in name else "other"
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the FLOPs of an operation by torch's formulas; attention on the CPU, which has none, by flash attention's."""
+    name = func._overloadpacket.__name__
+    if name.startswith("_scaled_dot_product") and "for_cpu" in name:
+        backward = "backward" in name
+        query, key = (args[1], args[2]) if backward else (args[0], args[1])
+        batch, heads, tokens, width = query.shape
+        # Two matrix multiplications forward; five backward, which computes the scores again (Dao 2023, arXiv:2307.08691).
+        return (10 if backward else 4) * batch * heads * tokens * key.shape[-2] * width
+    formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    return formula(*args, **kwargs, out_val=result) if formula else 0

@@ -1,0 +1,95 @@
+"""Predictions as a table, as JSON and as a picture."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.estimate.advice import Advice, Prediction
+from ddp_lab.estimate.cards import GiB
+from ddp_lab.observe.plot import GREY, Plot, beside, stacked
+
+COLUMNS = ("predicted", "GPUs", "GiB", "state", "activations", "others", "ms/step", "exposed", "images/s", "GPU-hours", "")
+MOST = 24  # strategies in the table and in the picture, without --all
+
+
+def table(advice: Advice, everything: bool) -> str:
+    """Return the predictions as lines of text, and the recommendation below them.
+
+    Args:
+        everything: whether to list all predictions, and what is refused with the reasons.
+    """
+    shown = advice.predictions if everything else best_of(advice)
+    rows = [COLUMNS, *(row(prediction) for prediction in shown)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = [f"{cells[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, cells[1:], widths[1:])) for cells in rows]
+    hidden = len(advice.predictions) - len(shown)
+    notes = [f"and {hidden} more, which --all shows"] if hidden else []
+    if everything:
+        notes += [f"refused: {' '.join(each.overrides)}: {each.reason}" for each in advice.refused]
+    return "\n".join([*advice.head, "", *map(str.rstrip, lines), *notes, "", advice.conclusion])
+
+
+def row(prediction: Prediction) -> tuple[str, ...]:
+    """Return the cells of a prediction."""
+    memory, time = prediction.memory, prediction.time
+    state = memory.parameters + memory.gradients + memory.optimizer + memory.averages + memory.buffers
+    sizes = (memory.total, state, memory.activations, memory.total - state - memory.activations)
+    return (
+        prediction.name,
+        str(prediction.devices),
+        *(f"{size / GiB:,.2f}" for size in sizes),
+        f"{1000 * time.total:,.2f}",
+        f"{(time.communication + time.bubble) / time.total:.0%}",
+        f"{prediction.images_per_second:,.0f}",
+        f"{prediction.gpu_hours:,.3g}",
+        "" if prediction.fits else "does not fit",
+    )
+
+
+def best_of(advice: Advice) -> list[Prediction]:
+    """Return the first of each strategy, and the best of all that fit, in the order of the predictions."""
+    first = {prediction.overrides[0]: prediction for prediction in reversed(advice.predictions)}
+    wanted = [*advice.predictions[:1], *advice.ranked[:3], *first.values(), *advice.ranked]
+    names = set(list(dict.fromkeys(prediction.name for prediction in wanted))[: MOST // 2])
+    return [prediction for prediction in advice.predictions if prediction.name in names]
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Return the predictions as plain values: bytes and seconds."""
+    return {
+        "head": advice.head,
+        "card_memory": advice.memory,
+        "predictions": [with_totals(prediction) for prediction in advice.predictions],
+        "refused": [asdict(refused) for refused in advice.refused],
+        "recommended": advice.ranked[0].overrides if advice.ranked else None,
+        "conclusion": advice.conclusion,
+    }
+
+
+def with_totals(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as plain values, with the sums of memory and time."""
+    values = asdict(prediction)
+    values["memory"] |= {"allocated": prediction.memory.allocated, "total": prediction.memory.total}
+    values["time"] |= {"total": prediction.time.total}
+    return values
+
+
+def draw(advice: Advice, path: Path) -> None:
+    """Draw the memory of the strategies in the table against the card's memory."""
+    beside([memory_plot(best_of(advice), advice.memory)], path)
+
+
+def memory_plot(predictions: Sequence[Prediction], card: float) -> Plot:
+    """Return stacked bars of the memory of each prediction, and a line at the card's memory."""
+    parts = {
+        prediction.name: {name: size / GiB for name, size in vars(prediction.memory).items()} for prediction in predictions
+    }
+    plot = stacked("Predicted peak memory of a GPU; the line is the card's memory", "GiB", parts)
+
+    def with_line(axes: Any) -> None:
+        plot.draw(axes)
+        axes.axvline(card / GiB, color=GREY, linestyle="--")
+        axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * card / GiB))
+
+    return plot._replace(draw=with_line)

@@ -1,0 +1,113 @@
+"""The time of a step under a strategy: passes of all micro-batches over the stages, communication, the optimizer's step."""
+
+from dataclasses import dataclass
+
+from ddp_lab.estimate.division import Division
+from ddp_lab.estimate.exposed import Sizes, along_dp, along_tp
+from ddp_lab.estimate.step_time import Device, Links, StepTime, Work
+from ddp_lab.estimate.trace import Traced
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.dp import DP
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.mesh import Mesh
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.split import Split
+
+SHARDED_KERNELS = 40  # launches with which fully_shard gathers a block twice, and sums and scatters its gradients
+HOST = 25e9  # assumed bytes per second of copies to and from host memory, and of the CPU's share of its bandwidth
+OPTIMIZER_KERNELS = 0.3  # launches of a foreach optimizer for each parameter
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a rank computes with one micro-batch.
+
+    Attributes:
+        blocks: record of each of its blocks, by name.
+        divisions: how tp divides them.
+        sizes: what it sends from.
+        checkpointing: none, block or selective.
+        optimizer: bytes of the optimizer's state.
+    """
+
+    blocks: dict[str, Traced]
+    divisions: dict[str, Division]
+    sizes: Sizes
+    checkpointing: str
+    optimizer: float
+
+
+def step_time(strategy: Strategy, ranks: list[Passes], device: Device, links: Links, accumulate: int) -> StepTime:
+    """Return the time of a step.
+
+    Args:
+        strategy: after `partition`.
+        ranks: one rank of each stage, or one rank.
+        device: the card.
+        links: between the GPUs.
+        accumulate: number of gradient-accumulation steps.
+    """
+    times = [passes(rank, device) for rank in ranks]
+    slowest = max(range(len(ranks)), key=lambda place: sum(work.seconds for work in times[place]))
+    rank, (forward, backward) = ranks[slowest], times[slowest]
+    rounds = accumulate * micro_batches(strategy)
+    computed = (forward + backward) * rounds
+    kernels = computed + updates(rank, device)
+    if isinstance(strategy, FSDP | Mesh):
+        kernels += Work(0, SHARDED_KERNELS * rank.sizes.units * accumulate)
+    # One Python process launches the kernels of all devices.
+    launched = strategy.num_devices if isinstance(strategy, DP | Split) else 1
+    launching = device.launching(Work(kernels.seconds, kernels.kernels * launched))
+    in_tp = rounds * sum(
+        along_tp(division, rank.blocks[name], links) for name, division in rank.divisions.items() if division.tp > 1
+    )
+    # In a CUDA graph and in eager mode alike, passes hide communication while they compute, not while they wait.
+    hidden = forward.seconds * rounds, backward.seconds * rounds + launching / 2
+    in_dp = along_dp(strategy, rank.sizes, links, *hidden)
+    bubble = along_pp = 0.0
+    if is_cut(strategy):
+        stages = len(ranks)
+        of_rank = strategy.num_stages // stages if isinstance(strategy, Pipeline) else 1
+        once = (computed.seconds + launching) / rounds
+        bubble = accumulate * once * (stages - 1) / of_rank
+        cut = max((list(each.blocks.values())[-1].output for each in ranks[:-1]), default=0)
+        along_pp = (rounds + stages - 1) * 2 * of_rank * links.send(cut, links.per_node // stages or links.per_node)
+    to_host = offloaded(rank) if getattr(strategy, "offload", False) else 0.0
+    return StepTime(kernels.seconds, launching, in_dp + in_tp + along_pp + to_host, bubble)
+
+
+def micro_batches(strategy: Strategy) -> int:
+    """Return the number of micro-batches that a strategy divides a batch into."""
+    if isinstance(strategy, Split) or (isinstance(strategy, Pipeline) and strategy.axes["pp"] > 1):
+        return strategy.num_microbatches
+    return 1
+
+
+def is_cut(strategy: Strategy) -> bool:
+    """Return whether micro-batches pass through several stages."""
+    return isinstance(strategy, Split) or (isinstance(strategy, Pipeline) and strategy.axes["pp"] > 1)
+
+
+def passes(rank: Passes, device: Device) -> tuple[Work, Work]:
+    """Return the forward and the backward pass of a micro-batch; the backward pass computes again what is checkpointed."""
+    forward, backward = Work(), Work()
+    for block in rank.blocks.values():
+        once = device.work(block.forward)
+        forward += once
+        backward += device.work(block.backward)
+        if rank.checkpointing == "block":
+            backward += once
+        elif rank.checkpointing == "selective":
+            backward += device.work(operation for operation in block.forward if operation.kind == "other")
+    return forward, backward
+
+
+def offloaded(rank: Passes) -> float:
+    """Return the seconds of copying shards to the GPU twice and gradients back, and of the optimizer's step on the CPU."""
+    return (3 * rank.sizes.gradients + 2.5 * (3 * rank.sizes.gradients + 2 * rank.optimizer)) / HOST
+
+
+def updates(rank: Passes, device: Device) -> Work:
+    """Return the optimizer's step: it reads and writes parameters and state, and reads gradients, in two or three passes."""
+    traffic = 2.5 * (2 * rank.sizes.gradients + 2 * rank.optimizer + rank.sizes.gradients)
+    return Work(device.traffic(traffic), OPTIMIZER_KERNELS * rank.sizes.tensors)

@@ -1,0 +1,135 @@
+"""The time of a training step, from the operations of its blocks and what the ranks send.
+
+Every kernel takes the longer of its computation and its memory traffic (the roofline model, Williams et al. 2009), at the
+fractions of the card's peaks that `constants` holds. In eager mode a step cannot be faster than Python launches its kernels.
+The ranks of a pipeline are idle for (p-1)/v of their stages (docs/strategies.md). Communication counts as far as no
+computation hides it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ddp_lab.estimate.cards import Card
+from ddp_lab.estimate.constants import Constants
+from ddp_lab.estimate.recorder import Operation
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted seconds of a step on the slowest rank.
+
+    Attributes:
+        compute: of the kernels on the device.
+        launching: that the device waits for Python to launch kernels.
+        communication: exposed communication.
+        bubble: that the ranks of a pipeline wait for each other.
+    """
+
+    compute: float
+    launching: float
+    communication: float
+    bubble: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kernels of a part of a step: their seconds on the device and their number."""
+
+    seconds: float = 0.0
+    kernels: float = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.seconds + other.seconds, self.kernels + other.kernels)
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.seconds * times, self.kernels * times)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A card with its constants, and how kernels are launched on it.
+
+    Attributes:
+        graph: whether a step is captured as a CUDA graph.
+        compiled: whether elementwise operations are fused by torch.compile.
+    """
+
+    card: Card
+    constants: Constants
+    graph: bool = False
+    compiled: bool = False
+
+    def work(self, operations: Iterable[Operation]) -> Work:
+        """Return the work of operations."""
+        total = Work()
+        for operation in operations:
+            fused = self.compiled and operation.kind == "other"
+            # A fused kernel writes what later kernels read, and not what lies between; about half of the operations vanish.
+            total += Work(self.seconds(operation), 1) * (0.5 if fused else 1)
+        return total
+
+    def seconds(self, operation: Operation) -> float:
+        """Return the seconds of a kernel."""
+        card, constants = self.card, self.constants
+        if operation.dtype == torch.bfloat16:
+            speed = card.bf16 * constants.bf16
+        elif operation.kind == "convolution":  # torch lets cuDNN, but not cuBLAS, use TF32
+            speed = card.tf32 * constants.tf32
+        else:
+            speed = card.float32 * constants.float32
+        return max(operation.flops / speed, self.traffic(operation.nbytes))
+
+    def traffic(self, nbytes: float) -> float:
+        """Return the seconds in which a kernel reads and writes so many bytes."""
+        return nbytes / (self.card.bandwidth * self.constants.bandwidth)
+
+    def launching(self, work: Work) -> float:
+        """Return by how much launching the kernels exceeds their execution."""
+        if self.graph:
+            return work.kernels * self.constants.replay
+        return max(0.0, work.kernels * self.constants.launch + self.constants.step - work.seconds)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The connections between GPUs.
+
+    Attributes:
+        inside, between: bytes per second that a GPU sends within its machine, and to other machines.
+        per_node: number of GPUs of a machine.
+        latency: seconds of a small collective.
+    """
+
+    inside: float
+    between: float
+    per_node: int
+    latency: float
+
+    def speed(self, ranks: int, neighbours: int = 1) -> float:
+        """Return the bytes per second of the slowest link of a group.
+
+        Args:
+            ranks: number of its ranks.
+            neighbours: distance of consecutive ranks of the group.
+        """
+        return self.inside if ranks * neighbours <= self.per_node else self.between
+
+    def gather(self, nbytes: float, ranks: int, neighbours: int = 1, calls: float = 1) -> float:
+        """Return the seconds of all_gathers or reduce_scatters of so many bytes in all, of which a rank sends (W-1)/W."""
+        if ranks == 1:
+            return 0.0
+        return nbytes * (ranks - 1) / ranks / self.speed(ranks, neighbours) + calls * self.latency
+
+    def all_reduce(self, nbytes: float, ranks: int, neighbours: int = 1, calls: float = 1) -> float:
+        """Return the seconds of all-reduces of so many bytes in all; a rank sends 2 (W-1)/W times as many."""
+        return self.gather(2 * nbytes, ranks, neighbours, calls)
+
+    def send(self, nbytes: float, distance: int = 1) -> float:
+        """Return the seconds in which a rank sends so many bytes to another one."""
+        return nbytes / (self.inside if distance < self.per_node else self.between) + self.latency / 2

@@ -1,0 +1,113 @@
+"""A forward and backward pass of a block on fake tensors: what it saves, allocates and computes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from ddp_lab.estimate.recorder import Operation, Recorder, key_of
+from ddp_lab.strategies.activation_checkpointing import kept
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a block does with a batch. All sizes are bytes.
+
+    Attributes:
+        input, output: of the block.
+        saved: what autograd keeps for the backward pass, without parameters, the input and the output.
+        keeps_input, keeps_output: whether it keeps them, too.
+        selective: results that selective activation checkpointing keeps.
+        gradients: of the parameters, as the backward pass allocates them.
+        forward_peak: most that the forward pass allocates, with the output and what is saved.
+        backward_peak: most that is in use in the backward pass: what the forward pass has left, gradients and temporaries.
+        forward, backward: the operations.
+    """
+
+    input: int
+    output: int
+    saved: int
+    keeps_input: bool
+    keeps_output: bool
+    selective: int
+    gradients: int
+    forward_peak: int
+    backward_peak: int
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+
+
+class End(torch.autograd.Function):
+    """The rest of a model after a block: its gradient is allocated when the backward pass begins, and freed once it is used."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.like = output.shape, output.dtype
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        shape, dtype = ctx.like
+        return torch.ones(shape, dtype=dtype)
+
+
+class Saved:
+    """The storages that autograd saves. Use `hooks` as the context of a forward pass."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sizes[key_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def hooks(self) -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+
+def trace(
+    run: Callable[[torch.Tensor], torch.Tensor], own: Sequence[torch.Tensor], given: torch.Tensor, autocast: bool
+) -> tuple[Traced, torch.Tensor]:
+    """Run a block forward and backward. Call it within a FakeTensorMode.
+
+    Args:
+        run: the block.
+        own: its parameters and others that exist anyway, fake.
+        given: its input, fake, which requires a gradient unless nothing before it is trained.
+        autocast: whether the forward pass runs in bf16 by autocast.
+
+    Returns:
+        The record, and a tensor like the output on the meta device.
+    """
+    others, saved = {key_of(tensor) for tensor in [*own, given]}, Saved()
+    mixed: Any = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with Recorder(kept()) as recorder:
+        with saved.hooks(), mixed:
+            output = run(given)
+        forward_peak, forward, kept_by_selective = recorder.peak, recorder.restart(), recorder.kept
+        inner = {key: size for key, size in saved.sizes.items() if key not in others | {key_of(output)}}
+        keeps_input, keeps_output = key_of(given) in saved.sizes, key_of(output) in saved.sizes
+        shape, dtype, trained, size = output.shape, output.dtype, output.requires_grad, output.untyped_storage().nbytes()
+        if output.requires_grad:
+            end = cast(torch.Tensor, End.apply(output))
+            del output
+            recorder.restart()
+            end.backward()
+        backward_peak, backward = recorder.peak, recorder.restart()[2:]  # without the gradient that `End` makes
+    gradients = [tensor.grad for tensor in own if tensor.grad is not None]
+    record = Traced(
+        input=given.untyped_storage().nbytes(),
+        output=size,
+        saved=sum(inner.values()),
+        keeps_input=keeps_input,
+        keeps_output=keeps_output,
+        selective=kept_by_selective,
+        gradients=sum(gradient.nbytes for gradient in gradients),
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        forward=tuple(forward),
+        backward=tuple(backward),
+    )
+    return record, torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)

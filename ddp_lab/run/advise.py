@@ -1,0 +1,331 @@
+"""Predictions for the strategies and meshes that can be laid on some GPUs, from the config of a run."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ddp_lab.config.build import build
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.datasets import Dataset
+from ddp_lab.estimate.advice import Advice, Prediction, Refused
+from ddp_lab.estimate.blocks import LOSS, Tracer
+from ddp_lab.estimate.buckets import buckets_of, micro_batches_kept
+from ddp_lab.estimate.cards import CARDS, GB, Card, GiB, card_called, parse_gpus
+from ddp_lab.estimate.constants import ASSUMED, BETWEEN_NODES, Constants
+from ddp_lab.estimate.constants_file import load
+from ddp_lab.estimate.division import division_of
+from ddp_lab.estimate.exposed import Sizes
+from ddp_lab.estimate.footprint import Footprint, footprint, on_device
+from ddp_lab.estimate.memory import Memory, peak_memory
+from ddp_lab.estimate.planned import PlannedRuntime
+from ddp_lab.estimate.schedule import Passes, micro_batches, step_time
+from ddp_lab.estimate.step_time import Device, Links
+from ddp_lab.estimate.temporaries import temporaries_of
+from ddp_lab.launch.command_line import compose_config
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.make import Made, make_model
+from ddp_lab.models.own import build_model, key_of
+from ddp_lab.models.trial import freeze_unused
+from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_strategy
+from ddp_lab.run.data_shape import sizes_of
+from ddp_lab.run.job import Job
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.mesh import Mesh
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.split import Split
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs of a launch.
+
+    Attributes:
+        card: the kind of GPU.
+        per_node: number of GPUs of each machine.
+        nodes: number of machines.
+        between: bytes per second that a GPU can send to another machine.
+    """
+
+    card: Card
+    per_node: int
+    nodes: int
+    between: float
+
+    @property
+    def gpus(self) -> int:
+        return self.per_node * self.nodes
+
+    def launch(self, overrides: list[str], ranks: int) -> str:
+        """Return the command line of a run."""
+        words = shlex.join(overrides)
+        if ranks == 1:
+            return f"python -m ddp_lab {words}"
+        where = "--standalone"
+        if self.nodes > 1:
+            where = f"--nnodes={self.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
+        return f"torchrun {where} --nproc_per_node={self.per_node} -m ddp_lab {words}"
+
+
+class Advisor:
+    """Predicts memory for the strategies and meshes that a run can have.
+
+    Args:
+        overrides: of train.py; those of the strategy apply to the strategy that they choose.
+        config_dir: directory of the user's own yaml.
+        machine: the GPUs.
+        constants: of their card.
+
+    Raises:
+        ConfigError: the overrides are wrong, whatever the strategy.
+    """
+
+    def __init__(self, overrides: Sequence[str], config_dir: str | None, machine: Machine, constants: Constants):
+        own = ("strategy=", "strategy.", "+strategy.")
+        self.common = [override for override in overrides if not override.startswith(own)]
+        self.strategy = [override for override in overrides if override.startswith(own)]
+        self.machine, self.constants = machine, constants
+        self.cfg = compose_config(list(overrides), config_dir)
+        check(self.cfg)
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The dataset, of which the sizes are enough."""
+        return sizes_of(self.cfg.data) or Job(self.cfg, PlannedRuntime(1, 1, self.cfg.precision)).dataset
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model on the meta device, or on the CPU if its constructor needs values."""
+        node, shape = self.cfg.model, self.dataset.model_shape()
+        runtime = PlannedRuntime(1, 1, self.cfg.precision)
+        try:
+            with torch.device("meta"):
+                model = build_model(node, shape)
+            if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
+                images = shape["in_channels"], shape["image_size"], shape["image_size"]
+                freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
+        except ConfigError:
+            return make_model(node, shape, runtime, self.cfg.seed, with_weights=False).model
+        return model
+
+    @cached_property
+    def tracer(self) -> Tracer:
+        job = self.job(Candidate("single", {}, 1))
+        return Tracer(self.model, job.loss, self.dataset.train.shape, self.cfg.precision)
+
+    def candidates(self) -> list[Candidate]:
+        """Return the user's strategy, if the overrides choose one, and all others."""
+        per_node, gpus = self.machine.per_node, self.machine.gpus
+        checkpointing = isinstance(self.model, Chain) and not any(map(is_batch_norm, self.model.modules()))
+        found = list(candidates(gpus, per_node, checkpointing))
+        return found if self.own is None else [self.own, *(each for each in found if each.overrides != self.own.overrides)]
+
+    @cached_property
+    def own(self) -> Candidate | None:
+        """The strategy that the overrides choose; None if they choose none."""
+        chosen = [override.partition("=")[2] for override in self.strategy if override.startswith("strategy=")]
+        if not chosen:
+            return None
+        pairs = (override.removeprefix("+").removeprefix("strategy.").partition("=") for override in self.strategy)
+        options = {key: value for key, _, value in pairs if key != "strategy"}
+        return Candidate(chosen[-1], options, 1 if chosen[-1] in ALONE else self.machine.gpus)
+
+    def job(self, candidate: Candidate) -> Job:
+        """Return the job of a candidate; its strategy, plan and partition are not decided yet."""
+        cfg = self.cfg if candidate == self.own else with_strategy(self.cfg, candidate)
+        alone = candidate.strategy in ALONE
+        gpus = 1 if candidate.strategy == "single" else self.machine.gpus
+        runtime = PlannedRuntime(candidate.ranks, self.machine.per_node, cfg.precision, gpus=gpus if alone else 1)
+        job = Job(cfg, runtime, with_weights=False)
+        job.dataset = self.dataset
+        job.made = Made(self.model, None, [])
+        return job
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Return the prediction for a candidate.
+
+        Raises:
+            ConfigError: the strategy cannot be laid on the GPUs, or the model or the batch cannot be divided.
+        """
+        job = self.job(candidate)
+        strategy = job.strategy
+        _ = job.plan
+        job.partition()
+        ranks = [self._rank(job, rank) for rank in places(strategy)]
+        memory, held = max(((rank.memory, rank.held) for rank in ranks), key=lambda pair: pair[0].total)
+        time = step_time(strategy, [rank.passes for rank in ranks], self.device(job), self.links, job.cfg.accumulate)
+        plan, epochs = job.plan, job.cfg.epochs
+        return Prediction(
+            candidate.overrides,
+            strategy.num_devices,
+            memory.total <= self.machine.card.memory,
+            memory,
+            held,
+            time,
+            plan.global_batch_size / time.total,
+            epochs * plan.steps_per_epoch * time.total * strategy.num_devices / 3600,
+            self.machine.launch([*self.common, *candidate.overrides], candidate.ranks),
+        )
+
+    def _rank(self, job: Job, rank: int) -> "Rank":
+        """Return the peak memory of a rank, what it holds and what it computes."""
+        cfg, strategy, constants = job.cfg, job.strategy, self.constants
+        share, make_optimizer = strategy.share(self.model, rank), build(cfg.optimizer)
+        held = footprint(share, self.model, make_optimizer, cfg.ema is not None)
+        here = on_device(held, share)
+        samples = math.ceil(job.plan.samples_at_once / micro_batches(strategy))
+        blocks = self.tracer.blocks(strategy, share, samples)
+        gradients = dict.fromkeys(blocks, 0)
+        for name, tensor in self.model.named_parameters():
+            if tensor.requires_grad and share.has(name) and not share.offload:
+                gradients[name.split(".")[0] if isinstance(self.model, Chain) else ""] += share.nbytes(name, tensor)
+        device = torch.device("cuda")
+        checkpointing = getattr(strategy, "checkpointing", "none")
+        memory = peak_memory(
+            here,
+            blocks,
+            gradients,
+            buckets_of(strategy, share, self.model, cfg.precision == "bf16"),
+            micro_batches_kept(strategy, place_along_pp(strategy, rank)),
+            checkpointing,
+            temporaries_of(lambda held: job.options.settle(make_optimizer(held), device), strategy.name != "tp")
+            * here.gradients,
+            self._data_bytes(job),
+            constants.context + constants.communicator * communicators(strategy),
+        )
+        computed = {
+            name: torch.Size(share.size(name, tensor)).numel()
+            for name, tensor in self.model.named_parameters()
+            if share.has(name)
+        }
+        sizes = Sizes(
+            gradients=held.gradients,
+            gathered=sum(computed.values()) * (2 if cfg.precision == "bf16" else 4),
+            unsharded=sum(computed.values()) * 4,
+            tensors=len(computed),
+            units=len(blocks) - 1 if LOSS in blocks else len(blocks),
+        )
+        divisions = {name: division_of(strategy, name, block) for name, block in self.tracer.named if name in blocks}
+        return Rank(memory, held, Passes(blocks, divisions, sizes, checkpointing, held.optimizer))
+
+    def device(self, job: Job) -> Device:
+        """Return the card, as the performance options of a job use it."""
+        options = job.options
+        return Device(self.machine.card, self.constants, options.cuda_graph, bool(options.compile))
+
+    @property
+    def links(self) -> Links:
+        """The connections of the GPUs."""
+        achieved = self.constants.link
+        card, machine = self.machine.card, self.machine
+        return Links(card.link * achieved, machine.between * achieved, machine.per_node, self.constants.latency)
+
+    def advise(self) -> Advice:
+        """Return the predictions for all candidates."""
+        predictions, refused = list[Prediction](), list[Refused]()
+        wanted = self.candidates()
+        for candidate in wanted:
+            try:
+                predictions.append(self.predict(candidate))
+            except ConfigError as error:
+                refused.append(Refused(candidate.overrides, str(error)))
+        return Advice(self.head(), self.machine.card.memory, predictions, refused)
+
+    def head(self) -> list[str]:
+        """Return lines that describe the run, the GPUs and the constants."""
+        cfg, card, machine = self.cfg, self.machine.card, self.machine
+        parameters = sum(tensor.numel() for tensor in self.model.parameters())
+        nodes = f" on each of {machine.nodes} machines" if machine.nodes > 1 else ""
+        images = "x".join(map(str, self.dataset.train.shape))
+        return [
+            f"{machine.per_node} x {card.name} ({card.memory / GiB:.1f} GiB){nodes}; {parameters:,} parameters, "
+            f"images {images}, batch_size={cfg.batch_size}, {cfg.precision}",
+            f"Predictions, from data sheets and constants ({self.constants.source}). GiB: peak memory of a GPU",
+        ]
+
+    def _data_bytes(self, job: Job) -> float:
+        """Return the bytes of a local batch in float32, of the dataset, if it is on the device, and of cuBLAS's workspace."""
+        train, test = self.dataset.train, self.dataset.test
+        batch = job.plan.samples_at_once * job.cfg.accumulate * (5 * math.prod(train.shape) + 8)
+        whole = sum(split.size * (math.prod(split.shape) + 24) for split in (train, test))
+        return batch + self.constants.workspace + (whole if job.cfg.data.loader == "device" else 0)
+
+
+class Rank(NamedTuple):
+    """What is predicted for one rank."""
+
+    memory: Memory
+    held: Footprint
+    passes: Passes
+
+
+def find_machine(gpus: str, nodes: int, link: float | None) -> Machine:
+    """Return the GPUs that the command line names.
+
+    Args:
+        gpus: "here", or number and card.
+        nodes: number of machines.
+        link: GB/s between them; None: an assumed value.
+
+    Raises:
+        ConfigError: the card is unknown, or there is none here.
+    """
+    between = BETWEEN_NODES if link is None else link * GB
+    if gpus != "here":
+        found = parse_gpus(gpus)
+        return Machine(found.card, found.number, nodes, between)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"--gpus here: there is no GPU here. Use --gpus with a number and a card, of {', '.join(CARDS)}")
+    name = torch.cuda.get_device_name()
+    card = card_called(name)
+    if card is None:
+        raise ConfigError(f"--gpus here: {name} is unknown. Use --gpus with a card that is like it, of {', '.join(CARDS)}")
+    return Machine(replace(card, memory=torch.cuda.mem_get_info()[1]), torch.cuda.device_count(), nodes, between)
+
+
+def advise(overrides: Sequence[str], config_dir: str | None, machine: Machine) -> Advice:
+    """Return the predictions for a run under every strategy.
+
+    Args:
+        overrides: of train.py.
+        config_dir: directory of the user's own yaml.
+        machine: the GPUs.
+
+    Raises:
+        ConfigError: the overrides are wrong.
+    """
+    return Advisor(overrides, config_dir, machine, constants_for(machine.card)).advise()
+
+
+def constants_for(card: Card) -> Constants:
+    """Return the measured constants of a card, or the assumed ones."""
+    return load(card) or ASSUMED
+
+
+def place_along_pp(strategy: Strategy, rank: int) -> int:
+    """Return the place of a rank in its pipeline."""
+    return rank // (strategy.dp_size * strategy.axes["tp"]) if isinstance(strategy, Mesh) else rank
+
+
+def places(strategy: Strategy) -> list[int]:
+    """Return one rank of each stage, that with the first shard, which is the largest; under split one device of each stage."""
+    if isinstance(strategy, Mesh):
+        return [index * strategy.dp_size * strategy.axes["tp"] for index in range(strategy.axes["pp"])]
+    if isinstance(strategy, Pipeline):
+        return list(range(strategy.axes["pp"]))
+    return list(range(len(strategy.parts.parts))) if isinstance(strategy, Split) else [0]
+
+
+def communicators(strategy: Strategy) -> int:
+    """Return the number of NCCL communicators of a rank: one for the world and one for each axis of several ranks."""
+    if strategy.one_process:
+        return 0
+    sizes = [size for size in strategy.axes.values() if size > 1]
+    return len(sizes) + (len(sizes) > 1)

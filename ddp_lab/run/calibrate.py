@@ -1,0 +1,38 @@
+"""The calibration of the card that a config names, on one rank or on several."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.estimate.calibrate import CPU, measure_card, measure_link
+from ddp_lab.estimate.cards import CARDS, card_called
+from ddp_lab.estimate.constants import Constants
+from ddp_lab.estimate.constants_file import save
+from ddp_lab.world.runtime import Runtime
+
+
+def calibrate(runtime: Runtime) -> tuple[Constants, Path]:
+    """Measure the constants of the card here, and write them to its file. Collective.
+
+    Raises:
+        ConfigError: the card is unknown, or the file cannot be written.
+    """
+    device = runtime.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    card = card_called(name) if device.type == "cuda" else CPU
+    if card is None:
+        raise ConfigError(f"--calibrate: {name} is unknown; the cards are {', '.join(CARDS)}")
+    constants = measure_card(card, device)
+    if runtime.world_size > 1:
+        runtime.open_group()
+        constants = measure_link(constants, card, device)
+    path = runtime.agree("constants", lambda: str(save(constants, card)))
+    return constants, Path(path)
+
+
+def describe(constants: Constants, path: Path) -> str:
+    """Return lines for the user."""
+    return f"{path}: {json.dumps(asdict(constants), indent=1)}"

@@ -1,0 +1,85 @@
+"""The strategies and meshes that may be laid on a number of GPUs. Whether the model allows it, the strategies decide."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_lab.launch.command_line import CONF
+
+ALONE = ("single", "dp", "split")  # strategies of one process
+MOST_TP = 8  # ranks along tp, which need the links within a machine
+
+
+class Candidate(NamedTuple):
+    """A strategy with options.
+
+    Attributes:
+        strategy: its name.
+        options: values of `strategy.*` that differ from those of the config.
+        ranks: number of processes.
+    """
+
+    strategy: str
+    options: dict[str, Any]
+    ranks: int
+
+    @property
+    def overrides(self) -> list[str]:
+        """The Hydra overrides that choose it."""
+        options = [f"strategy.{key}={text(value)}" for key, value in self.options.items()]
+        return [f"strategy={self.strategy}", *options]
+
+
+def with_strategy(cfg: DictConfig, candidate: Candidate) -> DictConfig:
+    """Return a config with another strategy, of which all other options have their defaults."""
+    other = cfg.copy()
+    other.strategy = OmegaConf.merge(OmegaConf.load(CONF / "strategy" / f"{candidate.strategy}.yaml"), candidate.options)
+    return other
+
+
+def text(value: Any) -> str:
+    """Return a value as in a Hydra override."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def candidates(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candidate]:
+    """Yield the strategies and meshes for a number of GPUs, simple ones first.
+
+    Args:
+        gpus: number of all GPUs.
+        per_node: number of GPUs of each machine.
+        checkpointing: whether activations can be checkpointed by block.
+    """
+    yield Candidate("single", {}, 1)
+    if gpus > 1:
+        if gpus == per_node:
+            yield from (Candidate(name, {}, 1) for name in ("dp", "split"))
+        yield from (Candidate(name, {}, gpus) for name in ("scratch", "ddp", "fsdp", "pipeline"))
+    if checkpointing:
+        yield from (Candidate("fsdp", {"checkpoint_activations": mode}, gpus) for mode in ("selective", "block"))
+        yield Candidate("fsdp", {"offload": True, "checkpoint_activations": "block"}, gpus)
+    inner = [size for size in divisors(gpus) if size > 1]
+    yield from (Candidate("ddp_pipeline", {"pp": size}, gpus) for size in inner if size < gpus)
+    yield from (Candidate("tp", {"tp": size}, gpus) for size in inner if size <= MOST_TP)
+    yield from meshes(gpus, per_node, checkpointing)
+
+
+def meshes(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candidate]:
+    """Yield the meshes that no other strategy is. The arguments are as above."""
+    for tp in (size for size in divisors(gpus) if size <= min(MOST_TP, per_node)):
+        for pp in divisors(gpus // tp):
+            dp = gpus // (tp * pp)
+            shards = divisors(dp)[1:-1] if tp == pp == 1 else sorted({1, dp})
+            for shard in shards:
+                options = {"pp": pp, "tp": tp, "shard": shard}
+                options = {key: value for key, value in options.items() if value > 1}
+                for sequence in ({}, {"sequence_parallel": True})[: 2 if tp > 1 else 1]:
+                    yield Candidate("mesh", options | sequence, gpus)
+                    if checkpointing:
+                        yield Candidate("mesh", options | sequence | {"checkpoint_activations": "block"}, gpus)

@@ -1,0 +1,46 @@
+"""The sizes of a dataset without its images: those of the known datasets need neither a download nor memory."""
+
+from typing import NamedTuple
+
+import torch
+from hydra.utils import get_object
+from omegaconf import DictConfig
+
+from ddp_lab.data.datasets import Dataset, Digits, Synthetic, Torchvision
+
+# Images to train on and to test on, and the shape of an image, of torchvision's datasets.
+KNOWN = {
+    "MNIST": (60000, 10000, (1, 28, 28)),
+    "FashionMNIST": (60000, 10000, (1, 28, 28)),
+    "CIFAR10": (50000, 10000, (3, 32, 32)),
+}
+
+
+class Sizes(NamedTuple):
+    """Number and shape of the samples of a split, in place of the samples."""
+
+    size: int
+    shape: tuple[int, ...]
+
+    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
+        raise AssertionError("only the sizes of this dataset are known")
+
+
+def sizes_of(data: DictConfig) -> Dataset | None:
+    """Return a dataset of which only the sizes are known; None if it must be read to know them.
+
+    Args:
+        data: the config group `data`.
+    """
+    node, target = data.dataset, get_object(data.dataset["_target_"])
+    if target is Torchvision:
+        train, test, shape = KNOWN[node.name]
+        classes = 10
+    elif target is Digits:
+        train, test, shape, classes = 1437, 360, (1, 28, 28), 10
+    elif target is Synthetic:
+        train, test, classes = node.train_size, node.test_size, node.num_classes
+        shape = (node.channels, node.image_size, node.image_size)
+    else:
+        return None
+    return Dataset(Sizes(train, shape), Sizes(test, shape), [str(label) for label in range(classes)])

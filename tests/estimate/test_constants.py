@@ -1,0 +1,103 @@
+"""The constants of a card: measured, written to its file, and read again."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+from worlds import run_world
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.estimate.calibrate import CPU
+from ddp_lab.estimate.cards import CARDS, card_called, parse_gpus
+from ddp_lab.estimate.constants import ASSUMED, Constants
+from ddp_lab.estimate.constants_file import load, path_of, save
+from ddp_lab.run.advise import advise, find_machine
+from ddp_lab.run.calibrate import calibrate
+from ddp_lab.world.runtime import Runtime
+
+H100 = CARDS["H100"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def calibrate_here(cache: str) -> tuple[Constants, str]:
+    import os
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    with Runtime("cpu", timeout=30) as runtime:
+        constants, path = calibrate(runtime)
+    return constants, str(path)
+
+
+def test_ranks_measure_card_and_link_and_one_writes_the_file(tmp_path):
+    (first, path), (_, other) = run_world(2, calibrate_here, str(tmp_path))
+    assert path == other == str(tmp_path / "ddp_lab" / "constants-cpu.json")
+    assert load(CPU) == first
+    assert first.source.startswith("measured on a CPU")
+    values = asdict(first)
+    assert all(math.isfinite(value) and value > 0 for key, value in values.items() if key != "source")
+    changed = {key for key, value in values.items() if value != getattr(ASSUMED, key)}
+    assert {"launch", "step", "float32", "tf32", "bf16", "bandwidth", "link", "latency"} <= changed
+
+
+def test_predictions_use_the_measured_constants_of_their_card():
+    machine, run = find_machine("1xH100", 1, None), ["model=lenet", "batch_size=256"]
+    before = advise(run, None, machine)
+    save(replace(ASSUMED, source="measured there", launch=1e-3, context=2**30), H100)
+    after = advise(run, None, machine)
+    assert "measured there" in after.head[1]
+    assert "assumed" in before.head[1]
+    assert after.predictions[0].time.total > 5 * before.predictions[0].time.total
+    assert after.predictions[0].memory.libraries == 2**30
+    assert "assumed" in advise(run, None, find_machine("1xL4", 1, None)).head[1], "these are the constants of another card"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "must have the keys source, bandwidth"),
+        (json.dumps({"source": "x"}), "must have the keys source, bandwidth"),
+        (json.dumps(asdict(ASSUMED) | {"launch": -1}), "launch must be a number of at least 0"),
+        (json.dumps(asdict(ASSUMED) | {"launch": "1"}), "launch must be a number of at least 0"),
+    ],
+)
+def test_damaged_files_are_refused(text, message):
+    save(ASSUMED, H100)
+    assert load(H100) == ASSUMED
+    path_of(H100).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(H100)
+
+
+def test_file_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "ddp_lab").write_text("a file")
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME to another directory"):
+        save(ASSUMED, H100)
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10", "A10"),
+        ("Tesla T4", None),
+    ],
+)
+def test_card_is_found_by_the_name_that_torch_reports(name, card):
+    found = card_called(name)
+    assert (found.name if found else None) == card
+
+
+def test_gpus_are_parsed_whatever_their_case():
+    assert parse_gpus("8xa100-40") == (8, CARDS["A100-40"])

@@ -1,0 +1,85 @@
+"""The formulas of the time of a step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ddp_lab.estimate.cards import CARDS
+from ddp_lab.estimate.constants import ASSUMED
+from ddp_lab.estimate.recorder import Operation
+from ddp_lab.estimate.step_time import Device, Links, StepTime, Work
+from ddp_lab.run.advise import Advisor, find_machine
+
+CARD = CARDS["H100"]
+IDEAL = replace(ASSUMED, float32=1.0, tf32=1.0, bf16=1.0, bandwidth=1.0, launch=1e-5, step=0.0, replay=1e-6)
+LINKS = Links(inside=100e9, between=10e9, per_node=4, latency=0.0)
+
+
+def test_kernel_takes_the_longer_of_computation_and_traffic():
+    device = Device(CARD, IDEAL)
+    assert device.seconds(Operation("matmul", torch.float32, 67 * 10**12, 1)) == pytest.approx(1)
+    assert device.seconds(Operation("convolution", torch.float32, 494 * 10**12, 1)) == pytest.approx(1)
+    assert device.seconds(Operation("matmul", torch.bfloat16, 989 * 10**12, 1)) == pytest.approx(1)
+    assert device.seconds(Operation("other", torch.float32, 0, 3350 * 10**9)) == pytest.approx(1)
+
+
+def test_launching_counts_only_where_the_device_waits():
+    device = Device(CARD, IDEAL)
+    assert device.launching(Work(2e-3, 100)) == 0
+    assert device.launching(Work(2e-4, 100)) == pytest.approx(8e-4)
+    assert Device(CARD, IDEAL, graph=True).launching(Work(2e-4, 100)) == pytest.approx(1e-4)
+
+
+def test_collectives_take_the_time_of_the_bytes_that_a_rank_sends():
+    assert LINKS.all_reduce(1e9, 4) == pytest.approx(2 * 3 / 4 * 1e9 / 100e9)
+    assert LINKS.gather(1e9, 4) == pytest.approx(3 / 4 * 1e9 / 100e9)
+    assert LINKS.all_reduce(1e9, 8) == pytest.approx(2 * 7 / 8 * 1e9 / 10e9), "the slowest link, between machines, decides"
+    assert LINKS.gather(1e9, 2, neighbours=4) == pytest.approx(1 / 2 * 1e9 / 10e9)
+    assert LINKS.all_reduce(1e9, 1) == 0
+
+
+def time_of(gpus: str, strategy: str, *overrides: str, nodes: int = 1) -> StepTime:
+    """Return the predicted time of one strategy, given as its overrides."""
+    machine = find_machine(gpus, nodes, None)
+    advisor = Advisor(["model=vit", "data=synthetic", *overrides], None, machine, ASSUMED)
+    (wanted,) = (candidate for candidate in advisor.candidates() if " ".join(candidate.overrides) == strategy)
+    return advisor.predict(wanted).time
+
+
+def test_larger_batches_and_slower_cards_take_longer():
+    small, slow = (time_of(gpus, "strategy=single", "batch_size=8192") for gpus in ("1xH100", "1xL4"))
+    large = time_of("1xH100", "strategy=single", "batch_size=65536")
+    assert large.compute > 6 * small.compute
+    assert slow.compute > 5 * small.compute
+
+
+def test_bubble_shrinks_with_micro_batches_and_launches_grow():
+    few, many = (
+        time_of(
+            "2xH100",
+            f"strategy=pipeline strategy.num_microbatches={m}",
+            "batch_size=65536",
+            "strategy=pipeline",
+            f"strategy.num_microbatches={m}",
+        )
+        for m in (2, 16)
+    )
+    assert few.bubble / few.total == pytest.approx(1 / 3, abs=0.05)
+    assert many.bubble / many.total < 0.08
+    assert many.launching > few.launching
+
+
+def test_links_between_machines_expose_communication():
+    near = time_of("4xH100", "strategy=scratch", "batch_size=4096")
+    far = time_of("2xH100", "strategy=scratch", "batch_size=4096", nodes=2)
+    assert far.communication > near.communication > 0
+    assert far.compute == pytest.approx(near.compute)
+
+
+def test_checkpointing_computes_the_forward_pass_again():
+    none, selective, block = (
+        time_of("4xH100", f"strategy=fsdp{mode}", "batch_size=65536").compute
+        for mode in ("", " strategy.checkpoint_activations=selective", " strategy.checkpoint_activations=block")
+    )
+    assert none < selective < block < 1.5 * none

@@ -1,0 +1,172 @@
+"""`python -m ddp_lab.advise`: what it prints and writes, and what it refuses."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from launches import launch
+
+from ddp_lab import advise as command
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.estimate.advice import Advice
+from ddp_lab.estimate.cards import CARDS, GiB
+from ddp_lab.estimate.report import as_json, best_of, memory_plot, table
+from ddp_lab.run.advise import Machine, advise, find_machine
+from ddp_lab.run.candidates import candidates
+
+SYNTHETIC = ["data=synthetic", "data.dataset.image_size=28"]
+VIT = ["model=vit", *SYNTHETIC]
+
+
+@cache
+def advised(*overrides: str, gpus: str = "4xH100", nodes: int = 1) -> Advice:
+    return advise(list(overrides), None, find_machine(gpus, nodes, None))
+
+
+def names(advice: Advice) -> list[str]:
+    return [prediction.name for prediction in advice.predictions]
+
+
+def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
+    files = f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png"
+    code, output = launch(f"python -m ddp_lab.advise --gpus 2xH100 batch_size=256 {files}")
+    assert code == 0, output
+    lines = output.splitlines()
+    assert lines[0].startswith("2 x H100 (79.1 GiB); 129,068 parameters, images 1x28x28, batch_size=256, float32")
+    assert lines[-1].startswith("  ")
+    assert lines[-2].startswith("Recommended: ")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "advice.json").read_text())
+    assert found.keys() == {"head", "card_memory", "predictions", "refused", "recommended", "conclusion"}
+    first = found["predictions"][0]
+    assert first.keys() == {
+        "overrides",
+        "devices",
+        "fits",
+        "memory",
+        "held",
+        "time",
+        "images_per_second",
+        "gpu_hours",
+        "launch",
+    }
+    memory = dict(first["memory"])
+    total, allocated = memory.pop("total"), memory.pop("allocated")
+    assert total == pytest.approx(sum(memory.values()))
+    assert total == pytest.approx(allocated + memory["libraries"])
+    assert first["held"]["parameters"] == 4 * 129_068
+    time = dict(first["time"])
+    assert time.pop("total") == pytest.approx(sum(time.values()))
+    assert found["refused"][0].keys() == {"overrides", "reason"}
+    assert (
+        lines[-1].split()
+        == next(each["launch"] for each in found["predictions"] if each["overrides"] == found["recommended"]).split()
+    )
+
+
+def test_every_strategy_and_mesh_is_predicted_or_refused_with_the_reason():
+    advice = advised(*VIT)
+    kinds = {prediction.overrides[0].removeprefix("strategy=") for prediction in advice.predictions}
+    assert kinds == {"single", "scratch", "dp", "ddp", "split", "pipeline", "ddp_pipeline", "tp", "fsdp", "mesh"}
+    assert {"mesh pp=2 tp=2 sequence_parallel=true", "mesh shard=2", "fsdp checkpoint_activations=block"} <= set(names(advice))
+    assert [refused.overrides for refused in advice.refused] == [["strategy=tp", "strategy.tp=4"]]
+    assert "10 units of head" in advice.refused[0].reason
+    assert all(prediction.memory.total > 0 and prediction.time.total > 0 for prediction in advice.predictions)
+
+
+def test_own_strategy_comes_first_with_its_options():
+    advice = advised(*VIT, "strategy=fsdp", "strategy.reshard_after_forward=false", gpus="2xH100")
+    assert names(advice)[0] == "fsdp reshard_after_forward=false"
+    kept, freed = (each for each in advice.predictions[:10] if each.name in ("fsdp", "fsdp reshard_after_forward=false"))
+    assert kept.memory.buckets > freed.memory.buckets
+
+
+def test_shards_and_checkpointing_take_less_memory():
+    advice = advised(*VIT, "optimizer=adamw", "batch_size=1024", "model.depth=8", gpus="2xH100")
+    memory = {prediction.name: prediction.memory.allocated for prediction in advice.predictions}
+    assert memory["fsdp"] < memory["ddp"] < memory["single"]
+    assert memory["fsdp checkpoint_activations=block"] < memory["fsdp checkpoint_activations=selective"] < memory["fsdp"]
+    assert memory["mesh tp=2 sequence_parallel=true"] < memory["mesh tp=2"]
+
+
+def test_what_does_not_fit_is_not_recommended():
+    card = CARDS["H100"]
+    fitting = advised(*VIT, "batch_size=4096", gpus="2xH100")
+    limit = sorted(prediction.memory.total for prediction in fitting.predictions)[3]
+    advice = advise([*VIT, "batch_size=4096"], None, Machine(replace(card, memory=limit), 2, 1, 50e9))
+    assert sum(prediction.fits for prediction in advice.predictions) == len(advice.ranked)
+    assert 4 <= len(advice.ranked) < len(advice.predictions)
+    assert advice.ranked[0].fits
+    assert "would not fit" in advice.conclusion
+    advice = advise([*VIT, "batch_size=4096"], None, Machine(replace(card, memory=GiB / 10), 2, 1, 50e9))
+    assert advice.ranked == []
+    assert advice.conclusion.startswith("Nothing fits: ")
+    assert "does not fit" in table(advice, everything=False)
+
+
+def test_several_machines_have_their_launch_line():
+    advice = advised(*VIT, gpus="2xH100", nodes=2)
+    ddp = next(prediction for prediction in advice.predictions if prediction.name == "ddp")
+    assert ddp.launch.startswith("torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --nproc_per_node=2 -m")
+    assert {"dp", "split"}.isdisjoint(names(advice)), "one process cannot use the GPUs of two machines"
+
+
+def test_tables_show_the_best_and_all_on_request():
+    advice = advised(*VIT)
+    short, long = table(advice, everything=False), table(advice, everything=True)
+    assert len(best_of(advice)) < len(advice.predictions)
+    assert f"and {len(advice.predictions) - len(best_of(advice))} more, which --all shows" in short
+    assert all(f"\n{prediction.name} " in long for prediction in advice.predictions)
+    assert "refused: strategy=tp strategy.tp=4: strategy.tp=4: the 10 units" in long
+    assert json.loads(json.dumps(as_json(advice)))["recommended"] == advice.ranked[0].overrides
+    assert memory_plot(best_of(advice), advice.memory).title.startswith("Predicted")
+
+
+REFUSED = {
+    "--gpus 2xH900": "--gpus 2xH900: must be here, or a number and a card such as 2xH100, of B200, H200",
+    "--gpus 0xH100": "--gpus 0xH100: must be here, or a number and a card",
+    "--gpus H100": "--gpus H100: must be here, or a number and a card",
+    "--gpus 2xH100 --nodes 0": "--nodes 0: must be an integer of at least 1",
+    "--gpus 2xH100 --link -1": "--link -1: must be a number above 0, in GB/s",
+    "--gpus 2xH100 --json /no/such/file.json": "--json /no/such/file.json: cannot be written: /no/such does not exist",
+    "--gpus 2xH100 --picture /no/such/file.png": "--picture /no/such/file.png: cannot be written",
+    "--gpus 2xH100 epochs=0": "epochs=0: must be an integer of at least 1",
+    "--gpus 2xH100 strategy=fsdp strategy.reshard_after_forward=3": "strategy.reshard_after_forward=3: must be",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_mistakes_on_the_command_line_are_refused(line, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["ddp_lab.advise", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert f"error: {REFUSED[line]}" in capfd.readouterr().err
+
+
+def test_ranks_of_torchrun_are_refused(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["ddp_lab.advise"])
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "ddp_lab.advise: runs in one process; start it without torchrun" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_gpus_here_without_a_gpu_are_refused():
+    with pytest.raises(ConfigError, match="--gpus here: there is no GPU here"):
+        find_machine("here", 1, None)
+
+
+def test_candidates_use_all_gpus_and_differ():
+    for gpus, per_node in ((1, 1), (2, 2), (6, 6), (8, 4)):
+        found = list(candidates(gpus, per_node, checkpointing=True))
+        lines = [" ".join(candidate.overrides) for candidate in found]
+        assert len(set(lines)) == len(lines)
+        for candidate in found:
+            options = candidate.options
+            assert gpus % (options.get("pp", 1) * options.get("tp", 1) * options.get("shard", 1)) == 0
