@@ -7,7 +7,7 @@ from typing import Literal
 
 # The values of the field `kind` of failure.json, from which scripts read why a launch failed. The text in its field `message`
 # is for people and may change.
-FailureKind = Literal["lost_rank", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"]
+FailureKind = Literal["lost_rank", "lost_node", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"]
 
 
 class ConfigError(Exception):

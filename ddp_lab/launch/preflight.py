@@ -180,7 +180,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
         return token.name
 
     token = root / runtime.agree("token", write)
-    problem = "" if runtime.local_rank else _try_token(token)
+    problem = "" if runtime.local_rank else _try_token(token, runtime.rank)
     problems = runtime.collect("token", problem)
 
     def conclude() -> Finding:
@@ -195,7 +195,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
     return _agree_on(runtime, "shared", conclude)
 
 
-def _try_token(token: Path) -> str:
+def _try_token(token: Path, rank: int) -> str:
     """Return what is wrong with the directory of `token` on this node; an empty text if nothing is wrong."""
     here = socket.gethostname()
     deadline = time.monotonic() + TOKEN_WAIT
@@ -203,7 +203,7 @@ def _try_token(token: Path) -> str:
         if time.monotonic() > deadline:
             return f"{here} does not see the file that rank 0 wrote there"
         time.sleep(0.1)
-    own = token.with_name(f"{token.name}-{here}-{os.getpid()}")
+    own = token.with_name(f"{token.name}-{rank}")
     try:
         own.touch()
         own.unlink()

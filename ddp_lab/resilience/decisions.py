@@ -143,9 +143,7 @@ class Decisions:
         combined = torch.cat(
             [torch.stack([first.to(self.runtime.device), ruined]), host.to(self.runtime.device, non_blocking=True)]
         )
-        if self.runtime.world_size > 1:
-            dist.all_reduce(combined, op=dist.ReduceOp.MAX)
-        return HostCopy(combined)
+        return HostCopy(self.runtime.all_reduce(combined, dist.ReduceOp.MAX))
 
     def _read(self, result: HostCopy, step: int) -> Agreement:
         first, ruined, preempted, unwritten, steps = result.read()

@@ -32,7 +32,6 @@ class RunDir:
     Attributes:
         path: `runs_dir`/`name`.
         restarted: whether torchrun has restarted the ranks of this launch, which then resumes its own checkpoints.
-        attempt: an id that is unique to this start of the ranks (a restart has another one).
         failure: the first line of the previous attempt's error message; None if it did not fail.
 
     Raises:
@@ -42,9 +41,10 @@ class RunDir:
     def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
         answer = runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, name, resume, label)))
         decided = json.loads(str(answer))  # never None
-        self.path, self.restarted, self.attempt = root / decided["name"], decided["restarted"], decided["attempt"]
+        self.path, self.restarted = root / decided["name"], decided["restarted"]
         self.failure = decided["failure"]
-        self.path.mkdir(parents=True, exist_ok=True)  # for a node that does not share rank 0's disk
+        if runtime.local_rank == 0:
+            self.path.mkdir(parents=True, exist_ok=True)  # for a node that does not share rank 0's disk
 
     def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
         launch = launch_id()
@@ -68,11 +68,9 @@ class RunDir:
                 f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose a directory that you can "
                 "write to"
             ) from None
-        attempt = f"{socket.gethostname()}-{os.getpid()}-{time.time()}"
         return {
             "name": name,
             "restarted": name == restarted,
-            "attempt": attempt,
             "failure": failure and failure["message"].splitlines()[0],
         }
 
@@ -140,7 +138,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def write_status(path: Path, status: Literal["running", "preempted", "finished", "failed"], epoch: int, step: int) -> None:
+def write_status(
+    path: Path,
+    status: Literal["running", "preempted", "finished", "failed"],
+    epoch: int,
+    step: int,
+    heartbeats: Path | None = None,
+) -> None:
     """Write `status.json` for scripts, because torchrun's exit code does not distinguish these outcomes.
 
     Args:
@@ -148,6 +152,8 @@ def write_status(path: Path, status: Literal["running", "preempted", "finished",
         status: the state of the launch.
         epoch: the last epoch that has been trained, at least in part.
         step: number of optimizer steps taken.
+        heartbeats: the file of the heartbeats on node 0, while the launch is running.
     """
-    now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-    write_json(path / "status.json", {"status": status, "epoch": epoch, "step": step, "time": now, "launch": run_id()})
+    record: dict[str, Any] = {"status": status, "epoch": epoch, "step": step, "launch": run_id()}
+    record["time"] = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    write_json(path / "status.json", record | ({"heartbeats": str(heartbeats)} if heartbeats else {}))

@@ -70,18 +70,6 @@ def is_alive(pid: int) -> bool:
         return True
 
 
-def machine() -> str:
-    """Return an identifier of the scope in which process ids are unique: one boot of this machine, one container.
-
-    If the kernel does not provide it (macOS, or /proc is hidden), the scope is the ranks of one torchrun agent, which have the
-    same parent process.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return f"{socket.gethostname()}-{os.getppid()}"
-
-
 def die_with_torchrun() -> None:
     """Arrange for this rank to be killed when its agent dies; otherwise it would survive a SIGKILL of the agent."""
     if run_id() is None:

@@ -1,6 +1,6 @@
 """The distributed environment: rank, devices, process group, and the key-value store of the ranks.
 
-Only this file and process.py read the environment variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
+Only this file, place.py and process.py read the environment variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
 """
 
 import gc
@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.world.place import Place
 from ddp_lab.world.process import die_with_torchrun, env_int
+from ddp_lab.world.store import CountedStore
 
-DECISION_TIMEOUT = timedelta(minutes=30)  # the longest wait is for a slow dataset download on another rank
 STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
 
 Answer = TypeVar("Answer", bound=str | None)
@@ -70,6 +71,7 @@ class Runtime:
     Attributes:
         rank, world_size: Index of this process and number of processes; 0 and 1 without torchrun.
         local_rank, local_world_size: The same, counting only the processes of this machine.
+        node, nodes: Index of this machine and number of machines.
         device: The device of this rank.
         devices: The devices that a one-process strategy may use: every visible GPU, the requested one, or the CPU. "auto" means
             the CUDA GPUs if there are any, else the CPU. A Mac's GPU (mps) must be requested: it has never been tested here.
@@ -78,18 +80,21 @@ class Runtime:
         device: The config key `device`.
         precision: "float32" or "bf16".
         timeout: Timeout of the collectives, in seconds.
+        place: Which rank this is; None: torchrun's environment variables say it.
 
     Raises:
         NodeError: The device does not exist, there are more ranks than GPUs, or the device does not support the precision.
         ConfigError: Several ranks were started with device=mps, or --max-restarts on several nodes needs another store.
     """
 
-    def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0):
-        self.rank, self.world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
-        self.local_rank, self.local_world_size = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
+    def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0, place: Place | None = None):
+        place = place or Place.of(os.environ)
+        self.rank, self.world_size = place.rank, place.world_size
+        self.local_rank, self.local_world_size = place.local_rank, place.local_world_size
+        self.node, self.nodes = place.node, place.nodes
         self.precision = precision
         self.timeout = timedelta(seconds=timeout)
-        self._store: Store | None = None
+        self._store: CountedStore | None = None
         self._questions = 0
         die_with_torchrun()
         self._refuse_restarts_over_a_shared_store()
@@ -172,17 +177,17 @@ class Runtime:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     @property
-    def store(self) -> Store:
+    def store(self) -> CountedStore:
         """The key-value store of the ranks; it can be used before the process group is open."""
         if self._store is None:
             if self.world_size == 1 and "MASTER_ADDR" not in os.environ:
-                self._store = HashStore()
+                self._store = CountedStore(HashStore())
             else:
-                store, _, _ = next(rendezvous("env://", timeout=self.timeout))
+                store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self.timeout))
                 # The agent's store outlives a restart, with the dead ranks' addresses in it, so each attempt has a prefix.
                 # Each agent counts its own attempts, so on several nodes the counts may differ.
                 attempt = 0 if self.several_nodes else env_int("TORCHELASTIC_RESTART_COUNT", 0)
-                self._store = PrefixStore(f"attempt_{attempt}", store)
+                self._store = CountedStore(PrefixStore(f"attempt_{attempt}", store))
         return self._store
 
     def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
@@ -201,7 +206,7 @@ class Runtime:
         self._questions += 1
         key = f"{key}/{self._questions}"  # the same key may be used again
         if per_node:
-            key = f"{key}/{env_int('GROUP_RANK', 0)}"
+            key = f"{key}/{self.node}"
         if (self.local_rank if per_node else self.rank) == 0:
             try:
                 answer = {"value": decide()}
@@ -210,7 +215,7 @@ class Runtime:
                 raise
             self.store.set(key, json.dumps(answer))
             return answer["value"]
-        self.store.wait([key], DECISION_TIMEOUT)
+        self.store.wait([key])
         answer = json.loads(self.store.get(key))
         if "error" in answer:
             raise ConfigError(answer["error"])
@@ -233,8 +238,8 @@ class Runtime:
         self.store.set(keys[self.rank], value)
         if self.rank != 0:
             return None
-        self.store.wait(keys, DECISION_TIMEOUT)
-        return [answer.decode() for answer in self.store.multi_get(keys)]
+        self.store.wait(keys)
+        return self.store.multi_get(keys)
 
     def open_group(self) -> None:
         """Open the process group if it is not open: NCCL between GPUs, gloo between CPUs."""
@@ -243,7 +248,7 @@ class Runtime:
         cuda = self.device.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=PrefixStore("group", self.store),
+            store=PrefixStore("group", self.store.base),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -269,10 +274,10 @@ class Runtime:
             groups if len(groups) > 1 else groups[0], self.device.type, ranks, mesh_dim_names=tuple(axes)
         )
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks in place, and return it."""
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Sum `tensor` over all ranks in place, or combine it by another operation, and return it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, op)
         return tensor
 
     def __enter__(self) -> "Runtime":

@@ -14,7 +14,7 @@ import pytest
 import torch
 import warm
 import yaml
-from launches import ROOT, SMALL, SUPPORT, launch, read_metrics
+from launches import ROOT, SMALL, SUPPORT, launch, read_heartbeat, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
 
 from ddp_lab.launch.command_line import quote
@@ -227,7 +227,7 @@ def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_
     overrides = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
     job = Job(cluster, tmp_path, ["--nodes=1"], *overrides)
     job.train(epochs=2)
-    writer = json.loads((job.dir / "ranks" / "0.json").read_text())["pid"]
+    writer = read_heartbeat(job.dir, 0)["pid"]
     torchrun = parent(writer)
     daemon = parent(parent(torchrun))  # slurmstepd of this job step; a shell is between it and torchrun
     before = (job.dir / "metrics.jsonl").read_text()
@@ -290,14 +290,14 @@ def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
     assert first.keys() == names, output
 
     cluster.run("scontrol", "release", first["strategy=ddp"])
-    wait_for("hang", lambda: (sweep / "strategy=ddp" / "ranks" / "1.json").exists(), 300, report)
+    wait_for("hang", lambda: read_heartbeat(sweep / "strategy=ddp", 1), 300, report)
     code, output = launch(SWEEP, *line, *hang)
     assert code == 0, output
     states = {"strategy=scratch": "PENDING", "strategy=ddp": "RUNNING", "strategy=single": "PENDING"}
     assert all(f"[{name}] already in the queue: job {first[name]} {states[name]}\n" in output for name in names), output
     assert submitted(output) == {}
     cluster.run("scancel", first["strategy=scratch"], first["strategy=single"])
-    os.kill(json.loads((sweep / "strategy=ddp" / "ranks" / "0.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(read_heartbeat(sweep / "strategy=ddp", 0)["pid"], signal.SIGKILL)
     wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 300, report)
 
     go = f"hydra.launcher.sbatch=[{output_option}]"

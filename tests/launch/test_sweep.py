@@ -9,14 +9,14 @@ import time
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from launches import ROOT, SMALL, finish, launch, read_metrics, start
+from launches import ROOT, SMALL, finish, launch, read_heartbeat, read_metrics, start
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.command_line import quote
 from ddp_lab.launch.sweep import LONGEST, Job, directory_name, is_finished
 from ddp_lab.launch.torchrun import TorchrunLauncher, describe
-from ddp_lab.resilience.run_directory import read_json, write_status
+from ddp_lab.resilience.run_directory import write_status
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"
 
@@ -74,7 +74,7 @@ def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
     line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
     process = start(SWEEP, *line, "data.dataset.train_size=240000", "checkpoint.every_epochs=1")
     deadline = time.monotonic() + 120
-    while not any(read_json(path)["step"] > 0 for path in (tmp_path / "sweep").glob("*/ranks/1.json")):
+    while not any((read_heartbeat(path, 1) or {"step": 0})["step"] > 0 for path in (tmp_path / "sweep").glob("*")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import NARROW, SMALL, finish, launch, read_metrics, start
+from launches import NARROW, SMALL, finish, launch, read_heartbeat, read_metrics, start
 
-from ddp_lab.resilience.watchdog import Watchdog, suspicion
+from ddp_lab.resilience.overview import suspicion
+from ddp_lab.resilience.watchdog import Watchdog
+from ddp_lab.world.runtime import Runtime
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
 STEPS = 5  # per epoch of SMALL
@@ -140,7 +142,7 @@ def test_first_failure_is_reported_once_and_nothing_hangs(fault, tmp_path):
 def test_frozen_rank_is_named(tmp_path):
     """A suspended process cannot report anything itself."""
     process = start(DDP, *overrides(tmp_path, "frozen", "timeout=5", "epochs=100000"))
-    frozen = wait_for(tmp_path / "frozen" / "ranks" / "1.json", lambda record: record["step"] > 10)
+    frozen = wait_for(tmp_path / "frozen", 1, lambda record: record["step"] > 10)
     os.kill(frozen["pid"], signal.SIGSTOP)
     try:
         code, output = finish(process, timeout=120)  # torchrun gives a rank 30 s to end
@@ -164,15 +166,15 @@ def test_rank_frozen_after_a_collective_is_named_and_not_those_waiting_in_it():
 
 def test_heartbeat_of_a_rank_that_loads_for_long_shows_loading(tmp_path):
     """The watchdog's thread writes it: the loop writes no heartbeat in this phase."""
-    run_dir, runtime = SimpleNamespace(path=tmp_path, attempt=0), SimpleNamespace(rank=0, world_size=1)
-    watch = Watchdog(run_dir, runtime, timeout=60).__enter__()  # with `with`, a failing assertion would exit this process
+    watch = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu"), timeout=60).__enter__()  # `with` exits after a failure
+    path = Path(status(tmp_path)["heartbeats"])
     try:
         watch.at("training", 1, 7)
         watch.at("loading", 1, 8)
-        wait_for(tmp_path / "ranks" / "0.json", lambda record: (record["doing"], record["step"]) == ("loading", 8), 10)
+        wait_for(tmp_path, 0, lambda record: (record["doing"], record["step"]) == ("loading", 8), 10)
     finally:
         watch.stop()
-    assert json.loads((tmp_path / "ranks" / "0.json").read_text())["doing"] == "done"
+    assert not path.parent.exists()
 
 
 def test_rank_with_fewer_steps_ends_the_launch(tmp_path):
@@ -213,26 +215,24 @@ def test_equal_replicas_pass_check_replicas(more, tmp_path):
     assert code == 0, output
 
 
-def wait_for(path: Path, holds, timeout: float = 60) -> dict:
-    """Wait until the JSON file exists and `holds` returns true for its content; return the content."""
+def wait_for(run_dir: Path, rank: int, holds, timeout: float = 60) -> dict:
+    """Wait until `holds` returns true for the heartbeat of a rank of the running launch; return the heartbeat."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        try:
-            record = json.loads(path.read_text())
-            if holds(record):
-                return record
-        except (OSError, ValueError):
-            pass
+        record = read_heartbeat(run_dir, rank)
+        if record and holds(record):
+            return record
         time.sleep(0.1)
-    raise AssertionError(f"{path}: the expected content did not appear within {timeout} s")
+    raise AssertionError(f"{run_dir}: rank {rank} did not write the expected heartbeat within {timeout} s")
 
 
 def test_loss_not_finite_stops_all_ranks_at_the_same_step(tmp_path):
     code, output = launch(DDP, *overrides(tmp_path, "stopped", "inject=nan@rank=1,step=8"))
     assert code == 1
     assert "the loss of step 8 (epoch 2) is not finite, on rank 1 first" in output.split("Root Cause")[1]
-    records = [json.loads(path.read_text()) for path in (tmp_path / "stopped" / "ranks").glob("*.json")]
-    assert len({record["step"] for record in records}) == 1
+    record = failure(tmp_path / "stopped")
+    assert [other["rank"] for other in record["others"]] == [0]
+    assert record["others"][0]["step"] == record["step"]
     assert (failure(tmp_path / "stopped")["kind"], failure(tmp_path / "stopped")["rank"]) == ("not_finite", 1)
     assert list((tmp_path / "stopped").glob("checkpoints/*.pt"))
     for path in (tmp_path / "stopped").glob("checkpoints/*.pt"):
@@ -272,7 +272,7 @@ def test_preemption_of_one_rank_saves_and_the_run_resumes(number, tmp_path, undi
     """One rank receives the signal; all ranks exit after the same step. The run is then started again."""
     line = overrides(tmp_path, "preempted", "inject=slow@rank=0,step=8")
     process = start(DDP, *line)
-    signalled = wait_for(tmp_path / "preempted" / "ranks" / "1.json", lambda record: record["step"] == 8)
+    signalled = wait_for(tmp_path / "preempted", 1, lambda record: record["step"] == 8)
     os.kill(signalled["pid"], number)
     code, output = finish(process, timeout=60)
     assert code == 0, output
@@ -285,7 +285,7 @@ def test_preemption_of_one_rank_saves_and_the_run_resumes(number, tmp_path, undi
 
 def test_sigterm_to_torchrun_preempts(tmp_path):
     process = start(DDP, *overrides(tmp_path, "signalled", "epochs=100000"))
-    wait_for(tmp_path / "signalled" / "ranks" / "1.json", lambda record: record["step"] > 10)
+    wait_for(tmp_path / "signalled", 1, lambda record: record["step"] > 10)
     asked = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     finish(process, timeout=60)
@@ -298,7 +298,7 @@ def test_sigterm_to_torchrun_preempts(tmp_path):
 def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     """A terminal sends SIGINT to all processes, and torchrun sends it to its ranks once more."""
     process = start(line, *overrides(tmp_path, "mine", "epochs=100000"))
-    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
+    wait_for(tmp_path / "mine", 0, lambda record: record["step"] > 10)
     os.killpg(process.pid, signal.SIGINT)
     ended, output = finish(process, timeout=60)
     assert ended == code, output
@@ -311,7 +311,7 @@ def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path, undisturbed):
     """The run exits within seconds and the next launch repeats the evaluation; the epoch's training is not lost."""
     line = overrides(tmp_path, "long")
     process = start(DDP, *line, "data.dataset.test_size=150000")
-    wait_for(tmp_path / "long" / "ranks" / "1.json", lambda record: record["doing"] == "evaluating", 120)
+    wait_for(tmp_path / "long", 1, lambda record: record["doing"] == "evaluating", 120)
     asked = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     _, output = finish(process, timeout=60)
@@ -333,7 +333,7 @@ def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
     process = start(
         "python train.py", *overrides(tmp_path, "mine", "epochs=100000", "data.loader=workers", "data.num_workers=2")
     )
-    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] > 10)
+    wait_for(tmp_path / "mine", 0, lambda record: record["step"] > 10)
     os.killpg(process.pid, signal.SIGTERM)
     code, output = finish(process, timeout=60)
     assert code == 75, output
@@ -342,7 +342,7 @@ def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
 
 def test_no_rank_outlives_torchrun(tmp_path):
     process = start(DDP, *overrides(tmp_path, "orphans", "epochs=100000"))
-    pids = [wait_for(tmp_path / "orphans" / "ranks" / f"{rank}.json", lambda r: r["step"] > 10)["pid"] for rank in (0, 1)]
+    pids = [wait_for(tmp_path / "orphans", rank, lambda r: r["step"] > 10)["pid"] for rank in (0, 1)]
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
     deadline = time.monotonic() + 10
@@ -353,7 +353,7 @@ def test_no_rank_outlives_torchrun(tmp_path):
 
 def test_second_writer_is_refused(tmp_path):
     process = start("python train.py", *overrides(tmp_path, "mine", "inject=hang@rank=0,step=8"))
-    wait_for(tmp_path / "mine" / "ranks" / "0.json", lambda record: record["step"] == 8)
+    wait_for(tmp_path / "mine", 0, lambda record: record["step"] == 8)
     code, output = launch("python train.py", *overrides(tmp_path, "mine"))
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
@@ -391,7 +391,7 @@ def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
 def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
     line = overrides(tmp_path, "full", "checkpoint.on_error=continue", "inject=disk_full@rank=0,step=7")
     process = start("python train.py", *line, "epochs=100000")
-    wait_for(tmp_path / "full" / "ranks" / "0.json", lambda record: record["step"] > 10)
+    wait_for(tmp_path / "full", 0, lambda record: record["step"] > 10)
     os.kill(process.pid, signal.SIGTERM)
     code, output = finish(process, timeout=60)
     assert code == 75, output

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 from ddp_lab.config.errors import SampleError
 from ddp_lab.resilience.watchdog import Watchdog
+from ddp_lab.world.place import Place
+from ddp_lab.world.runtime import Runtime
 
 
 def test_sample_that_cannot_be_read_is_reported_without_a_traceback(tmp_path, capsys):
-    runtime = SimpleNamespace(rank=1, world_size=1)
-    watchdog = Watchdog(SimpleNamespace(path=tmp_path, attempt="a"), runtime, timeout=60)
+    place = Place(rank=1)
+    watchdog = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), 60, tmp_path).__enter__()
     watchdog.failed(SampleError("sample 5 cannot be read"))
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert (failure["kind"], failure["rank"]) == ("exception", 1)

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch.distributed as dist
 import warm as warm_launches
 
+from ddp_lab.resilience.node_board import PAGE, RANKS, parse
+
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 SMALL = [
@@ -109,6 +111,16 @@ def launch_on_terminal(line: str, *more: str) -> str:
     os.close(ours)
     assert code == 0, output
     return b"".join(written).decode()
+
+
+def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
+    """Return the heartbeat of a rank of node 0 while its launch is running; None if it has written none yet."""
+    try:
+        board = json.loads((run_dir / "status.json").read_text())["heartbeats"]
+        with open(board, "rb") as file:
+            return parse(os.pread(file.fileno(), PAGE, (RANKS + rank) * PAGE))
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
     """Assert that the run directory contains all promised files, and each record once."""
     found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
-    kept = {"config.yaml", "data.json", "metrics.jsonl", "train.log", "events.out", "checkpoints", "ranks", "status.json"}
+    kept = {"config.yaml", "data.json", "metrics.jsonl", "train.log", "events.out", "checkpoints", "status.json"}
     kept |= {"curves.png", "confusion.png", "classes.csv"}
     assert found == kept
     assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"

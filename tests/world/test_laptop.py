@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,7 +23,7 @@ from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.sums import sum_dtype
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.tally import Tally
-from ddp_lab.world.process import is_alive, machine, start_time
+from ddp_lab.world.process import is_alive, start_time
 from ddp_lab.world.runtime import Runtime, find_device, list_devices
 
 HIDE_PROC = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
@@ -87,13 +85,6 @@ def test_start_time_distinguishes_processes(platform, monkeypatch):
         assert "" not in (start_time(os.getpid()), start_time(other.pid))
         assert start_time(os.getpid()) != start_time(other.pid)
     assert start_time(other.pid) == ""
-
-
-def test_machine_without_proc_is_shared_by_the_ranks_of_one_agent(monkeypatch):
-    in_proc = machine()
-    monkeypatch.setattr(Path, "read_text", refuse(FileNotFoundError()))
-    assert machine().endswith(f"-{os.getppid()}")
-    assert machine() != in_proc
 
 
 AGENT = """
@@ -209,7 +200,7 @@ def test_decisions_do_not_depend_on_the_dtype_of_the_sums(monkeypatch):
     decided = []
     for dtype in (torch.float32, torch.float64):
         monkeypatch.setattr("ddp_lab.training.tally.sum_dtype", lambda device, dtype=dtype: dtype)
-        runtime = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+        runtime = Runtime("cpu")
         decisions, tally = Decisions(runtime), Tally(runtime.device)
         decisions.begin(0, tally)
         for loss in (1.0, float("nan"), 1.0):

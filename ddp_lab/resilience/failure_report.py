@@ -1,0 +1,84 @@
+"""The report of a launch's first failure: on the screen, in failure.json and in status.json, by one rank only."""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.config.errors import FailureKind
+from ddp_lab.resilience.node_board import Heartbeat
+from ddp_lab.resilience.overview import LISTED, Overview, suspicion
+from ddp_lab.resilience.run_directory import write_status
+from ddp_lab.world.process import show
+
+FILE = "failure.json"
+SHOWN = ("rank", "host", "epoch", "step", "doing")  # what is reported of the other ranks
+
+
+@dataclass
+class Others:
+    """The ranks that have not failed first.
+
+    Attributes:
+        listed: heartbeats of at most LISTED ranks, by rank: of the reporting rank's node, and those with the least progress.
+        summary: what all ranks of the launch do; None if all but the failed one are listed.
+    """
+
+    listed: list[Heartbeat]
+    summary: str | None
+
+    @classmethod
+    def of(cls, failed: int, world_size: int, near: list[Heartbeat], everyone: Overview | None) -> "Others":
+        """Return the ranks other than `failed`.
+
+        Args:
+            near: the heartbeats of the reporting rank's node.
+            everyone: the overview of all ranks; None if they are all on this node.
+        """
+        everyone = everyone or Overview.of(near)
+        known = {beat["rank"]: beat for beat in [*near, *everyone.least]}
+        known |= {beat["rank"]: beat for beat in near}  # which are newer
+        known.pop(failed, None)
+        listed = sorted(known.values(), key=lambda beat: (beat not in near, suspicion(beat)))[:LISTED]
+        return cls(sorted(listed, key=lambda beat: beat["rank"]), str(everyone) if len(listed) < world_size - 1 else None)
+
+    def __str__(self) -> str:
+        text = "; ".join(f"rank {beat['rank']} {beat['doing']}, step {beat['step']}" for beat in self.listed)
+        return text + (f". All ranks: {self.summary}" if self.summary else "")
+
+
+def describe(who: Heartbeat, what: str, others: Others) -> str:
+    """Return the message about a failure of the rank with the heartbeat `who`."""
+    place = f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step {who['step']}"
+    message = f"error: {place}, {who['doing']}: {what.rstrip()}"
+    return f"{message}\nThe other ranks at that time: {others}" if others.listed else message
+
+
+def report(run_dir: Path, reporter: int, who: Heartbeat, kind: FailureKind, message: str, others: Others) -> bool:
+    """Write and print a failure if it is the launch's first. Return whether it is.
+
+    Args:
+        reporter: the rank that reports.
+        who: the heartbeat of the rank that failed.
+    """
+    path = run_dir / FILE
+    listed = [{key: beat[key] for key in SHOWN} for beat in others.listed]
+    record: dict[str, Any] = {**who, "kind": kind, "message": message, "others": listed, "all": others.summary}
+    record |= {"reported_by": reporter, "time": time.time()}
+    temporary = path.with_name(f".failure.{reporter}.{os.getpid()}")
+    try:
+        if path.exists():
+            return False
+        temporary.write_text(json.dumps(record, indent=1))
+        os.link(temporary, path)  # unlike a rename, this fails if the file exists: only the first failure is reported
+        temporary.unlink()
+        write_status(run_dir, "failed", who["epoch"], who["step"])
+    except FileExistsError:
+        temporary.unlink()
+        return False
+    except OSError as error:  # a full disk or a removed directory: the failure is only printed
+        message += f"\n(failure.json could not be written in {run_dir}: {error.strerror})"
+    show(f"{message}\nDetails: {run_dir}/train*.log, {path}", int(who["since"]) - 1)
+    return True
