@@ -1,0 +1,187 @@
+"""Simulated ranks for scale_sim.py: threads that run the control plane of ddp_lab, and sleep where a rank would compute.
+
+Start, agreement, watchdog, decisions, run directory and store are those of ddp_lab. Simulated are the steps (sleep), the
+all-reduce (over pipes to scale_sim.py) and what would end the process of a rank (its thread ends instead).
+"""
+
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from ddp_lab.launch.preflight import check_network, check_storage
+from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.resilience.watchdog import Watchdog
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.tally import Tally
+from ddp_lab.world.place import Place
+from ddp_lab.world.runtime import Runtime
+from scripts.scale_files import FileCounter
+
+DIGEST = "0" * 64  # of the dataset
+
+
+@dataclass
+class Spec:
+    """The ranks of one process.
+
+    Attributes:
+        places: of the ranks.
+        port: of the store.
+        runs_dir: the shared directory.
+        memory: a directory in memory, in which each node makes its own.
+        step_seconds: duration of a step.
+        timeout: of the watchdog.
+    """
+
+    places: list[Place]
+    port: int
+    runs_dir: str
+    memory: str
+    step_seconds: float
+    timeout: float
+
+
+class Peers:
+    """The all-reduce of this process's ranks among each other and, through the pipe, with those of other processes.
+
+    A rank waits in a function of torch, as in a real collective: the watchdog recognises it by that.
+    """
+
+    def __init__(self, ranks: int, pipe: Connection):
+        self.ranks, self.pipe = ranks, pipe
+        self.sending, self._lock = threading.Lock(), threading.Lock()
+        self._rounds: dict[int, tuple[Future[list[float]], list[list[float]]]] = {}
+
+    def send(self, *message: Any) -> None:
+        """Send a message to scale_sim.py."""
+        with self.sending:
+            self.pipe.send(message)
+
+    def maximum(self, number: int, values: list[float]) -> list[float]:
+        """Return the element-wise maximum over all ranks. All ranks call it with the same `number`."""
+        with self._lock:
+            future, given = self._rounds.setdefault(number, (Future(), []))
+            given.append(values)
+            complete = len(given) == self.ranks
+        if complete:
+            self.send("reduce", number, [max(column) for column in zip(*given, strict=True)])
+        return future.wait()
+
+    def deliver(self, number: int, values: list[float]) -> None:
+        """Set the result that scale_sim.py has sent."""
+        with self._lock:
+            future, _ = self._rounds.pop(number)
+        future.set_result(values)
+
+
+class SimulatedRuntime(Runtime):
+    """A runtime whose process group is simulated."""
+
+    def __init__(self, place: Place, peers: Peers):
+        super().__init__("cpu", timeout=300, place=place)
+        self.peers, self.reduced = peers, 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> torch.Tensor:
+        self.reduced += 1
+        return tensor.copy_(torch.tensor(self.peers.maximum(self.reduced, tensor.tolist()), dtype=tensor.dtype))
+
+
+class SimulatedWatchdog(Watchdog):
+    """A watchdog that reports when its rank learns of a failure, and ends its thread where the real one ends the process."""
+
+    def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, memory: Path):
+        super().__init__(run_dir, runtime, timeout, memory)
+        self.peers = runtime.peers
+
+    def leave(self, grace: float) -> NoReturn:
+        self.peers.send("knows", self.rank, time.time())
+        raise SystemExit
+
+
+class Rank:
+    """One simulated rank.
+
+    Attributes:
+        hangs: set to let it hang in its next step.
+    """
+
+    def __init__(self, spec: Spec, place: Place, peers: Peers):
+        self.spec, self.peers = spec, peers
+        self.runtime = SimulatedRuntime(place, peers)
+        self.decisions = Decisions(self.runtime)
+        self.hangs = False
+        threading.Thread(target=self._run, name=f"rank {place.rank}", daemon=True).start()
+
+    def _run(self) -> None:
+        runtime, spec = self.runtime, self.spec
+        check_network(runtime)
+        runtime.agree("progress", lambda: None)
+        runtime.collect("dataset", DIGEST)
+        runtime.agree("same dataset", lambda: None)
+        check_storage(runtime, Path(spec.runs_dir), "run", checkpoint=0, keep=2, best=True, on_error="stop")
+        run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
+        memory = Path(spec.memory) / f"node{runtime.node}"
+        memory.mkdir(parents=True, exist_ok=True)
+        watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, memory).__enter__()  # leaving it would end the process
+        self.peers.send("trains", runtime.rank, time.time())
+        self.decisions.begin(0, Tally(runtime.device))
+        step = self._train(watchdog)
+        self.peers.send("stops", runtime.rank, time.time())
+        watchdog.end("preempted", Progress(step=step))
+        watchdog.stop()
+        self.peers.send("ends", runtime.rank, time.time())
+
+    def _train(self, watchdog: Watchdog) -> int:
+        """Take steps until the ranks agree to stop, and return their number."""
+        step = 0
+        while True:
+            step += 1
+            watchdog.at("loading", 1, step)
+            watchdog.at("training", 1, step)
+            if self.hangs:
+                time.sleep(3600)
+            time.sleep(self.spec.step_seconds)
+            self.runtime.all_reduce(torch.zeros(1))
+            if self.decisions.due(step):
+                watchdog.at("deciding")
+                agreed = self.decisions.after(step, unwritten=False)
+                if agreed and agreed.preempted:
+                    return step
+
+
+def run(spec: Spec, pipe: Connection) -> None:
+    """Run the ranks of a process, and do what scale_sim.py asks for, until it closes the pipe."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up the address of the store's host for every connection
+    torch.set_num_threads(1)
+    threading.stack_size(512 * 1024)
+    files = FileCounter(spec.runs_dir)
+    peers = Peers(len(spec.places), pipe)
+    ranks = {place.rank: Rank(spec, place, peers) for place in spec.places}
+    while True:
+        try:
+            what, *values = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if what == "result":
+            peers.deliver(*values)
+        elif what == "hang":
+            ranks[values[0]].hangs = True
+        elif what == "preempt":
+            ranks[values[0]].decisions.preempted = True  # as its signal handler does
+        elif what == "count":
+            traffic = [rank.runtime.store.traffic for rank in ranks.values()]
+            memory = psutil.Process().memory_full_info().uss
+            operations = sum((one.operations for one in traffic), Counter[str]())
+            peers.send("counts", operations, sum(one.size for one in traffic), files.counts, memory)
