@@ -131,7 +131,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={option}: there is no such option; allowed: {', '.join(sorted(error.options))}"
-    if unknown := re.match(r"Could not override '([\w.@/]+)'", text):
+    if unknown := re.match(r"Could not override '(?!hydra\.)([\w.@/]+)'", text):
         return explain_unknown_key(unknown[1])
     return text.split(" See https")[0] + ". Overrides look like key=value: python -m ddp_lab --help"
 
@@ -143,7 +143,8 @@ def explain_unknown_key(key: str) -> str:
     """
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     config_dir, arguments = split_config_dir(sys.argv[1:])
-    node = compose_config([override for override in arguments if override.split("=")[0] in groups], config_dir)
+    chosen = [override for override in arguments if override.split("=")[0] in groups and "," not in override]  # not a sweep
+    node = compose_config(chosen, config_dir)
     path = key.split(".")
     while len(path) > 1 and isinstance(node.get(path[0]), DictConfig):
         node = node[path.pop(0)]

@@ -30,7 +30,7 @@ class Job:
     Attributes:
         name: Name of its run directory: the overrides that are not common to all jobs.
         overrides: Command-line arguments of the job: Hydra overrides, after the option --config-dir of the sweep, if any.
-        run_dir: Its run directory.
+        run_dir: Its run directory, as this machine sees it.
         epochs: Number of epochs after which it is finished.
         one_process: Whether its strategy drives all devices from one process.
     """
@@ -64,6 +64,11 @@ class SweepLauncher(Launcher):
     def sweep_dir(self) -> Path:
         return Path(self.config.hydra.sweep.dir).resolve()
 
+    @property
+    def runs_dir(self) -> Path:
+        """The directory of the run directories, as the jobs see it."""
+        return self.sweep_dir
+
     def jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Job]:
         """Return the jobs of the sweep.
 
@@ -81,7 +86,7 @@ class SweepLauncher(Launcher):
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(all_overrides))
             name = directory_name([override for override in overrides if override not in shared])
             refuse_another(self.sweep_dir / name, cfg)
-            overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
+            overrides += [f"runs_dir={quote(str(self.runs_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
             jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, one_process))
         return jobs

@@ -3,9 +3,10 @@
 import sys
 
 import pytest
+from hydra.errors import ConfigCompositionException
 
 from ddp_lab.config.errors import SampleError
-from ddp_lab.launch.command_line import explain_unknown_key, user_errors
+from ddp_lab.launch.command_line import explain, explain_unknown_key, user_errors
 
 
 @pytest.mark.parametrize(
@@ -23,12 +24,23 @@ from ddp_lab.launch.command_line import explain_unknown_key, user_errors
             "model.hiden",
             "model.hiden=8: there is no such key",
         ),
+        (["strategy=ddp,fsdp", "batchsize=3"], "batchsize", "batchsize=3: there is no such key; did you mean batch_size?"),
         (["checkpoint.hidden=8"], "checkpoint.hidden", "checkpoint.hidden=8: there is no such key"),
     ],
 )
 def test_key_that_is_not_set_is_explained(overrides, key, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
     assert message in explain_unknown_key(key)
+
+
+def test_unknown_option_of_a_launcher_is_explained_in_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "hydra.launcher.x=1", "strategy=ddp,fsdp"])
+    error = ConfigCompositionException(
+        "Could not override 'hydra.launcher.x'.\nTo append to your config use +hydra.launcher.x=1"
+    )
+    assert explain(error).startswith(
+        "Could not override 'hydra.launcher.x'. To append to your config use +hydra.launcher.x=1. "
+    )
 
 
 def test_sample_that_cannot_be_read_is_reported_by_the_rank_that_read_it(monkeypatch, capsys):

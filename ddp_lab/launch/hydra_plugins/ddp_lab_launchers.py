@@ -1,6 +1,6 @@
 """The launchers as Hydra plug-ins: Hydra finds only classes that are defined in a package called hydra_plugins."""
 
-from ddp_lab.launch import slurm, torchrun
+from ddp_lab.launch import kubernetes, slurm, torchrun
 
 
 class TorchrunLauncher(torchrun.TorchrunLauncher):
@@ -9,3 +9,7 @@ class TorchrunLauncher(torchrun.TorchrunLauncher):
 
 class SlurmLauncher(slurm.SlurmLauncher):
     """The launcher of hydra/launcher=slurm."""
+
+
+class KubernetesLauncher(kubernetes.KubernetesLauncher):
+    """The launcher of hydra/launcher=kubernetes."""
