@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.world.attempt import agree_on_attempt
 from ddp_lab.world.place import Place
 from ddp_lab.world.process import die_with_torchrun, env_int
-from ddp_lab.world.store import CountedStore
+from ddp_lab.world.store import DECISION_TIMEOUT, CountedStore
 
 STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
 
@@ -84,7 +85,7 @@ class Runtime:
 
     Raises:
         NodeError: The device does not exist, there are more ranks than GPUs, or the device does not support the precision.
-        ConfigError: Several ranks were started with device=mps, or --max-restarts on several nodes needs another store.
+        ConfigError: Several ranks were started with device=mps.
     """
 
     def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0, place: Place | None = None):
@@ -97,7 +98,6 @@ class Runtime:
         self._store: CountedStore | None = None
         self._questions = 0
         die_with_torchrun()
-        self._refuse_restarts_over_a_shared_store()
         self.devices = self._choose_devices(device)
         self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
         if self.device.type == "cuda":
@@ -152,14 +152,6 @@ class Runtime:
         """Whether torchrun's agent opens the store before any rank starts; otherwise rank 0 opens it."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    def _refuse_restarts_over_a_shared_store(self) -> None:
-        if self.several_nodes and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0 and self.agent_keeps_store:
-            raise ConfigError(
-                "--max-restarts on several nodes: restarted ranks would read the addresses of dead ranks from torchrun's "
-                "store, and often hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, as "
-                "scripts/slurm/train.sbatch does"
-            )
-
     @contextmanager
     def side_stream(self) -> Generator[None, None, None]:
         """Queue all work on a CUDA stream other than the default one, from which CUDA graphs cannot be captured.
@@ -178,17 +170,21 @@ class Runtime:
 
     @property
     def store(self) -> CountedStore:
-        """The key-value store of the ranks; it can be used before the process group is open."""
+        """The key-value store of the ranks; it can be used before the process group is open. Collective the first time."""
         if self._store is None:
             if self.world_size == 1 and "MASTER_ADDR" not in os.environ:
                 self._store = CountedStore(HashStore())
             else:
                 store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self.timeout))
-                # The agent's store outlives a restart, with the dead ranks' addresses in it, so each attempt has a prefix.
-                # Each agent counts its own attempts, so on several nodes the counts may differ.
-                attempt = 0 if self.several_nodes else env_int("TORCHELASTIC_RESTART_COUNT", 0)
-                self._store = CountedStore(PrefixStore(f"attempt_{attempt}", store))
+                self._store = CountedStore(PrefixStore(f"attempt_{self._attempt(store)}", store))
         return self._store
+
+    def _attempt(self, store: Store) -> str:
+        """Return a name of this start: the agent's store outlives a restart, with the dead ranks' addresses in it."""
+        if self.several_nodes and self.agent_keeps_store:
+            return agree_on_attempt(store, self.rank, self.world_size, DECISION_TIMEOUT)
+        # Each agent counts its own restarts. Over several nodes, a store that rank 0 keeps is new at each start.
+        return "0" if self.several_nodes else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
     def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
         """Run `decide` on one rank and return its answer on every rank. Collective; it does not need the process group.

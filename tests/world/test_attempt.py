@@ -1,0 +1,49 @@
+"""The ranks of several nodes agree on a name for each start, in a store that outlives restarts."""
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import DistError, TCPStore
+
+from ddp_lab.world.attempt import agree_on_attempt
+
+RANKS = 3
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
+
+
+@pytest.fixture(scope="module")
+def server() -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def start(server: TCPStore, order: Iterable[int], pause: float = 0.0) -> list[str]:
+    """Start ranks in this order, each `pause` seconds after the one before, and return the names in order of rank."""
+    with ThreadPoolExecutor(RANKS) as pool:
+        results = {}
+        for rank in order:
+            client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+            results[rank] = pool.submit(agree_on_attempt, client, rank, RANKS, LONG)
+            threading.Event().wait(pause)
+        return [results[rank].result() for rank in range(RANKS)]
+
+
+def test_ranks_of_a_start_get_one_name_and_never_that_of_an_earlier_start(server):
+    orders = [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]]
+    names = [start(server, order, pause=0.15) for order in orders]
+    assert [len(set(found)) for found in names] == [1] * len(orders)
+    assert len({found[0] for found in names}) == len(orders)
+
+
+def test_start_that_failed_before_its_ranks_agreed_leaves_nothing_that_the_next_start_uses(server):
+    """Rank 0 publishes a name and ends, because rank 2 does not come; rank 1 has answered it."""
+    with pytest.raises(DistError):
+        agree_on_attempt(server, 0, RANKS, SHORT)
+    with pytest.raises(TimeoutError, match=r"^rank 0 did not answer within 1 s$"):
+        agree_on_attempt(server, 1, RANKS, SHORT)
+    failed = server.get("attempt").decode()
+    names = start(server, [1, 2, 0], pause=0.15)
+    assert len(set(names)) == 1
+    assert names[0] != failed
