@@ -19,6 +19,7 @@ from cases import (
     OFFLOADED,
     RECIPE,
     SHORT,
+    VIT,
     assert_equal,
     ddp,
     ddp_pipeline,
@@ -206,12 +207,14 @@ ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat",
 # The fused optimizer of a graph requires float32. Compiled kernels round differently, which changes the sign of a ReLU's input:
 # after 15 steps the weights differ by 4e-6 in float32, and by 3e-17 in float64 (an H200).
 MOVED = AUGMENTED | {"shift": 2, "dtype": torch.float32}
+EXACT_VIT = VIT | {"dtype": torch.float64}
 PLAIN = [Case(Single), Case(Single, **CLIPPED, accumulate=3)]
 ALONE = [case for performance in (GRAPH, FUSED, BOTH) for case in with_options(performance, *PLAIN)]
 ALONE += [
     *with_options(GRAPH, Case(Single, **MOVED), Case(Single, **RECIPE)),
     *with_options(FUSED, Case(Single, **AUGMENTED)),
     *with_options(BOTH, Case(Single, **AUGMENTED), Case(Single, accumulate=3, **RECIPE)),
+    *with_options(BOTH, Case(Single, **EXACT_VIT), Case(Single, **EXACT_VIT | {"model": "vit_drop"})),
 ]
 TOGETHER = [
     *with_options(
@@ -236,6 +239,33 @@ def run_elsewhere(cases: list[Case], device: str) -> dict:
     outcomes = run_cases(cases, device)
     assert threads - {threading.get_ident()}, "nothing was captured in another thread"
     return outcomes
+
+
+BY_BLOCK_CASES = with_options(
+    FUSED,
+    ddp(accumulate=2, **EXACT_VIT),
+    fsdp(**EXACT_VIT, **CLIPPED),
+    fsdp(checkpointing="block", **SHORT | EXACT_VIT),
+    pipeline("1f1b", **EXACT_VIT),
+    ddp_pipeline(2, "1f1b", **EXACT_VIT),
+    tp(2, (("head", "replicate"),), **EXACT_VIT),
+    mesh(shard=None, **EXACT_VIT),
+    mesh(tp=2, sequence=True, **EXACT_VIT, **CLIPPED),
+    mesh(pp=2, checkpointing="block", **EXACT_VIT),
+)
+
+
+@once
+def compiled_by_block(size: int) -> list[dict]:
+    return run_world(size, run_cases, BY_BLOCK_CASES, "cuda", timeout=500)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("case", BY_BLOCK_CASES, ids=name)
+def test_strategies_compiled_by_block_equal_one_gpu(case, size):
+    outcome, expected = compiled_by_block(size)[0][case], reference(case.reference())
+    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
+    assert_equal(outcome, expected)
 
 
 @once

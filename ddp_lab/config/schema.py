@@ -115,7 +115,7 @@ class RunConfig(Keys):
         description="Whether a whole step runs as one CUDA graph (single, scratch, ddp; needs data.loader=device)."
     )
     compile: bool | Literal["tuned"] = Field(
-        description="Whether to use torch.compile (single, scratch, ddp); tuned also times more kernels, which takes minutes."
+        description="Whether to use torch.compile (not under dp); tuned also times more kernels, which takes minutes."
     )
     channels_last: bool = Field(
         description="Whether images and convolutions use the channels-last memory format (single, scratch, ddp, dp, split)."

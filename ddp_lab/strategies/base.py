@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.strategies.all_reduce import gradients_of, trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
+from ddp_lab.strategies.compilation import Fuse, compile_blocks, count, repeats
 from ddp_lab.strategies.fill import fill
 from ddp_lab.strategies.loss import CrossEntropy, Loss
 from ddp_lab.strategies.share import Share
@@ -24,7 +25,6 @@ from ddp_lab.world.runtime import Runtime
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
 Module = TypeVar("Module", bound=nn.Module)
-Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last"})
 
@@ -40,14 +40,6 @@ class StateOptions(TypedDict, total=False):
 
 
 FULL_STATE: StateOptions = {"full_state_dict": True, "cpu_offload": True}
-
-
-class Fuse(Protocol):
-    """torch.compile with its options."""
-
-    def __call__(self, model: Compiled, /) -> Compiled:
-        """Return the compiled form of a module or a function."""
-        ...
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,16 +199,25 @@ class Strategy(ABC):
         fill(blocks, self.initial_weights, device)
         return blocks
 
-    def can_compile(self, model: nn.Module) -> bool:
-        """Return whether `compile` supports the model."""
-        return True
+    def why_not_compile(self, model: nn.Module) -> str | None:
+        """Return why `compile` does not support the model, or None if it does."""
+        return None
 
-    def compile(self, fuse: Fuse) -> None:
-        """Compile forward, loss and backward. Called after `setup`, if "compile" is one of the `performance_options`."""
+    def compile(self, fuse: Fuse) -> str:
+        """Compile forward, loss and backward. Called after `setup`, if "compile" is one of the `performance_options`.
+
+        Returns:
+            What of the model was compiled, for the log.
+        """
         self.measure = fuse(measure)
-        self.forward = fuse(self.module)
+        return compile_blocks(self.module.children(), fuse) if repeats(self.module) else self.compile_model(fuse)
 
-    def compile_pieces(self, fuse: Fuse, *sizes: float) -> None:
+    def compile_model(self, fuse: Fuse) -> str:
+        """Compile a model whose blocks are not equal; part of `compile`."""
+        self.forward = fuse(self.module)
+        return "the complete model"
+
+    def compile_pieces(self, fuse: Fuse, *sizes: float) -> str:
         """Compile the model in several pieces, so that the gradients of a piece are complete when its own backward pass ends.
 
         A bucket can then be sent while the next piece computes. Kernels are not fused across a cut, which costs some time
@@ -227,8 +228,9 @@ class Strategy(ABC):
             sizes: the arguments of `Chain.pieces`, in bytes.
         """
         assert isinstance(self.module, Chain)
-        self.measure = fuse(measure)
-        self.module.execute_in(map(fuse, self.module.pieces(*sizes)))
+        pieces = self.module.pieces(*sizes)
+        self.module.execute_in(map(fuse, pieces))
+        return f"the model in {count(len(pieces), 'piece')}"
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""

@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import MiB
-from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Fuse, Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.compilation import Fuse, no_blocks
 from ddp_lab.world.runtime import Runtime
 
 
@@ -65,11 +66,11 @@ class DDP(Strategy):
             self.wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._rebuild_buckets(model)
 
-    def can_compile(self, model: nn.Module) -> bool:
-        return isinstance(model, Chain)
+    def why_not_compile(self, model: nn.Module) -> str | None:
+        return no_blocks(self.name, model)
 
-    def compile(self, fuse: Fuse) -> None:
-        self.compile_pieces(fuse, self.bucket_cap_mb * MiB)
+    def compile_model(self, fuse: Fuse) -> str:
+        return self.compile_pieces(fuse, self.bucket_cap_mb * MiB)
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.

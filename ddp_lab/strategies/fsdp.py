@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, require_no_batch_norm
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
+from ddp_lab.strategies.compilation import Fuse, compile_blocks, no_blocks
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
@@ -148,6 +149,7 @@ class FSDP(Strategy):
     """
 
     sharded = True
+    performance_options = frozenset({"compile"})
 
     def __init__(
         self,
@@ -199,6 +201,16 @@ class FSDP(Strategy):
 
         if isinstance(model, Chain) and self.checkpointing != "none":
             model.execute_in([checkpointed(block, self.checkpointing) for block in model])
+
+    def why_not_compile(self, model: nn.Module) -> str | None:
+        if any(unit not in set(model.children()) for unit in units(model, self.wrap)):
+            return (
+                f"strategy.wrap={self.wrap} gathers modules within blocks, which would divide a compiled block into many parts"
+            )
+        return no_blocks(self.name, model) or not_selective(self.checkpointing)
+
+    def compile_model(self, fuse: Fuse) -> str:
+        return compile_blocks(self.module.children(), fuse)
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()  # fully_shard has its own mixed-precision policy

@@ -30,9 +30,10 @@ from ddp_lab.config.types import Count
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.loss import Loss
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
@@ -116,6 +117,7 @@ class Pipeline(Strategy):
     """
 
     needs_chain = True
+    performance_options = frozenset({"compile"})
     save_options = {"cpu_offload": True}  # each rank returns the state of its stages; rank 0 merges them (state_dict)
 
     def __init__(
@@ -194,6 +196,15 @@ class Pipeline(Strategy):
             stages[index] = Stage(own_blocks, self.stage_autocast, self._dtypes(index)[1], self.checkpointing)
         self.stages = {index: self.place(stage) for index, stage in stages.items()}
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
+
+    def why_not_compile(self, model: nn.Module) -> str | None:
+        if "zerobubble" in self.schedule_name:
+            return f"strategy.schedule={self.schedule_name} cuts the backward pass in two, and that of a compiled block is one"
+        return not_selective(self.checkpointing)
+
+    def compile_model(self, fuse: Fuse) -> str:
+        where = f" on rank {self.runtime.rank}" if self.axes["pp"] > 1 else ""
+        return compile_blocks(self.module.children(), fuse) + where
 
     def connect(self) -> None:
         """Make the process groups of the mesh. Collective; called by `setup`."""

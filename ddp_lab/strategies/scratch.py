@@ -22,8 +22,9 @@ from torch import nn
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, fill_buckets, gradients_of, set_gradients
-from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Fuse, Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.compilation import Fuse, no_blocks
 from ddp_lab.world.runtime import Runtime
 
 LAST_BUCKET = MiB  # maximum bytes of the bucket that `bucketed` sends last, if the model is larger
@@ -67,14 +68,11 @@ class Scratch(Strategy):
             else:
                 self.buckets = Buckets(fill_buckets(list(self.parameters()), self.bucket_sizes[0]))
 
-    def can_compile(self, model: nn.Module) -> bool:
-        return self.algorithm != "bucketed" or isinstance(model, Chain)
+    def why_not_compile(self, model: nn.Module) -> str | None:
+        return no_blocks(self.name, model) if self.algorithm == "bucketed" else None
 
-    def compile(self, fuse: Fuse) -> None:
-        if self.buckets is None:
-            super().compile(fuse)
-        else:
-            self.compile_pieces(fuse, *self.bucket_sizes)
+    def compile_model(self, fuse: Fuse) -> str:
+        return super().compile_model(fuse) if self.buckets is None else self.compile_pieces(fuse, *self.bucket_sizes)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -22,6 +22,7 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.runtime import Runtime, find_device
@@ -41,7 +42,7 @@ class Split(Strategy):
     """
 
     one_process = needs_chain = True
-    performance_options = frozenset({"channels_last"})
+    performance_options = frozenset({"compile", "channels_last"})
     load_options = {}  # full_state_dict supports one device only; this process holds all parameters anyway
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
@@ -74,6 +75,9 @@ class Split(Strategy):
             self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
+
+    def compile_model(self, fuse: Fuse) -> str:
+        return compile_blocks(self.module.children(), fuse)
 
     def describe(self) -> str:
         return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"

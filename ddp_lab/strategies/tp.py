@@ -29,6 +29,7 @@ from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
+from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
 
@@ -82,6 +83,7 @@ class TP(Strategy):
     """
 
     needs_chain = True
+    performance_options = frozenset({"compile"})
 
     def __init__(
         self, runtime: Runtime, tp: Count | None, plan: dict[str, Literal["shard", "replicate"]] | None, batch_norm: BatchNorm
@@ -128,6 +130,9 @@ class TP(Strategy):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
             else:
                 model.set_submodule(path, ShardedConv2d(layer, mesh["tp"]))
+
+    def compile_model(self, fuse: Fuse) -> str:
+        return compile_blocks(self.module.children(), fuse)
 
     def describe(self) -> str:
         replicated = [name for name, placement in self.plan.items() if placement == "replicate"]

@@ -15,7 +15,7 @@ from launches import SMALL, finish, only_run, start
 
 from ddp_lab.training.speed.notice import working
 
-WHAT = "compiling the training step (compile=true)"
+WHAT = "compiling the training step (compile=true): the model in 1 piece"
 
 
 def notices(caplog) -> list[str]:

@@ -57,8 +57,12 @@ def pair(sizes: str | tuple[int, ...]) -> tuple[int, int]:
 
 
 def can_be_rewritten(conv: nn.Conv2d) -> bool:
-    """Return whether PaddedConv2d supports `conv`: groups=1, padding_mode="zeros", and padding given as numbers."""
-    return conv.groups == 1 and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
+    """Return whether PaddedConv2d supports `conv`: groups=1, padding_mode="zeros", and padding given as numbers.
+
+    Shards are not supported, because fully_shard gathers them into the module that it was applied to.
+    """
+    sharded = hasattr(conv.weight, "to_local")
+    return conv.groups == 1 and conv.padding_mode == "zeros" and isinstance(conv.padding, tuple) and not sharded
 
 
 def as_product(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]) -> torch.Tensor:

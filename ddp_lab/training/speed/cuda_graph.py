@@ -14,7 +14,7 @@ import torch
 
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Batch, Turn
-from ddp_lab.strategies.base import Fuse
+from ddp_lab.strategies.compilation import Fuse
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.kernel_choice import Thread, capturing, fastest_thread
 from ddp_lab.training.speed.notice import working
@@ -119,7 +119,7 @@ TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 CHANNELS_LAST = {"force_layout_optimization": True}
 
 
-def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> None:
+def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> str:
     """Compile a step, except its collectives, for the shape of the first batch. On a GPU, pad the model's convolutions.
 
     Other batch sizes and evaluation run in eager mode, because compiling them would take as long again.
@@ -130,15 +130,19 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
             (`Step.compile`). None: the step will be called with batches, and these three remain in eager mode.
         tuned: whether to time more kernels, which takes minutes.
         channels_last: whether the model is in the channels-last memory format.
+
+    Returns:
+        What of the model is compiled, for the log.
     """
     options = COMBO | (TUNED if tuned else {}) | (CHANNELS_LAST if channels_last else {})
     fuse = cast(Fuse, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
-    step.strategy.compile(fuse)
+    what = step.strategy.compile(fuse)
     if loader is not None:
         loader.compile(fuse)
         step.compile(fuse)
+    return what
 
 
 def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:

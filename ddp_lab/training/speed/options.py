@@ -87,12 +87,14 @@ class PerformanceOptions(NamedTuple):
         """Return the step to train with, compiled and captured according to these options. Collective."""
         device_loader = loader if isinstance(loader, DeviceLoader) else None
         assert device_loader is not None or not self.cuda_graph, "cuda_graph needs data.loader=device (see `supported`)"
-        notice = f"compiling the training step (compile={str(self.compile).lower()})"
+        notice = "warming up the training step"
         if self.compile:
-            compile_step(step, device_loader if self.cuda_graph else None, self.compile == "tuned", self.channels_last)
+            captured = device_loader if self.cuda_graph else None
+            what = compile_step(step, captured, self.compile == "tuned", self.channels_last)
+            notice = f"compiling the training step (compile={str(self.compile).lower()}): {what}"
         if self.cuda_graph and device_loader is not None:
             graph = GraphStep(step, device_loader)
-            graph.capture(CHOOSING if self.compile else 0, notice if self.compile else "warming up the training step")
+            graph.capture(CHOOSING if self.compile else 0, notice)
             return graph
         if self.compile:
             loader.set_epoch(1)
@@ -106,8 +108,8 @@ def why_not(name: str, strategy: Strategy, loader: str, model: nn.Module) -> str
     """Return why an option is not supported here, or None if it is."""
     if name not in strategy.performance_options:
         return f"not supported by strategy={strategy.name}"
-    if name == "compile" and not strategy.can_compile(model):
-        return f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
+    if name == "compile" and (reason := strategy.why_not_compile(model)):
+        return reason
     device = strategy.device.type
     if name == "cuda_graph" and device != "cuda":
         return "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"

@@ -1,0 +1,167 @@
+"""torch.compile by block: equal blocks share one compilation, and the results stay the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CLIPPED, SHORT, VIT, assert_equal, ddp, ddp_pipeline, fsdp, mesh, name, pipeline, scratch, tp
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import Case, Outcome, make_model, run_cases
+from worlds import once, run_world
+
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.lenet import lenet
+from ddp_lab.models.resnet import resnet18
+from ddp_lab.models.vit import vit
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.compilation import repeats
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.single import Single
+from ddp_lab.strategies.split import Split
+from ddp_lab.training.speed.convolution import pad_convolutions
+from ddp_lab.training.speed.options import PerformanceOptions
+from ddp_lab.world.runtime import Runtime
+
+COMPILED = PerformanceOptions(cuda_graph=False, compile=True, channels_last=False)
+SIZES = {"width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4, "pool": "mean"}
+
+
+def deep_vit(drop_path: float = 0.0, depth: int = 6) -> Chain:
+    return vit(3, 16, 10, depth=depth, drop_path=drop_path, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("make", "graphs", "compiled"),
+    [
+        (lambda runtime: Single(runtime), 4, "8 blocks of 3 kinds"),
+        (lambda runtime: Split(runtime, ["cpu", "cpu"], 2), 3, "8 blocks of 3 kinds"),
+    ],
+    ids=["single", "split"],
+)
+def test_equal_blocks_share_one_compilation(make: Callable[[Runtime], Strategy], graphs, compiled):
+    """The graphs are those of the embedding, of all blocks, of the head and, under single, of the loss."""
+    torch._dynamo.reset()
+    images, targets = torch.randn(4, 3, 16, 16), torch.arange(4)
+    model = deep_vit()
+    names, strategy = list(model.state_dict()), make(Runtime("cpu"))
+    strategy.partition(model, 4)
+    strategy.setup(model)
+    eager = gradients_of(strategy, images, targets)
+    counter = CompileCounterWithBackend("aot_eager")
+    assert strategy.compile(partial(torch.compile, backend=counter, dynamic=False)) == compiled
+    assert all(torch.equal(gradient, eager[name]) for name, gradient in gradients_of(strategy, images, targets).items())
+    assert counter.frame_count == graphs
+    assert list(strategy.module.state_dict()) == names
+
+
+def gradients_of(strategy: Strategy, images: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    strategy.module.zero_grad()
+    strategy.forward_backward(images, targets, len(targets))
+    return {name: parameter.grad.clone() for name, parameter in strategy.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (deep_vit(), True),
+        (deep_vit(drop_path=0.1), True),
+        (deep_vit(depth=1), False),
+        (lenet(1, 28, 10, None), False),
+        (resnet18(1, 28, 10, None), False),
+        (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), False),
+    ],
+    ids=["vit", "vit_drop", "vit of one block", "lenet", "resnet18", "no chain"],
+)
+def test_models_of_equal_blocks_are_compiled_by_block(model, expected):
+    assert repeats(model) == expected
+
+
+def test_sharded_convolutions_are_not_padded():
+    """fully_shard gathers the parameters into the module that it was applied to, so it must not be replaced."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = nn.Sequential(nn.Conv2d(1, 20, 3))
+    conv = model[0]
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    pad_convolutions(model)
+    dist.destroy_process_group()
+    assert model[0] is conv
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "reason"),
+    [
+        (
+            partial(Pipeline, schedule="interleavedzerobubble", num_microbatches=4, num_stages=None, cut=None),
+            "vit",
+            "cuts the ",
+        ),
+        (partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=["Linear"]), "vit", "strategy.wrap=['Linear'] "),
+        (
+            partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=None, checkpoint_activations="selective"),
+            "vit",
+            "strategy.checkpoint_activations=selective keeps ",
+        ),
+        (partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=None), None, "strategy=fsdp compiles a model in "),
+    ],
+    ids=["zero bubble", "wrap", "selective", "no chain"],
+)
+def test_compile_is_disabled_with_a_reason(strategy, model, reason):
+    made = strategy(Runtime("cpu"))
+    options = COMPILED.supported(made, "device", make_model(model, 0) if model else nn.Linear(3, 3))
+    assert not options.compile
+    assert reason in made.why_not_compile(make_model(model, 0) if model else nn.Linear(3, 3))
+
+
+# The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as far as the rank has them. A
+# pipeline's loss is not compiled.
+FAST = {fsdp(checkpointing="block", **SHORT, **CLIPPED): 4, mesh(tp=2, sequence=True): 4}
+SLOW = {
+    scratch("bucketed", accumulate=3, **VIT, **CLIPPED): 4,
+    ddp(accumulate=2, **VIT): 4,
+    fsdp(**VIT): 4,
+    pipeline("1f1b", m=5, **VIT): 2,
+    pipeline("interleaved1f1b", accumulate=2, **VIT): 2,
+    ddp_pipeline(1, "1f1b", **VIT): 3,
+    tp(2, (("head", "replicate"),), **VIT, **CLIPPED): 4,
+    mesh(shard=None, accumulate=2, **CLIPPED): 4,
+    mesh(pp=2, checkpointing="block"): 2,
+}
+
+
+def run_compiled(cases: list[Case]) -> dict[Case, tuple[Outcome, int]]:
+    """Return each case's outcome, and how many graphs were compiled. aot_eager compiles in a tenth of Inductor's time."""
+    compile, outcomes = torch.compile, {}
+    for case in cases:
+        counter = CompileCounterWithBackend("aot_eager")
+        torch.compile = partial(count_graphs, compile, counter)
+        compiled = replace(case, performance=COMPILED)
+        outcomes[case] = run_cases([compiled])[compiled], counter.frame_count
+    return outcomes
+
+
+def count_graphs(compile: Callable, counter: CompileCounterWithBackend, model: Callable, dynamic: bool, options: dict):
+    return compile(model, dynamic=dynamic, backend=counter)
+
+
+@once
+def world(slow: bool) -> tuple[dict, dict]:
+    """Return the outcomes and numbers of graphs on rank 0, and the outcomes of the references."""
+    cases = list(SLOW if slow else FAST)
+    references = list(dict.fromkeys(case.reference() for case in cases))
+    return run_world(2, run_compiled, cases, timeout=500)[0], run_world(1, run_cases, references)[0]
+
+
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=name)
+def test_strategies_compiled_by_block_equal_single(case):
+    compiled, references = world(case in SLOW)
+    outcome, graphs = compiled[case]
+    assert_equal(outcome, references[case.reference()])
+    assert graphs == (FAST | SLOW)[case]
