@@ -29,7 +29,6 @@ from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
-from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
 
@@ -131,8 +130,8 @@ class TP(Strategy):
             else:
                 model.set_submodule(path, ShardedConv2d(layer, mesh["tp"]))
 
-    def compile_model(self, fuse: Fuse) -> str:
-        return compile_blocks(self.module.children(), fuse)
+    def why_not_compile(self, model: nn.Module) -> str | None:
+        return "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
 
     def describe(self) -> str:
         replicated = [name for name, placement in self.plan.items() if placement == "replicate"]

@@ -66,7 +66,7 @@ def test_compiled_steps_produce_the_same_weights(case, size):
     ("line", "message"),
     [
         ("python train.py cuda_graph=true", "cuda_graph=true is disabled: no GPU is available"),
-        ("python train.py strategy=split compile=tuned", "compile=tuned is disabled: not supported by strategy=split"),
+        ("python train.py strategy=dp compile=tuned", "compile=tuned is disabled: not supported by strategy=dp"),
         (
             "torchrun --standalone --nproc_per_node=2 train.py strategy=pipeline channels_last=true",
             "channels_last=true is disabled: not supported by strategy=pipeline",
