@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import statistics
+import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -82,7 +84,7 @@ class Profiled:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch, which may have had more ranks
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto logs on every rank's stderr that there is no GPU
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
-        self.profiler: profile | None = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, acc_events=True)
+        self.profiler: profile | None = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
 
     @property
     def tally(self) -> Any:
@@ -111,7 +113,11 @@ class Profiled:
         self.taken += 1
         if self.profiler is not None:
             if self.taken == SKIP:
-                self.profiler.start()
+                # Some versions of torch warn that events of one cycle are kept. Option acc_events, which prevents that, also
+                # makes a list of all events in Python: 20 s for ViT-L/16.
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self.profiler.start()
             elif self.taken == NEEDED:
                 self._finish(self.profiler)
 
@@ -128,11 +134,8 @@ class Profiled:
             torch.cuda.synchronize()
         profiler.stop()
         self.folder.mkdir(exist_ok=True)
-        path = self.folder / f"rank{self.runtime.rank}.json.gz"
-        profiler.export_chrome_trace(str(path))
+        trace = save_trace(profiler, self.folder / f"rank{self.runtime.rank}.json.gz")
         self.profiler = None
-        with gzip.open(path) as file:
-            trace = json.load(file)
         devices = {device: steps[1:] for device, steps in read(trace).items()}
         mine = {"devices": devices, "peak_memory_bytes": peak_memory_bytes(), "bytes_per_step": bytes_per_step(trace)}
         if ranks := self.runtime.collect("profile", json.dumps(mine)):
@@ -151,6 +154,15 @@ class Profiled:
         for line in diagnosis:
             log.info(line)
         self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
+
+
+def save_trace(profiler: profile, path: Path) -> dict[str, Any]:
+    """Write the trace of a profiler that has stopped to `path`, compressed, and return its content."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        content = Path(file.name).read_bytes()
+    path.write_bytes(gzip.compress(content, compresslevel=1))  # level 9 takes several times as long
+    return json.loads(content)
 
 
 def restore(step: list[Any]) -> StepTrace:
