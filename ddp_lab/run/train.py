@@ -57,6 +57,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         log.warning(f"started again after {run_dir.failure}")
     decisions = Decisions(runtime)
     decisions.listen()
+    job.strategy.times_file = run_dir.path / "block_times.json"
     with job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar, cast
 
 import torch
@@ -90,6 +91,7 @@ class Strategy(ABC):
         num_devices: number of devices in use, over all ranks.
         loss: the training loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
+        times_file: where `strategy.balance=time` keeps the times of the blocks; None: nowhere. Set before `setup`.
         input_shape: a sample's (channels, height, width), for models that are not Chains. Set before `partition`.
 
     Raises:
@@ -127,6 +129,7 @@ class Strategy(ABC):
         self.dp_group: dist.ProcessGroup | None = None
         self.loss: Loss = CrossEntropy()
         self.initial_weights: InitialWeights | None = None
+        self.times_file: Path | None = None
         self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.lay_out()
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Count
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.pipeline import Pipeline, Stage
 from ddp_lab.world.runtime import Runtime
 
@@ -78,8 +79,9 @@ class DDPPipeline(Pipeline):
         num_stages: Count | None,
         cut: list[str] | None,
         batch_norm: BatchNorm,
+        balance: Balance = "flops",
     ):
-        super().__init__(runtime, schedule, num_microbatches, num_stages, cut)
+        super().__init__(runtime, schedule, num_microbatches, num_stages, cut, balance)
         self.lay_out(pp=pp)
         self.batch_norm = batch_norm
         self.accumulation = Accumulation()

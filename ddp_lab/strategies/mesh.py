@@ -30,6 +30,7 @@ from ddp_lab.strategies.activation_checkpointing import Checkpointing, require_n
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy, local
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.fill import PresentWeights, fill
 from ddp_lab.strategies.fsdp import require_dimensions, shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, picture
@@ -82,8 +83,9 @@ class Mesh(Pipeline):
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
         offload: bool = False,
+        balance: Balance = "flops",
     ):
-        super().__init__(runtime, schedule, num_microbatches, num_stages, cut)
+        super().__init__(runtime, schedule, num_microbatches, num_stages, cut, balance)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
         self.dp_rank = runtime.rank // tp % self.dp_size
@@ -103,9 +105,10 @@ class Mesh(Pipeline):
         tp = self.axes["tp"]
         if self.axes["pp"] > 1:
             super().partition(model, samples)
-        elif self.requested_stages not in (None, 1) or self.cut:
+        elif self.requested_stages not in (None, 1) or self.cut or self.balance == "time":
             raise ConfigError(
-                "strategy.num_stages and strategy.cut: are only used if strategy.pp is above 1, got strategy.pp=1"
+                "strategy.num_stages, strategy.cut and strategy.balance=time: are only used if strategy.pp is above 1, got "
+                "strategy.pp=1"
             )
         else:
             self.num_stages, self.parts = 1, Partition(model, 1)

@@ -33,6 +33,7 @@ from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.loss import Loss
 from ddp_lab.strategies.share import Share
@@ -109,7 +110,9 @@ class Pipeline(Strategy):
         num_microbatches: number of micro-batches that a batch is divided into.
         num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved schedules
             and loopedbfs.
-        cut: names of the first blocks of the second stage, the third and so on; null cuts into stages of about equal FLOPs.
+        cut: names of the first blocks of the second stage, the third and so on; null cuts by `balance`.
+        balance: what the stages have about equally much of: FLOPs, or time, which rank 0 measures for each block at the start;
+            block_times.json in the run directory keeps the times.
 
     Raises:
         ConfigError: in `partition`, the schedule does not support this number of ranks, stages or micro-batches, or the model
@@ -121,11 +124,18 @@ class Pipeline(Strategy):
     save_options = {"cpu_offload": True}  # each rank returns the state of its stages; rank 0 merges them (state_dict)
 
     def __init__(
-        self, runtime: Runtime, schedule: Schedule, num_microbatches: Count, num_stages: Count | None, cut: list[str] | None
+        self,
+        runtime: Runtime,
+        schedule: Schedule,
+        num_microbatches: Count,
+        num_stages: Count | None,
+        cut: list[str] | None,
+        balance: Balance = "flops",
     ):
         super().__init__(runtime)
         self.lay_out(pp=runtime.world_size)
-        self.schedule_name, self.num_microbatches, self.cut = schedule, num_microbatches, cut
+        self.schedule_name, self.num_microbatches = schedule, num_microbatches
+        self.cut, self.balance = cut, balance
         self.requested_stages = num_stages
         self.stage_autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.checkpointing: Checkpointing = "none"
@@ -173,7 +183,12 @@ class Pipeline(Strategy):
             raise ConfigError(
                 f"strategy.num_stages={self.num_stages}: strategy.schedule={self.schedule_name} on {ranks} ranks needs {needs}"
             )
+        if self.cut and self.balance == "time":
+            raise ConfigError(
+                f"strategy.balance=time: has no effect with strategy.cut={list(self.cut)}, which names the stages; remove one"
+            )
         self.parts = Partition(model, self.num_stages, self.cut)
+        self.timed_samples = max(1, samples // self.num_microbatches)
         self.shapes: list[torch.Size] = self.parts.shapes
 
     def share(self, model: nn.Module, rank: int) -> Share:
@@ -184,6 +199,9 @@ class Pipeline(Strategy):
         return tuple(self.parts.names[i] for part in self.parts.parts[index :: self.axes["pp"]] for i in part)
 
     def setup(self, model: nn.Module) -> None:
+        assert isinstance(model, Chain)  # `needs_chain`
+        if self.balance == "time" and self.axes["pp"] > 1:
+            cut_by_time(self.parts, model, self.timed_samples, self.runtime, self.device, self.times_file)
         self.micro_batch_loss = MicroBatchLoss(self.loss)
         self.connect()
         ranks, rank = self.axes["pp"], dist.get_rank(self.pp_group)

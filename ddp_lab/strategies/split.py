@@ -22,6 +22,7 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
@@ -35,6 +36,8 @@ class Split(Strategy):
         devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows, or [cpu, cpu] without a
             GPU.
         num_microbatches: number of micro-batches that a batch is divided into.
+        balance: what the stages have about equally much of: FLOPs, or time, which is measured for each block on the first
+            device at the start; block_times.json in the run directory keeps the times.
 
     Raises:
         NodeError: this machine does not have one of the devices.
@@ -45,7 +48,7 @@ class Split(Strategy):
     performance_options = frozenset({"compile", "channels_last"})
     load_options = {}  # full_state_dict supports one device only; this process holds all parameters anyway
 
-    def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
+    def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count, balance: Balance = "flops"):
         super().__init__(runtime)
         self.devices_are_given = devices is not None
         if devices:
@@ -54,7 +57,7 @@ class Split(Strategy):
             self.devices = runtime.devices * (2 if runtime.device.type == "cpu" else 1)
         self.device = self.devices[0]
         self.num_devices = len(set(self.devices))
-        self.num_microbatches = num_microbatches
+        self.num_microbatches, self.balance = num_microbatches, balance
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
@@ -62,12 +65,15 @@ class Split(Strategy):
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
+        self.timed_samples = max(1, samples // self.num_microbatches)
 
     def share(self, model: nn.Module, rank: int) -> Share:
         return Share(tuple(self.parts.names[i] for i in self.parts.parts[rank]))
 
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
+        if self.balance == "time":
+            cut_by_time(self.parts, model, self.timed_samples, self.runtime, self.device, self.times_file)
         self.module = model
         self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
         blocks = list(model.named_children())

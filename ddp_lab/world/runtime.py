@@ -31,7 +31,7 @@ from ddp_lab.world.store import DECISION_TIMEOUT, CountedStore
 
 STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
 
-Answer = TypeVar("Answer", bound=str | None)
+Answer = TypeVar("Answer", bound=str | list[int] | None)
 
 
 def list_devices() -> str:
