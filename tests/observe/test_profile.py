@@ -1,5 +1,6 @@
 """The time split of a step: the arithmetic on made-up traces, and the profiles of real runs."""
 
+import gc
 import gzip
 import json
 from itertools import pairwise
@@ -58,6 +59,7 @@ def test_profiler_makes_no_list_of_events_in_python(tmp_path, monkeypatch, recwa
         profiled(None)
     assert len(json.loads((tmp_path / "profile" / "summary.json").read_text())["rows"][0]["steps"]) == RECORD - 1
     assert not [warning for warning in recwarn if "cycle" in str(warning.message)]
+    assert gc.isenabled()
 
 
 def test_union_merges_overlapping_spans():
