@@ -218,7 +218,7 @@ def kernels(name: str, runtime: Runtime, arguments: argparse.Namespace) -> Itera
     job = prepare(cfg, runtime)
     with job.options.switches(runtime):
         training = materialize(job)
-        training.compile()
+        training.compile(arguments.steps)
         loader, step = job.loaders[0], training.step
         assert isinstance(step, GraphStep)
         graph = next(iter(step.graphs.values()))

@@ -281,7 +281,7 @@ ERRORS = [
     Error("the averages in a checkpoint are ignored", CHECKPOINT,
           'state.get("ema", state["model"])', 'state["model"]',
           "tests/resilience/test_checkpoint.py::test_averages_are_resumed_or_start_from_the_weights[True-2]"),
-    Error("the averages of a compiled step's warm-up are kept", "ddp_lab/training/speed/cuda_graph.py",
+    Error("the averages of a compiled step's warm-up are kept", "ddp_lab/training/speed/warm_up.py",
           "step.ema.averages.values() if step.ema else ()", "()",
           "tests/training/test_speed.py::test_compiled_steps_produce_the_same_weights[ddp]"),
     Error("after an evaluation fsdp computes with the gathered averages", FSDP,

@@ -170,3 +170,18 @@ def test_candidates_use_all_gpus_and_differ():
         for candidate in found:
             options = candidate.options
             assert gpus % (options.get("pp", 1) * options.get("tp", 1) * options.get("shard", 1)) == 0
+
+
+def test_predictions_with_speed_auto_are_those_of_speed_off(monkeypatch):
+    """They need no GPU, and the head says for what they are."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    plain, automatic = advised("strategy=ddp", gpus="2xH100"), advised("strategy=ddp", "speed=auto", gpus="2xH100")
+    assert [(each.memory, each.time) for each in automatic.predictions] == [
+        (each.memory, each.time) for each in plain.predictions
+    ]
+    assert set(automatic.head) - set(plain.head) == {
+        "speed=auto chooses on the GPUs themselves; these predictions are for speed=off"
+    }
+    assert "speed=auto" in automatic.predictions[0].launch
+    workers = advised("strategy=ddp", "data.loader=workers", gpus="2xH100")
+    assert workers.predictions[0].memory.total < plain.predictions[0].memory.total

@@ -33,20 +33,21 @@ from cases import (
 from cases import (
     MODEL_PARALLEL as MODEL_PARALLEL_ON_CPU,
 )
-from launches import SMALL, launch, only_run, read_metrics
+from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
 from torch import nn
-from training import Case, largest_difference, run_cases
+from training import OFF, Case, largest_difference, run_cases
 from worlds import once, run_world
 
-import ddp_lab.training.speed.options
 from ddp_lab.models.vit import vit
 from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.dp import DP
 from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
-from ddp_lab.training.speed import kernel_choice
+from ddp_lab.training.speed import auto, kernel_choice, options
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep
 from ddp_lab.training.speed.options import PerformanceOptions
@@ -235,7 +236,7 @@ def run_elsewhere(cases: list[Case], device: str) -> dict:
 
     GraphStep._capture = noted
     kernel_choice.quickest = lambda graphs: len(graphs) - 1
-    ddp_lab.training.speed.options.CHOOSING = 0.1
+    options.CHOOSING = 0.1
     outcomes = run_cases(cases, device)
     assert threads - {threading.get_ident()}, "nothing was captured in another thread"
     return outcomes
@@ -338,6 +339,114 @@ def test_performance_options_keep_the_result(case, size):
     outcomes = graphed(size)
     assert_equal(outcomes[0][case], reference(case.reference()), 1e-6)
     assert len({outcome[case].digest for outcome in outcomes}) == 1
+
+
+AUTO = PerformanceOptions("auto", "auto", "auto")
+AUTO_ALONE = with_options(AUTO, *PLAIN, Case(Single, **MOVED), Case(Single, **RECIPE), Case(Single, loader="workers"))
+AUTO_TOGETHER = with_options(AUTO, *REPLICAS, *MODEL_PARALLEL[2], ddp(**RECIPE), scratch(**MOVED))
+AUTO_COMPILED = with_options(AUTO, ddp(epochs=1), scratch("bucketed", epochs=1), Case(Single, epochs=1))
+
+
+def captured_by_auto(case: Case) -> bool:
+    return case.strategy in (Single, Scratch, DDP) and case.loader == "device"
+
+
+def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
+    """Run the cases and check which of them were captured, and compiled if compiling saves `gain` of a step."""
+    capture, compile_step, done = GraphStep.capture, options.compile_step, []
+    GraphStep.capture = lambda *arguments: (done.append("captured"), capture(*arguments))
+    options.compile_step = lambda *arguments: (done.append("compiled"), compile_step(*arguments))[1]
+    auto.GAIN = gain
+    outcomes = {}
+    for case in cases:
+        done.clear()
+        outcomes |= run_cases([case], device)
+        expected = ["captured"] if captured_by_auto(case) else []
+        assert done == expected + (["compiled", *expected] if gain else []), f"{name(case)}: {done}"
+    return outcomes
+
+
+@once
+def automatic(size: int) -> list[dict]:
+    return run_world(size, run_automatically, AUTO_ALONE if size == 1 else AUTO_TOGETHER, "cuda", 0.0, timeout=300)
+
+
+@once
+def automatic_in_one_process() -> dict:
+    return run_world(1, run_automatically, with_options(AUTO, *one_process(2)), "cuda", 0.0, timeout=300)[0]
+
+
+@once
+def automatically_compiled(size: int) -> list[dict]:
+    cases = [case for case in AUTO_COMPILED if (case.strategy is Single) == (size == 1)]
+    return run_world(size, run_automatically, cases, "cuda", 1e9, timeout=300)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("case", AUTO_ALONE, ids=name)
+def test_speed_auto_keeps_the_result_on_a_gpu(case):
+    assert_equal(automatic(1)[0][case], reference(case.reference()), 1e-6)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("case", AUTO_TOGETHER, ids=name)
+def test_speed_auto_keeps_the_result_on_two_gpus(case):
+    assert_equal(automatic(2)[0][case], reference(case.reference()), 1e-6)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("index", range(5))
+def test_speed_auto_keeps_the_result_of_one_process_over_gpus(index):
+    case = with_options(AUTO, *one_process(2))[index]
+    assert_equal(automatic_in_one_process()[case], reference(case.reference()), 1e-6)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("case", AUTO_COMPILED, ids=name)
+def test_speed_auto_keeps_the_result_if_it_compiles(case):
+    outcome = automatically_compiled(1 if case.strategy is Single else 2)[0][case]
+    assert_equal(outcome, reference(case.reference()), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(Case(Single), marks=pytest.mark.gpu(1)), pytest.param(ddp(), marks=pytest.mark.gpu(2))], ids=name
+)
+@pytest.mark.parametrize("faster_first", [True, False])
+def test_run_resumes_with_speed_auto_and_without(case, faster_first, tmp_path):
+    size, (before, after) = 1 if case.strategy is Single else 2, (AUTO, OFF) if faster_first else (OFF, AUTO)
+    run_world(size, run_cases, [replace(case, performance=before, save=str(tmp_path))], "cuda", timeout=120)
+    second = replace(case, performance=after, resume=str(tmp_path / "step_00000005.pt"))
+    outcome = run_world(size, run_cases, [second], "cuda", timeout=120)[0][second]
+    assert largest_difference(outcome.weights, reference(case.reference()).weights) < 1e-6
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("line", ["python", "torchrun --standalone --nproc_per_node=2"])
+def test_speed_auto_reports_its_choices_once(line, tmp_path):
+    strategy = "single" if line == "python" else "ddp"
+    code, output = launch(
+        f"{line} train.py strategy={strategy} speed=auto", *SMALL, "epochs=1", f"runs_dir={tmp_path}", gpus=True
+    )
+    assert code == 0, output
+    assert output.count("speed=auto:") == output.count("cuda_graph      on") == output.count("compile         off") == 1, output
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("line", ["python", "torchrun --standalone --nproc_per_node=2"])
+def test_speed_auto_runs_a_model_that_cannot_be_captured(line, tmp_path):
+    strategy = "single" if line == "python" else "ddp"
+    more = [*OWN, "speed=auto", "model._target_=own_models.Waiting", "epochs=2", f"runs_dir={tmp_path}"]
+    code, output = launch(f"{line} train.py strategy={strategy}", *more, gpus=True)
+    assert code == 0, output
+    assert output.count("the step cannot be captured:") == 1, output
+    assert len(read_metrics(only_run(tmp_path))) == 2
+
+
+@pytest.mark.gpu(1)
+def test_model_that_cannot_be_captured_is_an_error_if_the_config_requires_it(tmp_path):
+    more = [*OWN, "model._target_=own_models.Waiting", "cuda_graph=true", f"runs_dir={tmp_path}"]
+    code, output = launch("python train.py", *more, gpus=True)
+    assert code != 0, output
 
 
 @pytest.mark.gpu(1)

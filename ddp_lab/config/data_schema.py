@@ -19,9 +19,9 @@ class DataConfig(Keys):
     root: str = Field(
         description="Directory of torchvision's datasets, where missing ones are downloaded to, or of the images (data=folder)."
     )
-    loader: Literal["device", "workers"] = Field(
+    loader: Literal["auto", "device", "workers"] = Field(
         description="Where batches are made: on the device, which holds the whole dataset (device), or in DataLoader processes "
-        "(workers)."
+        "(workers); auto: on the device, if speed=auto finds enough memory on a GPU, and always without that."
     )
     num_workers: NaturalNumber = Field(description="Number of DataLoader processes of each rank (loader=workers).")
     shift: NaturalNumber = Field(

@@ -67,7 +67,9 @@ class OptimizerConfig(Keys):
     momentum: Fraction = Field(0.0, description="Momentum factor.")
     weight_decay: NonNegative = Field(0.0, description="Weight decay coefficient.")
     nesterov: bool = Field(False, description="Whether to use Nesterov momentum.")
-    fused: bool | None = Field(None, description="Whether to use torch's fused kernel; null: for AdamW on GPUs.")
+    fused: bool | None = Field(
+        None, description="Whether to use torch's fused kernel; null: for AdamW on GPUs, and for others by speed=auto."
+    )
 
 
 class RunConfig(Keys):
@@ -111,14 +113,23 @@ class RunConfig(Keys):
     precision: Literal["float32", "bf16"] = Field(
         description="Data type of the computation; bf16 is mixed precision by torch.autocast."
     )
-    cuda_graph: bool = Field(
-        description="Whether a whole step runs as one CUDA graph (single, scratch, ddp; needs data.loader=device)."
+    speed: Literal["auto", "off"] = Field(
+        description="auto: on a CUDA GPU, choose those of data.loader, cuda_graph, channels_last, optimizer.fused (null) and "
+        "compile that are left to auto, by what the strategy, the model, the memory and the length of the run allow; the log "
+        "gives the reasons; not yet the default, because its tests on GPUs have not run. off: auto means false, and device for "
+        "data.loader, as it does on other devices.",
     )
-    compile: bool | Literal["tuned"] = Field(
-        description="Whether to use torch.compile (not under dp); tuned also times more kernels, which takes minutes."
+    cuda_graph: bool | Literal["auto"] = Field(
+        description="Whether a whole step runs as one CUDA graph (single, scratch, ddp; needs data.loader=device); auto: see "
+        "speed."
     )
-    channels_last: bool = Field(
-        description="Whether images and convolutions use the channels-last memory format (single, scratch, ddp, dp, split)."
+    compile: bool | Literal["tuned", "auto"] = Field(
+        description="Whether to use torch.compile (not under dp); tuned also times more kernels, which takes minutes; auto: if "
+        "the rest of the run is long enough to earn the time, see speed."
+    )
+    channels_last: bool | Literal["auto"] = Field(
+        description="Whether images and convolutions use the channels-last memory format (single, scratch, ddp, dp, split); "
+        "auto: see speed."
     )
     timeout: Positive = Field(
         description="Seconds without progress after which the watchdog ends the launch and reports the rank that hangs."

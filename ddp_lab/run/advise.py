@@ -41,6 +41,7 @@ from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.split import Split
+from ddp_lab.training.speed.auto import AUTO
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Advisor:
         self.machine, self.constants = machine, constants
         self.cfg = compose_config(list(overrides), config_dir)
         check(self.cfg)
+        self.automatic = self.cfg.speed == AUTO
+        self.cfg.speed = "off"  # what speed=auto chooses depends on the free memory and the speed of a GPU
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -248,6 +251,7 @@ class Advisor:
             f"{machine.per_node} x {card.name} ({card.memory / GiB:.1f} GiB){nodes}; {parameters:,} parameters, "
             f"images {images}, batch_size={cfg.batch_size}, {cfg.precision}",
             f"Predictions, from data sheets and constants ({self.constants.source}). GiB: peak memory of a GPU",
+            *(["speed=auto chooses on the GPUs themselves; these predictions are for speed=off"] if self.automatic else []),
         ]
 
     def _data_bytes(self, job: Job) -> float:
@@ -255,7 +259,7 @@ class Advisor:
         train, test = self.dataset.train, self.dataset.test
         batch = job.plan.samples_at_once * job.cfg.accumulate * (5 * math.prod(train.shape) + 8)
         whole = sum(split.size * (math.prod(split.shape) + 24) for split in (train, test))
-        return batch + self.constants.workspace + (whole if job.cfg.data.loader == "device" else 0)
+        return batch + self.constants.workspace + (whole if job.choices["data.loader"].value == "device" else 0)
 
 
 class Rank(NamedTuple):

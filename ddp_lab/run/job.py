@@ -26,6 +26,7 @@ from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import key_of, require_chain
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import check_profile
+from ddp_lab.run.speed import find_choices
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
 from ddp_lab.training.ema import EMA
@@ -34,6 +35,8 @@ from ddp_lab.training.loop import fit
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import make_scheduler
+from ddp_lab.training.speed.attempts import build_step
+from ddp_lab.training.speed.auto import Choice
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.step import Step, TrainStep
@@ -163,7 +166,7 @@ class Job:
         """The loaders of the training set, shuffled and augmented, and of the test set."""
         data = self.cfg.data
         make = partial(
-            LOADERS[data.loader],
+            LOADERS[self.choices["data.loader"].value],
             batch_size=self.plan.global_batch_size,
             num_workers=data.num_workers,
             dp_rank=self.strategy.dp_rank,
@@ -179,10 +182,16 @@ class Job:
         return training, make(self.dataset.test, shuffle=False)
 
     @cached_property
+    def choices(self) -> dict[str, Choice]:
+        """The choices of speed=auto, by config key; without it, what the config says. Collective on GPUs."""
+        return find_choices(self.cfg, self.strategy, self.dataset, self.model)
+
+    @cached_property
     def options(self) -> PerformanceOptions:
         """The requested performance options that are supported; the others are disabled and logged."""
-        wanted = PerformanceOptions(self.cfg.cuda_graph, self.cfg.compile, self.cfg.channels_last)
-        return wanted.supported(self.strategy, self.cfg.data.loader, self.model)
+        choices = self.choices
+        wanted = PerformanceOptions(*(choices[key].value for key in PerformanceOptions._fields))
+        return wanted.supported(self.strategy, choices["data.loader"].value, self.model)
 
 
 def prepare(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
@@ -221,9 +230,14 @@ class Training:
     step: TrainStep
     ema: EMA | None = None
 
-    def compile(self) -> Step | GraphStep:
-        """Compile and capture the step as the performance options require, and return it. Collective; called after resuming."""
-        step = self.job.options.build(self.eager_step, self.job.loaders[0])
+    def compile(self, steps_left: int) -> Step | GraphStep:
+        """Compile and capture the step as the performance options require, and return it. Collective; called after resuming.
+
+        Args:
+            steps_left: steps until the end of the run.
+        """
+        job = self.job
+        step = build_step(job.options, job.choices, self.eager_step, job.loaders[0], steps_left)
         # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
         self.step = cast("TrainStep", step)
         return step
@@ -256,7 +270,8 @@ def materialize(job: Job) -> Training:
     digest = hashlib.sha256(f"masks {cfg.seed} {strategy.dp_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
     groups = strategy.param_groups(cfg.decay_norms_and_biases)
-    optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr), strategy.device)
+    fused = job.choices["optimizer.fused"].value is True
+    optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr), strategy.device, fused)
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs, plan.steps_per_epoch, warmup_steps)
     ema = None if cfg.ema is None else EMA(strategy, cfg.ema)

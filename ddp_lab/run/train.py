@@ -27,7 +27,7 @@ from ddp_lab.run.job import Job, Training, materialize, prepare
 from ddp_lab.run.memory import check_memory
 from ddp_lab.run.trained import compare_data, record_data
 from ddp_lab.training.loop import is_over
-from ddp_lab.training.progress import Progress
+from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.world.process import launch_id
 from ddp_lab.world.runtime import Runtime
 
@@ -145,10 +145,11 @@ def train_guarded(
 
     logger = open_logger(job, run_dir.path, progress.epoch, choices) if runtime.rank == 0 else Logger()
     watchdog.at("compiling")
-    step = training.compile()
+    steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
+    step = training.compile(steps_left)
     if cfg.inject:
         training.step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
-    profile = profiled(training, progress, logger, run_dir.path / "profile") if cfg.profile else None
+    profile = profiled(training, steps_left, isinstance(step, GraphStep), logger, run_dir.path) if cfg.profile else None
     every = cfg.checkpoint
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
     guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress, training.step.tally)
@@ -168,14 +169,21 @@ def train_guarded(
     return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
 
 
-def profiled(training: Training, progress: Progress, logger: Logger, folder: Path) -> Profiled | None:
-    """Wrap the training step in a profiler, and return the wrapped step; None if too few steps are left."""
+def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir: Path) -> Profiled | None:
+    """Wrap the training step in a profiler, and return the wrapped step; None if too few steps are left.
+
+    Args:
+        training: the job, with its step.
+        left: steps until the end of the run.
+        graph: whether the step replays a CUDA graph.
+        logger: of the run.
+        run_dir: the run directory.
+    """
     job = training.job
-    left = job.cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
     if left < NEEDED:
         log.info(f"profile=true: disabled: {left} steps are left, but the profiler needs {NEEDED}")
         return None
-    step = Profiled(training.step, job.runtime, logger, folder, job.options.cuda_graph, job.strategy.bubble())
+    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble())
     training.step = step
     return step
 

@@ -27,7 +27,7 @@ from ddp_lab.world.runtime import Runtime
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
 Module = TypeVar("Module", bound=nn.Module)
 
-ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last"})
+ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
 
 class StateOptions(TypedDict, total=False):
@@ -84,7 +84,7 @@ class Strategy(ABC):
         needs_chain: whether the model must be a Chain, because the strategy cuts it into blocks.
         sharded: whether the ranks of dp_group hold shards of the model instead of replicas.
         supports_mps: whether the strategy can train on a Mac's GPU.
-        performance_options: the supported ones of cuda_graph, compile and channels_last.
+        performance_options: the supported ones of cuda_graph, compile, channels_last, and fused: optimizers' fused kernels.
         reports: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
         replicas: number of copies of the model that share a global batch.

@@ -92,7 +92,7 @@ def test_help_names_every_strategy():
         ("name=..", "name=..: must be a plain directory name"),
         ("runs_dir=3", "runs_dir=3: must be a string"),
         ("resume=3", "resume=3: must be auto, never or the path of an existing checkpoint"),
-        ("data.loader=fast", "data.loader=fast: must be device or workers"),
+        ("data.loader=fast", "data.loader=fast: must be auto or device or workers"),
         ("data.num_workers=-1", "data.num_workers=-1: must be an integer of at least 0"),
         ("data.shift=-1", "data.shift=-1: must be an integer of at least 0"),
         ("data.shift=0.5", "data.shift=0.5: must be an integer of at least 0"),

@@ -36,6 +36,7 @@ from ddp_lab.training.evaluation import evaluate
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, multi_step, one_cycle
+from ddp_lab.training.speed.auto import AUTO
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
@@ -244,6 +245,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
             "patience": None,
             "on_nan": "stop",
             "profile": False,
+            "speed": "auto" if AUTO in case.performance else "off",
             **case.performance._asdict(),
             "data": {
                 **data_of(case, root),
@@ -316,7 +318,9 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     """Train with the functions of train.py: `prepare`, `materialize` and `fit`. Several ranks need an open process group."""
     with TemporaryDirectory() as own:
         root = runtime.agree("root", lambda: write_images(Path(own), case.samples)) if case.files else ""
-        return run_job(runtime, case, prepare(config_of(case, root), runtime))
+        job = prepare(config_of(case, root), runtime)
+        with job.options.switches(runtime):
+            return run_job(runtime, case, job)
 
 
 def write_images(root: Path, samples: int) -> str:
@@ -343,7 +347,7 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     parts = runtime, strategy, training.optimizer, training.scheduler, job.shapes
     checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema, sharded=case.sharded)
     progress = checkpoints.resume(case.resume, lambda progress: progress.step)
-    training.compile()
+    training.compile(steps_left=case.epochs * job.plan.steps_per_epoch)
     recorder = Recorder(checkpoints, bool(case.save), case.save_at)
     training.fit(recorder, recorder, progress)
     with training.ema.in_use() if training.ema else nullcontext():
@@ -394,7 +398,7 @@ def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
             runtime.open_group()  # once for all cases
         outcomes = {}
         for case in cases:
-            with default_dtype(case.dtype), case.performance.switches(runtime):
+            with default_dtype(case.dtype):
                 outcomes[case] = run_case(runtime, case)
         return outcomes
 

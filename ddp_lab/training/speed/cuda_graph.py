@@ -4,8 +4,8 @@ In eager mode a step of LeNet takes the host ten times as long as the GPU. A gra
 The values that change from step to step, the batch and the learning rate, are read from fixed addresses in memory.
 """
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import call
 from typing import Any, cast
@@ -19,6 +19,7 @@ from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.kernel_choice import Thread, capturing, fastest_thread
 from ddp_lab.training.speed.notice import working
 from ddp_lab.training.speed.switches import compiling
+from ddp_lab.training.speed.warm_up import refusing_to_wait, try_out, unchanged, warm_up
 from ddp_lab.training.step import Step
 
 WARM_UP = 11  # steps before a capture: DDP rebuilds its buckets in the first ones
@@ -48,39 +49,73 @@ class GraphStep:
         """The learning rate of the last step."""
         return self.step.lr
 
-    def capture(self, choosing: float, first: str) -> None:
+    def capture(self, choosing: float, first: str, checked: bool = False) -> None:
         """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads; 0 keeps its first choice.
+            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads; 0: the step is not compiled, and
+                cuDNN's first choice is kept.
             first: text of the notice about the first steps, which compile or warm up.
+            checked: whether a step that waits for the GPU raises an error before the capture begins.
         """
         self.loader.set_epoch(1)
         turns = sorted(set(self.loader.turns()), reverse=True)
-        groups = self.step.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = self.rate  # read by every replay
-        with torch.autograd.set_multithreading_enabled(False):  # backward uses its caller's thread and its kernels
+        # Backward uses its caller's thread and its kernels.
+        with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             # Warm up in this thread first: torch.compile compiles only in the thread that imported it (asserted in torch 2.11).
-            with working(first), compiling():
+            with working(first), compiling() if choosing else nullcontext():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used
             if choosing:
                 with working("choosing cuDNN's kernels"), unchanged(self.step):
                     self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), choosing)
             with working("capturing the training step as a CUDA graph"):
-                self.thread(partial(self._capture, turns))
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+                self.thread(partial(self._capture, turns, checked))
 
-    def _capture(self, turns: list[Turn]) -> None:
+    @contextmanager
+    def _rate_on_device(self) -> Generator[None]:
+        """Let the optimizer read its learning rate from `rate`, as every replay does."""
+        groups = self.step.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = self.rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _capture(self, turns: list[Turn], checked: bool) -> None:
         warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
+        if checked:
+            batch = self._first_batch(turns[0])
+            with unchanged(self.step), refusing_to_wait():
+                self.step.compute(batch)
         pool = torch.cuda.graph_pool_handle()
         for turn in turns:
             self.graphs[turn] = torch.cuda.CUDAGraph()
             with capturing(self.graphs[turn], pool):
                 self.step.compute(self.gather(turn))
+
+    def seconds(self, most: int) -> float:
+        """Return the duration of a step of the largest batch size. Collective.
+
+        Args:
+            most: number of steps that are timed, if an epoch has as many.
+        """
+        self.loader.set_epoch(1)
+        turns = list(self.loader.turns())
+        times = min(most, turns.count(max(turns)))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with unchanged(self.step):
+            for _ in range(2):  # the first time is a warm-up
+                self.loader.deal()
+                start.record()
+                for _ in range(times):
+                    self.graphs[max(turns)].replay()
+                end.record()
+            end.synchronize()
+        return start.elapsed_time(end) / 1000 / times
 
     def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
         """Yield the sizes of the remaining batches of the epoch, then draw the next epoch's sample order."""
@@ -143,56 +178,3 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
         loader.compile(fuse)
         step.compile(fuse)
     return what
-
-
-def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
-    """Run steps that compile, tune and allocate everything, and restore the state after them. Collective.
-
-    Args:
-        batches: one function for each batch size, which returns a batch.
-        times: number of steps for each batch size, after one `try_out`.
-    """
-    with unchanged(step):
-        for batch in batches:
-            try_out(step, batch())
-            for _ in range(times):
-                step.compute(batch())
-
-
-def try_out(step: Step, batch: Batch) -> None:
-    """Run forward and backward of one micro-batch, in which kernels are timed and chosen, without summing gradients.
-
-    A collective occupies a part of the GPU until the slowest rank arrives, so kernels timed meanwhile would appear too slow.
-    """
-    inputs, targets, count = step.mixed(batch)
-    with step.strategy.no_sync():
-        step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)
-    step.optimizer.zero_grad()
-
-
-@contextmanager
-def unchanged(step: Step) -> Generator[None]:
-    """Restore weights, buffers, their averages, the optimizer's state and the tally, in place, when the body ends.
-
-    Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
-    """
-    module, optimizer = step.strategy.module, step.optimizer
-    averages = step.ema.averages.values() if step.ema else ()
-    held = [*module.parameters(), *module.buffers(), *averages, *step.tally.state]
-    before = [tensor.detach().clone() for tensor in held]
-    moments = {(parameter, key): value.clone() for parameter, key, value in state_of(optimizer)}
-    yield
-    with torch.no_grad():
-        for tensor, old in zip(held, before, strict=True):
-            tensor.copy_(old)
-        for parameter, key, value in state_of(optimizer):
-            old = moments.get((parameter, key))
-            value.zero_() if old is None else value.copy_(old)
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-    """Yield the parameter, the name and the value of each tensor of the optimizer's state."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                yield parameter, key, value

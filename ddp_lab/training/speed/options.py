@@ -11,9 +11,12 @@ from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Loader
 from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step, warm_up
+from ddp_lab.training.speed.auto import AUTO, needs_device_loader
+from ddp_lab.training.speed.cache import kept_kernels
+from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step
 from ddp_lab.training.speed.notice import working
 from ddp_lab.training.speed.switches import compiling, cudnn_benchmark, eager_unless_compiled
+from ddp_lab.training.speed.warm_up import warm_up
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -25,12 +28,13 @@ class PerformanceOptions(NamedTuple):
 
     Attributes:
         cuda_graph: whether a step is captured as a CUDA graph.
-        compile: whether a step is compiled by torch.compile; "tuned" also times more kernels, which takes minutes.
+        compile: whether a step is compiled by torch.compile; "tuned" also times more kernels, which takes minutes; "auto" is
+            decided by `build_step`, which has measured a step.
         channels_last: whether images and convolutions use the channels-last memory format.
     """
 
     cuda_graph: bool
-    compile: bool | Literal["tuned"]
+    compile: bool | Literal["tuned", "auto"]
     channels_last: bool
 
     def supported(self, strategy: Strategy, loader: str, model: nn.Module) -> "PerformanceOptions":
@@ -55,6 +59,8 @@ class PerformanceOptions(NamedTuple):
                 stack.enter_context(runtime.side_stream())
             if self.cuda_graph or self.compile:
                 stack.enter_context(cudnn_benchmark())
+            if self.compile == AUTO:
+                stack.enter_context(kept_kernels())
             if self.compile:
                 stack.enter_context(eager_unless_compiled())
             yield
@@ -63,28 +69,37 @@ class PerformanceOptions(NamedTuple):
         """Set the memory format of the model and return it. Called before `Strategy.setup`, within `switches`."""
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
-    def settle(self, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    def settle(self, optimizer: torch.optim.Optimizer, device: torch.device, fused: bool = False) -> torch.optim.Optimizer:
         """Set the optimizer's options that are left to this launch, and return it. Called before the optimizer has a state.
 
         A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is fused in runs on GPUs:
         torch's default, foreach, needs temporary memory of the size of all parameters, and is slow on the host (offload.py).
 
         Args:
+            optimizer: of the strategy's parameters.
             device: the device of this rank.
+            fused: whether to fuse another optimizer, too; a graph of a step that is not compiled always has a fused one.
         """
-        if isinstance(optimizer, torch.optim.AdamW) and device.type == "cuda" and not (self.cuda_graph and self.compile):
+        compiled = self.cuda_graph and self.compile in (True, "tuned")  # with the step; a kernel of torch's would not be
+        if isinstance(optimizer, torch.optim.AdamW) and device.type == "cuda" and not compiled:
             for group in optimizer.param_groups:
                 if group["fused"] is None and group["foreach"] is None:  # tp sets foreach
                     group["fused"] = True
-        for group in optimizer.param_groups if self.cuda_graph else []:
-            if "capturable" in group:
+        for group in optimizer.param_groups:
+            if self.cuda_graph and "capturable" in group:
                 group["capturable"] = True
-            if "fused" in group and not self.compile:
+            if "fused" in group and (self.cuda_graph or fused) and not compiled:
                 group["fused"] = True
         return optimizer
 
-    def build(self, step: Step, loader: Loader) -> Step | GraphStep:
-        """Return the step to train with, compiled and captured according to these options. Collective."""
+    def build(self, step: Step, loader: Loader, checked: bool = False) -> Step | GraphStep:
+        """Return the step to train with, compiled and captured according to these options. Collective.
+
+        Args:
+            step: the step in eager mode.
+            loader: of the training set.
+            checked: whether a step that would wait for the GPU raises an error before its capture begins.
+        """
         device_loader = loader if isinstance(loader, DeviceLoader) else None
         assert device_loader is not None or not self.cuda_graph, "cuda_graph needs data.loader=device (see `supported`)"
         notice = "warming up the training step"
@@ -94,7 +109,7 @@ class PerformanceOptions(NamedTuple):
             notice = f"compiling the training step (compile={str(self.compile).lower()}): {what}"
         if self.cuda_graph and device_loader is not None:
             graph = GraphStep(step, device_loader)
-            graph.capture(CHOOSING if self.compile else 0, notice)
+            graph.capture(CHOOSING if self.compile else 0, notice, checked)
             return graph
         if self.compile:
             loader.set_epoch(1)
@@ -118,7 +133,7 @@ def why_not(name: str, strategy: Strategy, loader: str, model: nn.Module) -> str
     if name == "channels_last" and device == "mps":
         return "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
     if name == "cuda_graph" and loader != "device":
-        return f"not supported by data.loader={loader}, which prepares batches on the host; use data.loader=device"
+        return needs_device_loader(loader)
     if name == "cuda_graph" and strategy.batch_norm == "sync":
         return "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
     return None

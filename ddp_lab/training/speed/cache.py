@@ -1,0 +1,57 @@
+"""The directory of compiled kernels, which later runs of the same work read instead of compiling again."""
+
+import hashlib
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ddp_lab.data.sharding import Loader
+from ddp_lab.training.step import Step
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it looks for a kernel
+
+
+def cache_folder() -> Path:
+    """Return the directory: ~/.cache/ddp_lab/compiled, unless the environment variable of torch names another."""
+    return Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "ddp_lab" / "compiled")
+
+
+@contextmanager
+def kept_kernels() -> Generator[None]:
+    """Let torch.compile keep its kernels in `cache_folder`, and not in a temporary directory, if that can be written."""
+    folder, before = cache_folder(), os.environ.get(VARIABLE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home: torch's default, in the directory of temporary files
+        yield
+        return
+    os.environ[VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before
+
+
+def mark_of(step: Step, loader: Loader) -> Path:
+    """Return the file whose existence means that the kernels of this step with the batches of `loader` are in the cache."""
+    device, strategy = step.strategy.device, step.strategy
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    work = [torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
+    work += [type(loader).__name__, loader.local_batch_size, type(step.optimizer).__name__, step.ema is None, step.mix is None]
+    text = repr([*work, strategy.module])
+    return cache_folder() / "ddp_lab" / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def leave_mark(mark: Path) -> None:
+    """Create the file `mark`, if the directory can be written."""
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError:
+        pass
