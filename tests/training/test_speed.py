@@ -483,14 +483,14 @@ def test_tally_returns_the_first_step_that_is_not_finite(start, in_graph):
 @pytest.mark.slow
 def test_bench_measures_and_draws(tmp_path):
     line = "python scripts/bench.py --gpus 0 --repeats 2 --steps 8 --patience 100 --strategies ddp --loops tutorial accelerate"
-    process = start(line, "ours eager", "kernels", "--json", str(tmp_path / "b.json"), cold=True)
+    process = start(line, "stock eager", "ours eager", "kernels", "--json", str(tmp_path / "b.json"), cold=True)
     code, output = finish(process, timeout=240)
     assert code == 0, output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert [(row["devices"], row["loop"]) for row in rows] == [
-        (devices, loop) for devices in (1, 2) for loop in ("tutorial", "accelerate", "ours eager", "kernels")
+        (devices, loop) for devices in (1, 2) for loop in ("tutorial", "accelerate", "stock eager", "ours eager", "kernels")
     ]
-    assert all(row["rate"] > 0 for row in rows if row["loop"] in ("tutorial", "ours eager"))
+    assert all(row["rate"] > 0 for row in rows if row["loop"] in ("tutorial", "stock eager", "ours eager"))
     assert all(row["skipped"] == "CUDA graphs need a GPU" for row in rows if row["loop"] == "kernels")
     assert "| lenet | 2 | ours eager | ddp |" in output
     assert Image.open(tmp_path / "b.png").width > 700

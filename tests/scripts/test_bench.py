@@ -1,0 +1,33 @@
+"""The table of scripts/bench.py. A run of it: tests/training/test_speed.py."""
+
+from scripts.benchmark.report import strongest, table
+
+
+def row(loop: str, rate: float | None = None, devices: int = 1, strategy: str = "ddp", **more) -> dict:
+    measured = {} if rate is None else {"rate": rate, "spread": 0.01}
+    return {"model": "lenet", "devices": devices, "loop": loop, "strategy": strategy} | measured | more
+
+
+ROWS = [
+    row("tutorial", 100.0),
+    row("stock overhead", 400.0),
+    row("stock compile", skipped="not done within 70 s"),
+    row("ours eager", 200.0, strategy="single"),
+    row("ours", 1000.0, strategy="single"),
+    row("kernels", 1250.0, strategy="single"),
+    row("stock compile", 500.0, devices=2),
+    row("ours", 1500.0, devices=2),
+]
+
+
+def test_strongest_loop_is_neither_ours_nor_the_kernels():
+    assert strongest(ROWS, "lenet", 1) == 400.0
+    assert strongest(ROWS, "lenet", 2) == 500.0
+    assert strongest(ROWS, "resnet18", 1) is None
+
+
+def test_table_has_the_ratio_to_the_strongest_other_loop_first():
+    lines = table(ROWS).splitlines()[2:]
+    assert lines[2] == "| lenet | 1 | stock compile | ddp | not run: not done within 70 s | | | | | |"
+    assert lines[4] == "| lenet | 1 | ours | single | 1,000 | 1.0% | 2.50x | 10.00x |  | 80% |"
+    assert lines[7] == "| lenet | 2 | ours | ddp | 1,500 | 1.0% | 3.00x |  | 75% |  |"
