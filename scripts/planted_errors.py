@@ -364,7 +364,7 @@ ERRORS = [
           MATRIX.format("FSDP-True-local-None-True-72 samples-accumulate 2-clipped-vit-on-2")),
     Error("fully_shard sums gradients in bf16", "ddp_lab/strategies/fsdp.py",
           "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16",
-          "tests/strategies/test_memory.py::test_bf16_computes_with_copies_of_weights_that_are_kept_and_summed_in_float32[fsdp]"),
+          "tests/strategies/test_state_memory.py::test_bf16_computes_with_copies_of_weights_that_are_kept_and_summed_in_float32[fsdp]"),
     Error("selective checkpointing keeps nothing", "ddp_lab/strategies/activation_checkpointing.py",
           "create_selective_checkpoint_contexts, kept()", "create_selective_checkpoint_contexts, []",
           "tests/strategies/test_activation_checkpointing.py"

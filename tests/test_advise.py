@@ -93,6 +93,7 @@ def test_shards_and_checkpointing_take_less_memory():
     assert memory["mesh tp=2 sequence_parallel=true"] < memory["mesh tp=2"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_recommended():
     card = CARDS["H100"]
     fitting = advised(*VIT, "batch_size=4096", gpus="2xH100")
@@ -108,6 +109,7 @@ def test_what_does_not_fit_is_not_recommended():
     assert "does not fit" in table(advice, everything=False)
 
 
+@pytest.mark.slow
 def test_several_machines_have_their_launch_line():
     advice = advised(*VIT, gpus="2xH100", nodes=2)
     ddp = next(prediction for prediction in advice.predictions if prediction.name == "ddp")
