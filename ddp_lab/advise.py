@@ -54,7 +54,8 @@ def main() -> None:
             check_folder(getattr(given, option), f"--{option}")
     from ddp_lab.estimate.report import as_json, draw, table
     from ddp_lab.resilience.run_directory import write_json
-    from ddp_lab.run.advise import advise, find_machine
+    from ddp_lab.run.advise import advise
+    from ddp_lab.run.machine import find_machine
 
     machine = find_machine(given.gpus, given.nodes, given.link)
     advice = advise(given.overrides, given.config_dir, machine)

@@ -21,8 +21,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.torchrun import new_folder  # noqa: E402
-from ddp_lab.run.advise import Advisor, constants_for, find_machine  # noqa: E402
+from ddp_lab.run.advise import Advisor, constants_for  # noqa: E402
 from ddp_lab.run.candidates import Candidate  # noqa: E402
+from ddp_lab.run.machine import find_machine  # noqa: E402
 from scripts.compare import Entry, entries, run  # noqa: E402
 
 MiB = 2**20

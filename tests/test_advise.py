@@ -15,8 +15,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.estimate.advice import Advice
 from ddp_lab.estimate.cards import CARDS, GiB
 from ddp_lab.estimate.report import as_json, best_of, memory_plot, table
-from ddp_lab.run.advise import Machine, advise, find_machine
+from ddp_lab.run.advise import advise
 from ddp_lab.run.candidates import candidates
+from ddp_lab.run.machine import Machine, find_machine
 
 SYNTHETIC = ["data=synthetic", "data.dataset.image_size=28"]
 VIT = ["model=vit", *SYNTHETIC]

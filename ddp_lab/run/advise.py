@@ -1,9 +1,7 @@
 """Predictions for the strategies and meshes that can be laid on some GPUs, from the config of a run."""
 
 import math
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,8 +15,8 @@ from ddp_lab.data.datasets import Dataset
 from ddp_lab.estimate.advice import Advice, Prediction, Refused
 from ddp_lab.estimate.blocks import LOSS, Tracer
 from ddp_lab.estimate.buckets import buckets_of, micro_batches_kept
-from ddp_lab.estimate.cards import CARDS, GB, Card, GiB, card_called, parse_gpus
-from ddp_lab.estimate.constants import ASSUMED, BETWEEN_NODES, Constants
+from ddp_lab.estimate.cards import Card, GiB
+from ddp_lab.estimate.constants import ASSUMED, Constants
 from ddp_lab.estimate.constants_file import load
 from ddp_lab.estimate.division import division_of
 from ddp_lab.estimate.exposed import Sizes
@@ -36,43 +34,10 @@ from ddp_lab.models.trial import freeze_unused
 from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_strategy
 from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import Job
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.run.machine import Machine
+from ddp_lab.run.places import communicators, place_along_pp, places
 from ddp_lab.strategies.batch_norm import is_batch_norm
-from ddp_lab.strategies.mesh import Mesh
-from ddp_lab.strategies.pipeline import Pipeline
-from ddp_lab.strategies.split import Split
 from ddp_lab.training.speed.auto import AUTO
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The GPUs of a launch.
-
-    Attributes:
-        card: the kind of GPU.
-        per_node: number of GPUs of each machine.
-        nodes: number of machines.
-        between: bytes per second that a GPU can send to another machine.
-    """
-
-    card: Card
-    per_node: int
-    nodes: int
-    between: float
-
-    @property
-    def gpus(self) -> int:
-        return self.per_node * self.nodes
-
-    def launch(self, overrides: list[str], ranks: int) -> str:
-        """Return the command line of a run."""
-        words = shlex.join(overrides)
-        if ranks == 1:
-            return f"python -m ddp_lab {words}"
-        where = "--standalone"
-        if self.nodes > 1:
-            where = f"--nnodes={self.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
-        return f"torchrun {where} --nproc_per_node={self.per_node} -m ddp_lab {words}"
 
 
 class Advisor:
@@ -270,30 +235,6 @@ class Rank(NamedTuple):
     passes: Passes
 
 
-def find_machine(gpus: str, nodes: int, link: float | None) -> Machine:
-    """Return the GPUs that the command line names.
-
-    Args:
-        gpus: "here", or number and card.
-        nodes: number of machines.
-        link: GB/s between them; None: an assumed value.
-
-    Raises:
-        ConfigError: the card is unknown, or there is none here.
-    """
-    between = BETWEEN_NODES if link is None else link * GB
-    if gpus != "here":
-        found = parse_gpus(gpus)
-        return Machine(found.card, found.number, nodes, between)
-    if not torch.cuda.is_available():
-        raise ConfigError(f"--gpus here: there is no GPU here. Use --gpus with a number and a card, of {', '.join(CARDS)}")
-    name = torch.cuda.get_device_name()
-    card = card_called(name)
-    if card is None:
-        raise ConfigError(f"--gpus here: {name} is unknown. Use --gpus with a card that is like it, of {', '.join(CARDS)}")
-    return Machine(replace(card, memory=torch.cuda.mem_get_info()[1]), torch.cuda.device_count(), nodes, between)
-
-
 def advise(overrides: Sequence[str], config_dir: str | None, machine: Machine) -> Advice:
     """Return the predictions for a run under every strategy.
 
@@ -311,25 +252,3 @@ def advise(overrides: Sequence[str], config_dir: str | None, machine: Machine) -
 def constants_for(card: Card) -> Constants:
     """Return the measured constants of a card, or the assumed ones."""
     return load(card) or ASSUMED
-
-
-def place_along_pp(strategy: Strategy, rank: int) -> int:
-    """Return the place of a rank in its pipeline."""
-    return rank // (strategy.dp_size * strategy.axes["tp"]) if isinstance(strategy, Mesh) else rank
-
-
-def places(strategy: Strategy) -> list[int]:
-    """Return one rank of each stage, that with the first shard, which is the largest; under split one device of each stage."""
-    if isinstance(strategy, Mesh):
-        return [index * strategy.dp_size * strategy.axes["tp"] for index in range(strategy.axes["pp"])]
-    if isinstance(strategy, Pipeline):
-        return list(range(strategy.axes["pp"]))
-    return list(range(len(strategy.parts.parts))) if isinstance(strategy, Split) else [0]
-
-
-def communicators(strategy: Strategy) -> int:
-    """Return the number of NCCL communicators of a rank: one for the world and one for each axis of several ranks."""
-    if strategy.one_process:
-        return 0
-    sizes = [size for size in strategy.axes.values() if size > 1]
-    return len(sizes) + (len(sizes) > 1)

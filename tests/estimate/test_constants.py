@@ -12,8 +12,9 @@ from ddp_lab.estimate.calibrate import CPU
 from ddp_lab.estimate.cards import CARDS, card_called, parse_gpus
 from ddp_lab.estimate.constants import ASSUMED, Constants
 from ddp_lab.estimate.constants_file import load, path_of, save
-from ddp_lab.run.advise import advise, find_machine
+from ddp_lab.run.advise import advise
 from ddp_lab.run.calibrate import calibrate
+from ddp_lab.run.machine import find_machine
 from ddp_lab.world.runtime import Runtime
 
 H100 = CARDS["H100"]

@@ -9,7 +9,8 @@ from ddp_lab.estimate.cards import CARDS
 from ddp_lab.estimate.constants import ASSUMED
 from ddp_lab.estimate.recorder import Operation
 from ddp_lab.estimate.step_time import Device, Links, StepTime, Work
-from ddp_lab.run.advise import Advisor, find_machine
+from ddp_lab.run.advise import Advisor
+from ddp_lab.run.machine import find_machine
 
 CARD = CARDS["H100"]
 IDEAL = replace(ASSUMED, float32=1.0, tf32=1.0, bf16=1.0, bandwidth=1.0, launch=1e-5, step=0.0, replay=1e-6)
