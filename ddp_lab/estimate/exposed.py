@@ -85,7 +85,7 @@ def sharded(strategy: Mesh | FSDP, sizes: Sizes, links: Links, forward: float, b
 
 
 def along_tp(division: Division, block: Traced, links: Links) -> float:
-    """Return the seconds of the collectives of a block along tp, forward and backward, which nothing hides."""
+    """Return the seconds of the collectives of a block along tp, forward and backward. No computation overlaps with them."""
     tp, size = division.tp, block.output
     if division.joined:  # outputs gathered; gradients of inputs summed
         calls = len(division.joined)
