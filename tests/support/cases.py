@@ -162,6 +162,14 @@ SHARDED = [
     fsdp(**RECIPE),
     fsdp(**FILES),
 ]
+# On two ranks all of them run; on the others every strategy, and what depends on the number of ranks or on which are empty.
+DATA_PARALLEL = {
+    1: [REPLICAS[1], REPLICAS[13], SHARDED[2]],
+    2: REPLICAS + SHARDED,
+    3: [*(REPLICAS[i] for i in (2, 3, 5, 7, 10, 12, 17)), SHARDED[2], SHARDED[4]],
+    4: [*(REPLICAS[i] for i in (0, 2, 3, 5, 9, 13, 15, 18, 19)), SHARDED[1], *SHARDED[3:]],
+    8: [],
+}
 MODEL_PARALLEL = {
     1: [pipeline("1f1b"), ddp_pipeline(1, "gpipe"), tp(None), tp(1, **CLIPPED)],
     2: [
@@ -187,26 +195,21 @@ MODEL_PARALLEL = {
         pipeline("1f1b", balance="time"),
         fsdp(init="by_block"),
     ],
-    3: [pipeline("gpipe"), pipeline("1f1b", m=7, **ALMOST_EMPTY), pipeline("1f1b", m=3, **CLIPPED), ddp_pipeline(3, "1f1b")],
+    3: [pipeline("gpipe"), pipeline("1f1b", m=7, **ALMOST_EMPTY), ddp_pipeline(3, "1f1b")],
     4: [
-        pipeline("gpipe"),
         pipeline("1f1b", m=5, **CLIPPED),
-        *(ddp_pipeline(2, schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
+        *(ddp_pipeline(2, schedule) for schedule in ("gpipe", "interleaved1f1b", "loopedbfs")),
         ddp_pipeline(2, "1f1b", m=5, **ALMOST_EMPTY),
         ddp_pipeline(2, "1f1b", accumulate=2, **RECIPE),
         ddp_pipeline(2, "1f1b", cut=("fc1",), accumulate=2, loader="workers", **CLIPPED),
-        ddp_pipeline(4, "1f1b"),
-        tp(2),
         tp(2, accumulate=2, **CLIPPED),
         tp(2, **ALMOST_EMPTY),
         tp(4, HALF),
-        tp(None, HALF, **CLIPPED),
     ],
-    8: [ddp_pipeline(2, "1f1b"), ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
+    8: [ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
 }
 VISION_TRANSFORMER = {
     2: [
-        scratch(**VIT),
         scratch("bucketed", accumulate=3, **VIT, **CLIPPED),
         ddp(accumulate=2, **VIT, **ALMOST_EMPTY),
         fsdp(**VIT),
@@ -237,17 +240,15 @@ MESHES = {
         mesh(),
         mesh(pp=2, **LENET, **CLIPPED),
         mesh(shard=None, **ALMOST_EMPTY),
-        mesh(tp=2),
         mesh(tp=2, sequence=True, accumulate=2, **CLIPPED),
         mesh(tp=2, sequence=True, checkpointing="block", loader="workers", **ALMOST_EMPTY),
-        mesh(tp=2, sequence=True, checkpointing="selective", **CLIPPED),
         mesh(pp=2, checkpointing="block", accumulate=2),
         mesh(pp=2, schedule="interleaved1f1b", checkpointing="selective"),
         fsdp(checkpointing="block", **SHORT, **CLIPPED),
         fsdp(False, checkpointing="selective", accumulate=2, **SHORT),
         mesh(tp=2, sequence=True, **ADAMW, **CLIPPED),
         mesh(tp=2, **RECIPE),
-        *(mesh(pp=2, schedule=schedule, accumulate=2) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")),
+        *(mesh(pp=2, schedule=schedule, accumulate=2) for schedule in ("gpipe", "loopedbfs")),
         mesh(pp=2, m=5, **RECIPE, **ALMOST_EMPTY),
         OFFLOADED,
         mesh(shard=None, offload=True, **ADAMW | {"optimizer": "fused_adamw"}, **CLIPPED),
@@ -263,7 +264,6 @@ MESHES = {
         mesh(tp=2, **CLIPPED),
         mesh(shard=None, tp=2, sequence=True, accumulate=2, **CLIPPED),
         mesh(shard=None, tp=2, **ADAMW | {"optimizer": "fused_adamw"}),
-        mesh(shard=2, **ADAMW),
         mesh(tp=4, sequence=True),
         mesh(pp=2, accumulate=2, **CLIPPED),
         mesh(pp=2, tp=2, schedule="interleaved1f1b", **RECIPE),
@@ -275,7 +275,6 @@ MESHES = {
         mesh(shard=None, pp=2, tp=2, **ADAMW, **CLIPPED),
         mesh(shard=2, tp=2, sequence=True, **CLIPPED),
         mesh(shard=2, pp=2, **ALMOST_EMPTY),
-        mesh(pp=4, tp=2, sequence=True),
         mesh(dp=8, shard=4),
     ],
 }
