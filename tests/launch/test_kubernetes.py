@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from kubernetes_schema import problems
-from launches import ROOT, SMALL, launch, read_metrics
+from launches import ROOT, SMALL, SUPPORT, launch, read_metrics
 from omegaconf import OmegaConf
 from slurm_cluster import wait_for
 
@@ -222,11 +223,11 @@ def test_dry_run_of_a_sweep_prints_the_manifests(tmp_path, cluster):
     assert not (tmp_path / "bad").exists()
 
 
-def start_pod(tmp_path: Path, *overrides: str) -> subprocess.Popen:
+def start_pod(torchrun: str, tmp_path: Path, *overrides: str) -> subprocess.Popen:
     """Start torchrun as the runtime's pods do: as process 1, with the variables of Trainer and of the runtime."""
     trainer = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1"}
     env = os.environ | trainer | {"PET_MASTER_PORT": "29517", "DDP_LAB_LAUNCH": "uid", "OMP_NUM_THREADS": "1"}
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    env["PYTHONPATH"] = f"{ROOT}:{SUPPORT}"
     pod = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL"]
     command = [
         *pod,
@@ -245,10 +246,11 @@ def start_pod(tmp_path: Path, *overrides: str) -> subprocess.Popen:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="PID namespaces need root")
-def test_torchrun_as_process_1_saves_on_sigterm_and_resumes_in_the_same_directory(tmp_path):
+def test_torchrun_as_process_1_saves_on_sigterm_and_resumes_in_the_same_directory(tmp_path, tmp_path_factory):
     """resume=never applies to the first start of the pod."""
+    torchrun = str(warm.agent_shims(tmp_path_factory.mktemp("agents") / "bin") / "torchrun")
     overrides = ["resume=never", "inject=slow@rank=0,step=12"]
-    pod = start_pod(tmp_path, *overrides)
+    pod = start_pod(torchrun, tmp_path, *overrides)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for("epoch 2", lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 120, lambda: "")
     (process_1,) = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
@@ -256,7 +258,7 @@ def test_torchrun_as_process_1_saves_on_sigterm_and_resumes_in_the_same_director
     output, _ = pod.communicate(timeout=SAVE)
     assert pod.returncode != 0, output
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "preempted", output
-    pod = start_pod(tmp_path, *overrides)
+    pod = start_pod(torchrun, tmp_path, *overrides)
     output, _ = pod.communicate(timeout=120)
     assert pod.returncode == 0, output
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished", output

@@ -108,10 +108,10 @@ MOVES = {  # case and number of ranks; each writes a checkpoint, and each resume
     "pipeline@2": (pipeline("1f1b", **MOVED), 2),
     "ddp_pipeline@4": (ddp_pipeline(2, "1f1b", **MOVED), 4),
     "tp@2": (tp(2, **MOVED), 2),
-    "mesh@4": (mesh(shard=None, pp=2, **LENET | MOVED | {"samples": 101}), 4),
+    "mesh@4": (mesh(shard=None, pp=2, **LENET | MOVED | {"samples": 59}), 4),
 }
 MOVED_VIT = SHORT | MOVED
-MESH_MOVES = {  # the same for a model that every axis of a mesh divides, with three steps in an epoch instead of five
+MESH_MOVES = {  # the same for a model that every axis of a mesh divides
     "single@1": (Case(Single, **MOVED_VIT), 1),
     "fsdp@2": (fsdp(**MOVED_VIT), 2),
     "mesh on the host@2": (mesh(shard=None, offload=True, **MOVED), 2),
@@ -162,7 +162,7 @@ PARAMS = [pytest.param(*pair, marks=[pytest.mark.slow] * is_slow(*pair)) for pai
 @once
 def moved(folder: Path, slow: bool) -> Moved:
     pairs = [pair for pair in PAIRS if is_slow(*pair) == slow]
-    return move(folder / f"moved-{slow}", MOVES, pairs, "step_00000005.pt")
+    return move(folder / f"moved-{slow}", MOVES, pairs, "step_00000003.pt")
 
 
 @once
@@ -226,9 +226,9 @@ def assert_resumed(runs: Moved, source: str, target: str) -> None:
 GROUPED = {"model": "unbiased", "epochs": 2, **UNDECAYED}  # one stage of its pipeline has no biases
 UNGROUPED = GROUPED | {"decay_norms_and_biases": True}
 RECIPES = {  # runs, and the checkpoint from which others resume
-    "recipe": (Case(Single, epochs=2, save_at=8, **RECIPE), "step_00000008.pt"),
-    "one group": (Case(Single, **UNGROUPED), "step_00000005.pt"),
-    "two groups": (Case(Single, **GROUPED), "step_00000005.pt"),
+    "recipe": (Case(Single, epochs=2, save_at=4, **RECIPE), "step_00000004.pt"),
+    "one group": (Case(Single, **UNGROUPED), "step_00000003.pt"),
+    "two groups": (Case(Single, **GROUPED), "step_00000003.pt"),
 }
 RESUMED = [
     ("recipe", scratch(epochs=2, loader="workers", **RECIPE)),

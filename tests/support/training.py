@@ -123,7 +123,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     model: str = "lenet"
     init: str = "default"
-    samples: int = 101
+    samples: int = 59
     batch_size: int = 24
     epochs: int = 2
     lr: float = 0.05

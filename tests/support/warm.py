@@ -20,6 +20,7 @@ import inspect
 import json
 import os
 import runpy
+import secrets
 import select
 import shlex
 import signal
@@ -130,7 +131,7 @@ def fork_children() -> None:
 
     They are forked from a server of its own, which is forked here, before this process has any threads.
     """
-    address = f"{os.environ[ADDRESS]}.{os.getpid()}"
+    address = f"{os.environ[ADDRESS]}.{secrets.token_hex(8)}"  # process ids repeat in PID namespaces
     owner, libc = os.getpid(), ctypes.CDLL(None)
     listener = socket.create_server(address, family=socket.AF_UNIX)
     if os.fork() == 0:
