@@ -66,7 +66,7 @@ SINGLE_SAMPLES = "tests/training/test_evaluation.py::test_evaluation_equals_sums
 SHARDED = "tests/resilience/test_sharded.py::test_{}"
 IMAGES = "tests/data/test_folder.py::test_images_are_the_same_for_any_world_workers_cache_and_resume[{}]"
 MATRIX = "tests/strategies/test_equivalence.py::test_several_processes_equal_single[{}]"
-CUBE = MATRIX.format("Mesh-None-1-2-2-True-1f1b-4-None-None-local-72 samples-clipped-vit-on-4")
+CUBE = MATRIX.format("Mesh-None-1-2-2-True-1f1b-4-None-None-local-48 samples-clipped-vit-on-4")
 
 # Without the formatter, which would write each argument on its own line.
 # fmt: off
@@ -358,10 +358,10 @@ ERRORS = [
           "dist.broadcast(tensor, src=0)", "pass", MATRIX.format("Scratch-flat-0.015625-local-on-2")),
     Error("fully_shard takes the mean over ranks of what a mesh sums", MESH,
           "part.set_gradient_divide_factor(1.0)", "pass",
-          MATRIX.format("Mesh-None-None-1-1-False-1f1b-4-None-None-local-selective-72 samples-accumulate 2-vit-on-2")),
+          MATRIX.format("Mesh-None-None-1-1-False-1f1b-4-None-None-local-selective-48 samples-accumulate 2-vit-on-2")),
     Error("fsdp clips by the norm of a rank's shards if they are on the host", "ddp_lab/strategies/fsdp.py",
           "self.runtime.all_reduce(torch.stack(squares).sum().to(self.device))", "torch.stack(squares).sum()",
-          MATRIX.format("FSDP-True-local-None-True-72 samples-accumulate 2-clipped-vit-on-2")),
+          MATRIX.format("FSDP-True-local-None-True-48 samples-accumulate 2-clipped-vit-on-2")),
     Error("fully_shard sums gradients in bf16", "ddp_lab/strategies/fsdp.py",
           "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16",
           "tests/strategies/test_state_memory.py::test_bf16_computes_with_copies_of_weights_that_are_kept_and_summed_in_float32[fsdp]"),

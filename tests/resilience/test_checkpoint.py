@@ -167,7 +167,7 @@ def moved(folder: Path, slow: bool) -> Moved:
 
 @once
 def moved_over_meshes(folder: Path) -> Moved:
-    return move(folder / "meshes", MESH_MOVES, ring(MESH_MOVES), "step_00000003.pt")
+    return move(folder / "meshes", MESH_MOVES, ring(MESH_MOVES), "step_00000002.pt")
 
 
 def move(folder: Path, moves: dict, pairs: list[tuple[str, str]], file: str) -> Moved:

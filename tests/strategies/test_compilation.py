@@ -128,8 +128,6 @@ SLOW = {
     mesh(tp=2, sequence=True): 9,
     scratch("bucketed", accumulate=3, **VIT, **CLIPPED): 4,
     ddp(accumulate=2, **VIT): 4,
-    fsdp(**VIT): 4,
-    pipeline("1f1b", m=5, **VIT): 2,
     pipeline("interleaved1f1b", accumulate=2, **VIT): 2,
     ddp_pipeline(1, "1f1b", **VIT): 3,
     mesh(shard=None, accumulate=2, **CLIPPED): 4,

@@ -30,7 +30,7 @@ FROZEN = {"model": "partly_frozen"}
 FILES = {"files": True, "loader": "workers", **ALMOST_EMPTY}
 VIT = {"model": "vit", "init": "by_block", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
 DROPPING = VIT | {"model": "vit_drop"}
-SHORT = VIT | {"epochs": 1, "samples": 72}  # three full batches
+SHORT = VIT | {"epochs": 1, "samples": 48}  # two complete batches
 # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides one rounding error by another.
 ADAMW = {"optimizer": "adamw", "lr": 0.01, "dtype": torch.float64}
 CHECKPOINTING = {"none": ()} | {mode: (("checkpoint_activations", mode),) for mode in ("block", "selective")}
@@ -108,7 +108,7 @@ def mesh(
     offload: bool = False,
     **case,
 ) -> Case:
-    """Return a case of `mesh`; by default it is one epoch of three steps of the ViT."""
+    """Return a case of `mesh`; by default it is one epoch of two steps of the ViT."""
     axes = (("dp", dp), ("shard", shard), ("tp", tp), ("pp", pp), ("sequence_parallel", sequence))
     options = (*axes, *pipeline_options(schedule, m, stages, cut), ("batch_norm", batch_norm))
     return Case(Mesh, options + CHECKPOINTING[checkpointing] + OFFLOAD[offload], **(SHORT | case))

@@ -41,7 +41,7 @@ from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
-TEST_SAMPLES = 53
+TEST_SAMPLES = 31
 # The cases with files take their images from each kind of cache, which must make no difference.
 CACHES = {Single: "none", DDP: "none", FSDP: "disk", Pipeline: "ram", TP: "disk"}
 OFF = PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
