@@ -59,7 +59,8 @@ STARTS += [pytest.param(*line, True, id=f"{line[0]} cold", marks=pytest.mark.slo
 
 @pytest.mark.parametrize(("line", "strategy", "world_size", "replicas", "logged", "cold"), STARTS)
 def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, replicas, logged, cold, tmp_path):
-    code, output = launch(line, "epochs=1", f"runs_dir={tmp_path}/runs", cold=cold)
+    small = ["model.depth=2", "model.width=16", "model.heads=2"] if "model=vit" in line else []
+    code, output = launch(line, *small, "epochs=1", f"runs_dir={tmp_path}/runs", cold=cold)
     assert code == 0, output
     assert output.count(logged) == 1, "it must be logged once, not once per rank"
     plural = "s" * (world_size > 1)

@@ -72,7 +72,7 @@ def test_concurrent_jobs_use_different_ports(tmp_path):
 
 def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
     line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
-    process = start(SWEEP, *line, "data.dataset.train_size=240000", "checkpoint.every_epochs=1")
+    process = start(SWEEP, *line, "data.dataset.train_size=24000", "epochs=50")
     deadline = time.monotonic() + 120
     while not any((read_heartbeat(path, 1) or {"step": 0})["step"] > 0 for path in (tmp_path / "sweep").glob("*")):
         assert time.monotonic() < deadline

@@ -205,7 +205,7 @@ MODEL_PARALLEL = {
         tp(2, **ALMOST_EMPTY),
         tp(4, HALF),
     ],
-    8: [ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
+    8: [ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
 }
 VISION_TRANSFORMER = {
     2: [
@@ -273,8 +273,7 @@ MESHES = {
         mesh(pp=2, tp=2, sequence=True, accumulate=2, **CLIPPED),
         mesh(shard=None, pp=2, tp=2, **ADAMW, **CLIPPED),
         mesh(shard=2, tp=2, sequence=True, **CLIPPED),
-        mesh(shard=2, pp=2, **ALMOST_EMPTY),
-        mesh(dp=8, shard=4),
+        mesh(dp=8, shard=4, **ALMOST_EMPTY),
     ],
 }
 
