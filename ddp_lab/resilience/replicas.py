@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.shards import local
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

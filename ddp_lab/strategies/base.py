@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.compilation import Fuse, compile_blocks, count, repeats
 from ddp_lab.strategies.fill import fill
 from ddp_lab.strategies.loss import CrossEntropy, Loss
+from ddp_lab.strategies.saved_state import SavedState
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, measure
 from ddp_lab.world.runtime import Runtime
@@ -30,37 +31,7 @@ Module = TypeVar("Module", bound=nn.Module)
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
 
-class StateOptions(TypedDict, total=False):
-    """The options of torch's StateDictOptions that are used here.
-
-    torch.distributed.checkpoint loads 700 modules in 0.5 s, so it is imported only where a state is saved or loaded.
-    """
-
-    full_state_dict: bool
-    cpu_offload: bool
-
-
-FULL_STATE: StateOptions = {"full_state_dict": True, "cpu_offload": True}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
-    to_local = getattr(tensor, "to_local", None)  # not isinstance: importing DTensor loads 500 modules
-    return tensor if to_local is None else to_local()
-
-
-def sharded_as(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a shard as a DTensor of the layout of `tensor`, without a copy; if `tensor` is none, return the shard as it is."""
-    if not hasattr(tensor, "to_local"):
-        return shard
-    from torch.distributed.tensor import DTensor
-
-    whole = cast(DTensor, tensor)
-    # The shape must be given: torch would otherwise compute it from this shard, and be wrong where shards differ in size.
-    return DTensor.from_local(shard, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride())
-
-
-class Strategy(ABC):
+class Strategy(SavedState, ABC):
     """One way of distributing a training step over devices.
 
     The methods are called in this order:
@@ -103,10 +74,7 @@ class Strategy(ABC):
     supports_mps: ClassVar[bool] = False
     sharded: bool = False
     performance_options: ClassVar[frozenset[str]] = frozenset()
-    save_options: ClassVar[StateOptions] = FULL_STATE
-    load_options: ClassVar[StateOptions] = FULL_STATE
 
-    module: nn.Module
     forward: nn.Module
     input_shape: tuple[int, ...]
 
@@ -162,7 +130,7 @@ class Strategy(ABC):
         self.dp_size = self.replicas = ranks // ranks_per_replica
         self.axes = {"dp": self.dp_size, **inner}
 
-    def partition(self, model: nn.Module, samples: int) -> None:  # noqa: B027, most strategies have nothing to decide
+    def partition(self, model: nn.Module, samples: int) -> None:
         """Decide which rank holds which part of the model. Called before the process group opens.
 
         Args:
@@ -272,7 +240,7 @@ class Strategy(ABC):
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
         return nullcontext()
 
-    def reduce_gradients(self) -> None:  # noqa: B027, most strategies have nothing left to do
+    def reduce_gradients(self) -> None:
         """Communicate the gradients that the last backward pass of the step has not communicated."""
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
@@ -378,66 +346,5 @@ class Strategy(ABC):
         others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
         return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
-    def forget_gathered(self) -> None:  # noqa: B027, most strategies keep no copies
+    def forget_gathered(self) -> None:
         """Discard the strategy's own copies of parameters, because other code than the optimizer is about to change them."""
-
-    def model_state(self) -> dict[str, torch.Tensor]:
-        """Return the complete model's state under plain names, on the CPU. Collective; as `state_dict`, without optimizer."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.module, options=StateDictOptions(**self.save_options)))
-
-    def load_model_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what the `model_state` of any strategy returned. Collective; `state` must be complete on every rank."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        held = self.module.state_dict().keys()
-        own: dict[str, Any] = {name: tensor for name, tensor in state.items() if name in held}
-        set_model_state_dict(self.module, own, options=StateDictOptions(**self.load_options))
-
-    def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the complete state of model and optimizer under plain names, on the CPU.
-
-        Collective. The state is complete on rank 0 and may be empty on the other ranks.
-        """
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-        model, optim = get_state_dict(self.module, optimizer, options=StateDictOptions(**self.save_options))
-        return {"model": model, "optimizer": optim}
-
-    def local_model_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the model under plain names. Sharded tensors are DTensors, and nothing is copied."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.module))
-
-    def local_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state of `local_model_state`: "state" and "param_groups". Nothing is copied.
-
-        An optimizer without a state gets its initial one.
-        """
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        return cast("dict[str, Any]", get_optimizer_state_dict(self.module, optimizer))
-
-    def load_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load a state that the `state_dict` of any strategy returned. Collective; `state` must be complete on every rank."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-        without_state = not state["optimizer"]["state"] or optimizer.defaults.get("momentum") == 0
-        if without_state or not list(self.parameters()):
-            # SGD without momentum has no state, and neither has a rank that trains nothing because its stage is frozen.
-            # torch's set_state_dict does not support that, in the file or in `optimizer`.
-            self.load_model_state(state["model"])
-            return
-        # The parameter groups and their options are those of this launch: the file may have other groups.
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        groups = [group | {"params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
-        held = self.module.state_dict().keys()
-        set_state_dict(
-            self.module,
-            optimizer,
-            model_state_dict={name: tensor for name, tensor in state["model"].items() if name in held},
-            optim_state_dict=state["optimizer"] | {"param_groups": groups},
-            options=StateDictOptions(**self.load_options),
-        )

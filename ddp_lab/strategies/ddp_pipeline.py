@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_lab.config.types import Count
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
-from ddp_lab.strategies.pipeline import Pipeline, Stage
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.stage import Stage
 from ddp_lab.world.runtime import Runtime
 
 # interleavedzerobubble is excluded: it computes the weights' gradients separately, without running DDP's hooks, so that the

@@ -23,10 +23,12 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.compilation import Fuse, compile_blocks, no_blocks
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
+from ddp_lab.strategies.shardable import require_dimensions, tied
+from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
 
@@ -56,38 +58,6 @@ def units(model: nn.Module, wrap: list[str] | None) -> list[nn.Module]:
         found = [child for child in found if not is_list(child)]
     depth = {module: name.count(".") for name, module in model.named_modules()}
     return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
-
-
-def tied(model: nn.Module, units: list[nn.Module]) -> list[str]:
-    """Return the names of a parameter that belongs to modules of two units, and so would be in two shards; [] if there is none.
-
-    Args:
-        units: as returned by `units`; a module belongs to the innermost unit that contains it, or to the model itself.
-    """
-    unit_of: dict[nn.Module, nn.Module] = {}
-    for unit in [*units, model]:
-        for module in unit.modules():
-            unit_of.setdefault(module, unit)
-    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False):
-            unit, other = first.setdefault(parameter, (unit_of[module], name))
-            if unit is not unit_of[module]:
-                return [other, name]
-    return []
-
-
-def require_dimensions(model: nn.Module, strategy: str) -> None:
-    """Check that every parameter of the model can be sharded.
-
-    Raises:
-        ConfigError: a parameter has no dimensions.
-    """
-    if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
-        raise ConfigError(
-            f"strategy={strategy}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape [1], or "
-            "use another strategy, for example ddp"
-        )
 
 
 def shard(

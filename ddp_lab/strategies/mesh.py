@@ -28,15 +28,18 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.fill import PresentWeights, fill
-from ddp_lab.strategies.fsdp import require_dimensions, shard, sharded_in, without_sync
+from ddp_lab.strategies.fsdp import shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, picture
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
-from ddp_lab.strategies.pipeline import Pipeline, Stage
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.shardable import require_dimensions, require_own_parameters
+from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.share import Share, planned
+from ddp_lab.strategies.stage import Stage
 from ddp_lab.strategies.tensor_parallel import ALL, OWN, parallelize
 from ddp_lab.strategies.tensor_parallel_plan import check_plans, plan_of
 from ddp_lab.strategies.whole import complete
@@ -204,18 +207,3 @@ class Mesh(Pipeline):
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         return super().gather(complete(own))
-
-
-def require_own_parameters(model: Chain) -> None:
-    """Check that no two modules share a parameter.
-
-    Raises:
-        ConfigError: two do. With uneven shards the last rank would never update its shard (pytorch#176076).
-    """
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if names.setdefault(parameter, name) != name:
-            raise ConfigError(
-                f"strategy=mesh: {name} is the same parameter as {names[parameter]}, which torch does not always update if it "
-                "is sharded (pytorch#176076). Use a copy, or another strategy, for example ddp"
-            )

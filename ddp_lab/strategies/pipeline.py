@@ -5,21 +5,15 @@
     rank 2 |       f1 f2 f3 f4 b1 b2 b3 b4              parameters are never sent
            +------------------------------------> time
 
-torch.distributed.pipelining runs the schedule, which decides when each micro-batch goes forward and backward:
-
-gpipe                  all forward passes, then all backward passes, as drawn above (Huang et al. 2018, arXiv:1811.06965)
-1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
-                       micro-batches, p being the number of ranks (Narayanan et al. 2019, PipeDream)
-interleaved1f1b        several stages per rank: a smaller bubble, more messages
-loopedbfs              also several stages per rank; each stage computes all micro-batches before the next stage begins
-interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle time
+torch.distributed.pipelining runs the schedule, which decides when each micro-batch goes forward and backward; the picture is
+that of gpipe, and schedules.py describes them all.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,76 +24,22 @@ from ddp_lab.config.types import Count
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, not_selective
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
-from ddp_lab.strategies.loss import Loss
+from ddp_lab.strategies.saved_state import merge
+from ddp_lab.strategies.schedules import Schedule, count_stages, expected_bubble, has_one_stage
 from ddp_lab.strategies.share import Share
-from ddp_lab.strategies.sums import add_up, sums
+from ddp_lab.strategies.stage import MicroBatchLoss, Stage
+from ddp_lab.strategies.sums import add_up
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 TorchSchedule: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
-
-# torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
-# them: "can't steal_bwd_input if this stage doesn't have backward".
-Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble"]
-
-
-class Stage(nn.Sequential):
-    """Consecutive blocks of the model.
-
-    Args:
-        blocks: the blocks by name.
-        autocast: returns the context of the forward pass.
-        dtype: dtype of the output, in which the next rank has allocated its receive buffers.
-        checkpointing: which activations are computed again in the backward pass.
-    """
-
-    def __init__(
-        self,
-        blocks: OrderedDict[str, nn.Module],
-        autocast: Callable[[], AbstractContextManager[object]],
-        dtype: torch.dtype,
-        checkpointing: Checkpointing,
-    ):
-        super().__init__(blocks)
-        self.autocast, self.dtype = autocast, dtype
-        self.checkpointing: Checkpointing = checkpointing
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with self.autocast():
-            for block in self:
-                input = checkpointed(block, self.checkpointing)(input)
-            return input.to(self.dtype).contiguous()  # as sending requires
-
-
-class MicroBatchLoss:
-    """The loss that the schedule computes on the last stage, for each micro-batch.
-
-    It is a class of its own and not a method of the strategy, because the schedule would keep the strategy alive.
-
-    Args:
-        loss: the training loss.
-
-    Attributes:
-        divisor: number that each summed loss is divided by.
-        results: [loss_sum, correct, count] of each micro-batch so far.
-    """
-
-    def __init__(self, loss: Loss):
-        self.loss = loss
-        self.divisor = 1.0
-        self.results: list[torch.Tensor] = []
-
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = self.loss(logits, targets)
-        self.results.append(sums(loss, logits, targets))
-        return loss / self.divisor
 
 
 class Pipeline(Strategy):
@@ -134,7 +74,8 @@ class Pipeline(Strategy):
     ):
         super().__init__(runtime)
         self.lay_out(pp=runtime.world_size)
-        self.schedule_name, self.num_microbatches = schedule, num_microbatches
+        self.schedule_name: Schedule = schedule
+        self.num_microbatches = num_microbatches
         self.cut, self.balance = cut, balance
         self.requested_stages = num_stages
         self.stage_autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
@@ -149,40 +90,11 @@ class Pipeline(Strategy):
 
         return get_schedule_class(self.schedule_name)
 
-    @property
-    def one_stage(self) -> bool:
-        """Whether the schedule supports exactly one stage per rank."""
-        return self.schedule_name in ("gpipe", "1f1b")
-
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
-        ranks, rounds = self.axes["pp"], max(1, self.num_microbatches // self.axes["pp"])
-        if ranks == 1 and not self.one_stage:
-            raise ConfigError(
-                f"strategy.schedule={self.schedule_name}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
-                "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
-            )
-        if self.schedule_name == "1f1b" and self.num_microbatches < ranks:
-            raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule=1f1b needs at least one for each of the "
-                f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
-            )
-        if "interleaved" in self.schedule_name and self.num_microbatches % rounds:
-            raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule={self.schedule_name} on {ranks} ranks "
-                f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
-            )
-        if self.num_microbatches > samples:
-            raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: must not exceed the {samples} samples that a pipeline "
-                f"gets at once (local batch size / accumulate); use at most {samples}"
-            )
-        self.num_stages = self.requested_stages or (ranks if self.one_stage else 2 * ranks)
-        if self.num_stages % ranks or (self.one_stage and self.num_stages != ranks):
-            needs = f"{ranks} stages, one for each" if self.one_stage else f"a multiple of {ranks} stages"
-            raise ConfigError(
-                f"strategy.num_stages={self.num_stages}: strategy.schedule={self.schedule_name} on {ranks} ranks needs {needs}"
-            )
+        self.num_stages = count_stages(
+            self.schedule_name, self.axes["pp"], self.num_microbatches, self.requested_stages, samples
+        )
         if self.cut and self.balance == "time":
             raise ConfigError(
                 f"strategy.balance=time: has no effect with strategy.cut={list(self.cut)}, which names the stages; remove one"
@@ -242,15 +154,8 @@ class Pipeline(Strategy):
 
         return PipelineStage(*args, **options)
 
-    @property
-    def expected_bubble(self) -> float:
-        """Fraction of a step in which the ranks of a balanced pipeline are idle."""
-        # With v stages per rank it is about v times smaller (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-        p, v = self.axes["pp"], self.num_stages // self.axes["pp"]
-        return (p - 1) / (v * self.num_microbatches + p - 1)
-
     def bubble(self) -> float | None:
-        return self.expected_bubble
+        return expected_bubble(self.axes["pp"], self.num_stages, self.num_microbatches)
 
     def describe(self) -> str:
         p = self.axes["pp"]
@@ -260,13 +165,13 @@ class Pipeline(Strategy):
     def describe_schedule(self) -> str:
         """Return lines about the balance of the stages, the schedule and BatchNorm, for the log."""
         p, m, shares = self.axes["pp"], self.num_microbatches, self.parts.shares
-        v = self.num_stages // p
+        v, bubble = self.num_stages // p, expected_bubble(p, self.num_stages, m)
         busiest = max(sum(shares[rank::p]) for rank in range(p))
         below = "below " if "zerobubble" in self.schedule_name else ""  # the formula ignores the cut of the backward pass
         lines = [
             f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
             f"{self.schedule_name}, {m} micro-batches, expected bubble of equally busy ranks {below}"
-            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {self.expected_bubble:.0%} of the time, p={p}"
+            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {bubble:.0%} of the time, p={p}"
             + (f", v={v} stages a rank" if v > 1 else ""),
         ]
         if self.has_batch_norm and m > 1:
@@ -302,7 +207,7 @@ class Pipeline(Strategy):
                 )
                 stages.append(stage)
             self.schedules[key] = self.make_schedule(
-                stages[0] if self.one_stage else stages,
+                stages[0] if has_one_stage(self.schedule_name) else stages,
                 self.num_microbatches,
                 loss_fn=self.micro_batch_loss if training else None,
                 scale_grads=False,
@@ -361,15 +266,3 @@ class Pipeline(Strategy):
         states: list[dict[str, Any]] | None = [{} for _ in range(self.axes["pp"])] if self.runtime.rank == 0 else None
         dist.gather_object(own, states, dst=0, group=self.pp_group)
         return states or []
-
-
-def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of a pipeline's ranks, each with its own stages, into that of the complete model and optimizer."""
-    groups = zip(*(state["optimizer"]["param_groups"] for state in states), strict=True)
-    return {
-        "model": {name: tensor for state in states for name, tensor in state["model"].items()},
-        "optimizer": {
-            "state": {name: values for state in states for name, values in state["optimizer"]["state"].items()},
-            "param_groups": [same[0] | {"params": [name for group in same for name in group["params"]]} for same in groups],
-        },
-    }

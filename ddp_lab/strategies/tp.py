@@ -26,9 +26,10 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count
 from ddp_lab.strategies.all_reduce import flat, gradients_of
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
+from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
 

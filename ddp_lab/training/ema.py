@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddp_lab.strategies.base import Strategy, local, sharded_as
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.shards import local, sharded_as
 
 
 class EMA:

@@ -10,8 +10,9 @@ from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Batch, Loader
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.strategies.all_reduce import gradient_of
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.compilation import Fuse
+from ddp_lab.strategies.shards import local
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.tally import Tally
 

@@ -8,10 +8,11 @@ from training import make_model
 from worlds import once, run_world
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.mesh import Mesh
+from ddp_lab.strategies.shards import local
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 

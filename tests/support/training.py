@@ -25,11 +25,12 @@ from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.run.job import Job, materialize, prepare
-from ddp_lab.strategies.base import Strategy, local
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.tp import TP
 from ddp_lab.training.evaluation import evaluate

@@ -1,0 +1,70 @@
+"""The schedules of a pipeline: how many stages and micro-batches each supports, and how long its ranks are idle.
+
+gpipe                  all forward passes, then all backward passes (Huang et al. 2018, arXiv:1811.06965)
+1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
+                       micro-batches, p being the number of ranks (Narayanan et al. 2019, PipeDream)
+interleaved1f1b        several stages per rank: a smaller bubble, more messages
+loopedbfs              also several stages per rank; each stage computes all micro-batches before the next stage begins
+interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle time
+"""
+
+from typing import Literal
+
+from ddp_lab.config.errors import ConfigError
+
+# torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
+# them: "can't steal_bwd_input if this stage doesn't have backward".
+Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble"]
+
+
+def has_one_stage(schedule: Schedule) -> bool:
+    """Return whether the schedule supports exactly one stage per rank."""
+    return schedule in ("gpipe", "1f1b")
+
+
+def count_stages(schedule: Schedule, ranks: int, num_microbatches: int, num_stages: int | None, samples: int) -> int:
+    """Return the number of stages of a pipeline.
+
+    Args:
+        ranks: number of ranks of the pipeline.
+        num_stages: as requested; None: one per rank, or two per rank if the schedule supports several.
+        samples: number of samples that the pipeline gets at once.
+
+    Raises:
+        ConfigError: the schedule does not support this number of ranks, stages or micro-batches.
+    """
+    rounds = max(1, num_microbatches // ranks)
+    if ranks == 1 and not has_one_stage(schedule):
+        raise ConfigError(
+            f"strategy.schedule={schedule}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
+            "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
+        )
+    if schedule == "1f1b" and num_microbatches < ranks:
+        raise ConfigError(
+            f"strategy.num_microbatches={num_microbatches}: strategy.schedule=1f1b needs at least one for each of the "
+            f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
+        )
+    if "interleaved" in schedule and num_microbatches % rounds:
+        raise ConfigError(
+            f"strategy.num_microbatches={num_microbatches}: strategy.schedule={schedule} on {ranks} ranks "
+            f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
+        )
+    if num_microbatches > samples:
+        raise ConfigError(
+            f"strategy.num_microbatches={num_microbatches}: must not exceed the {samples} samples that a pipeline "
+            f"gets at once (local batch size / accumulate); use at most {samples}"
+        )
+    stages = num_stages or (ranks if has_one_stage(schedule) else 2 * ranks)
+    if stages % ranks or (has_one_stage(schedule) and stages != ranks):
+        needs = f"{ranks} stages, one for each" if has_one_stage(schedule) else f"a multiple of {ranks} stages"
+        raise ConfigError(f"strategy.num_stages={stages}: strategy.schedule={schedule} on {ranks} ranks needs {needs}")
+    return stages
+
+
+def expected_bubble(ranks: int, stages: int, num_microbatches: int) -> float:
+    """Return the fraction of a step in which the ranks of a balanced pipeline are idle: (p-1) / (v m + p - 1).
+
+    p is the number of ranks, v that of the stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), and m that
+    of micro-batches.
+    """
+    return (ranks - 1) / (stages // ranks * num_microbatches + ranks - 1)
