@@ -5,7 +5,8 @@ python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epoch
 
 Arguments after -- are Hydra overrides of train.py and apply to all strategies. All have the same seed, hence the same initial
 weights, and the same GLOBAL batch, hence the same samples in every step. `--out` gets a run directory per strategy
-(`tensorboard --logdir OUT` compares them), report.md, report.html (self-contained) and the plots.
+(`tensorboard --logdir OUT` compares them), report.md, report.html (self-contained) and the plots. With GPUs, the report
+also has what `python -m ddp_lab.advise` predicts for them, beside what was measured; `--gpus 2xH100` predicts for others.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
@@ -46,6 +47,7 @@ from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
 from ddp_lab.observe.plot import Curve, bars, beside, curves, short, stacked  # noqa: E402
 from ddp_lab.observe.profiler import mean_split  # noqa: E402
 from ddp_lab.resilience.run_directory import read_json  # noqa: E402
+from scripts.predicted import Comparison, comparison_table, predict  # noqa: E402
 
 COLUMNS = (
     "strategy",
@@ -214,6 +216,21 @@ def used(profile: dict[str, Any] | None) -> tuple[str, str]:
     )
 
 
+def predictions(results: list[Result], overrides: list[str], gpus: str) -> list[str]:
+    """Return a Markdown table of predicted and measured values of the strategies that ran."""
+    comparisons: list[Comparison] = []
+    for entry, rate, profile in ((result.entry, result.rate, result.profile) for result in results if not result.problem):
+        memory, predicted = predict(entry.name, entry.overrides, entry.ranks, entry.devices, overrides, gpus)
+        measured = max(profile["peak_memory_bytes"]) if profile else None
+        comparisons.append(Comparison(entry.name, entry.devices, (memory, measured), (predicted, rate)))
+    return [
+        "",
+        f"Predicted for {gpus}, and measured:" if gpus != "here" else "Predicted and measured:",
+        "",
+        *comparison_table(comparisons),
+    ]
+
+
 def draw(results: list[Result], path: Path) -> None:
     """Draw accuracy, throughput, scaling and time split of the strategies that ran."""
     ran = [result for result in results if not result.problem]
@@ -258,13 +275,14 @@ def html_row(tag: str, row: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<{tag}{cell}' for cell in cells)}<{tag}{wide}{last}</tr>"
 
 
-def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], out: Path) -> str:
+def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], predicted: list[str], out: Path) -> str:
     """Write report.md and report.html.
 
     Args:
         table: the cells of the table, without the header.
         head: lines above the table.
         diagnosis: lines below the table.
+        predicted: lines of `predictions`; [] without GPUs.
         out: directory of the report and of plots.png.
 
     Returns:
@@ -281,6 +299,7 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], 
             *("| " + " | ".join([*row, *[""] * (len(COLUMNS) - len(row))]) + " |" for row in table),
             "",
             *(f"- {line}" for line in diagnosis),
+            *predicted,
             "",
             *(f"*{note}*\n" for note in NOTES),
             "![accuracy and speed](plots.png)",
@@ -288,6 +307,7 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], 
         ]
     )
     (out / "report.md").write_text(text)
+    below = "\n".join(predicted)
     picture = base64.b64encode((out / "plots.png").read_bytes()).decode()
     cells = "".join(html_row(tag, row) for tag, row in [("th", COLUMNS), *(("td", row) for row in table)])
     style = "body{font:15px sans-serif;margin:2em;max-width:80em}td,th{padding:.3em .8em;text-align:right}"
@@ -296,6 +316,7 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], 
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Every strategy on the same work</title><style>{style}</style>"
         f"<h1>Every strategy on the same work</h1>{''.join(f'<p>{html.escape(line)}</p>' for line in head)}"
         f"<table>{cells}</table><ul>{''.join(f'<li>{html.escape(line)}' for line in diagnosis)}</ul>"
+        f"<pre>{html.escape(below)}</pre>"
         f"{''.join(f'<p><i>{html.escape(note)}</i></p>' for note in NOTES)}"
         f"<p><img alt='accuracy and speed' src='data:image/png;base64,{picture}'></p></html>"
     )
@@ -311,6 +332,7 @@ def main() -> None:
     )
     parser.add_argument("--strategies", nargs="+", help="strategies to run; single always runs")
     parser.add_argument("--out", type=Path, default=None, help="directory of the report; default: runs/compare-<time>")
+    parser.add_argument("--gpus", default="here" if gpus else None, help="GPUs to predict for, as in ddp_lab.advise")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for all strategies")
     arguments = parser.parse_intermixed_args()
     if min(arguments.ranks) < 1:
@@ -347,7 +369,8 @@ def main() -> None:
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    print("\n" + report(rows(results), head, diagnoses(results), out))
+    predicted = predictions(results, overrides, arguments.gpus) if arguments.gpus else []
+    print("\n" + report(rows(results), head, diagnoses(results), predicted, out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 
 

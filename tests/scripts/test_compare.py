@@ -1,5 +1,6 @@
 """Tests of scripts/compare.py: the runs, the table and the HTML report, which is opened in a browser."""
 
+import re
 import shutil
 import statistics
 import subprocess
@@ -11,6 +12,7 @@ from PIL import Image
 from training import largest_difference
 
 from scripts.compare import Entry, Result, rows
+from scripts.predicted import Comparison, MiB, comparison_table
 
 STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline"]
 
@@ -20,7 +22,7 @@ def report(tmp_path_factory):
     """Return the report's directory and the output for three ranks, on which strategies for even numbers cannot run."""
     out = tmp_path_factory.mktemp("compare")
     code, output = launch(
-        f"python scripts/compare.py --ranks 3 --out {out} --strategies",
+        f"python scripts/compare.py --ranks 3 --out {out} --gpus 3xH100 --strategies",
         *STRATEGIES,
         "--",
         *SMALL,
@@ -67,6 +69,31 @@ def test_table_has_the_numbers_of_records_and_checkpoints(report):
     for cell, step in ((after_one, "step_00000005.pt"), (at_the_end, "step_00000020.pt")):
         one, other = (torch.load(out / name / "checkpoints" / step, weights_only=True)["model"] for name in records)
         assert cell == f"{largest_difference(one, other):.1e}"
+
+
+def test_predictions_are_beside_the_measurements(report):
+    """Those of GPUs beside those of CPUs: only the numbers of parameters and samples agree."""
+    out, output = report
+    lines = [[cell.strip() for cell in line.split("|")] for line in output.splitlines() if line.count("|") == 9]
+    found = {line[1]: line[2:-1] for line in lines[2:]}
+    assert lines[0][3:9] == ["MiB: predicted", "measured", "error", "samples/s: predicted", "measured", "error"]
+    assert found.keys() == {"single", "scratch", "pipeline"}
+    measured = rows_of(output)
+    for name, (devices, _, memory, _, predicted, rate, _) in found.items():
+        assert (devices, f"{memory} MiB", rate) == (measured[name][0], measured[name][5], measured[name][2])
+        assert float(predicted.replace(",", "")) > 1000
+    assert re.search(r"^[0-3] of 3 pairs of strategies are ranked by speed as measured\.$", output, re.MULTILINE)
+    assert "of 3 pairs of strategies" in (out / "report.html").read_text()
+
+
+def test_error_of_a_prediction_is_relative_to_the_measurement():
+    comparisons = [Comparison("single", 1, (2 * MiB, MiB), (50.0, 100.0)), Comparison("ddp", 2, (MiB, None), (60.0, 90.0))]
+    assert comparison_table(comparisons)[2:] == [
+        "| single | 1 | 2 | 1 | +100% | 50 | 100 | -50% |",
+        "| ddp | 2 | 1 |  |  | 60 | 90 | -33% |",
+        "",
+        "0 of 1 pairs of strategies are ranked by speed as measured.",
+    ]
 
 
 def result_of(entry: Entry, seconds: list[float], rates: list[float], after_one: float, at_the_end: float) -> Result:

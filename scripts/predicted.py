@@ -1,0 +1,60 @@
+"""What `python -m ddp_lab.advise` predicts for the runs of scripts/compare.py, beside what was measured."""
+
+from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
+
+from ddp_lab.run.advise import Advisor, constants_for
+from ddp_lab.run.candidates import Candidate
+from ddp_lab.run.machine import find_machine
+
+MiB = 2**20
+
+
+class Comparison(NamedTuple):
+    """A strategy's predicted and measured values.
+
+    Attributes:
+        memory: bytes on the fullest GPU, without the CUDA context and NCCL, as torch counts them; None: not measured.
+        rate: images per second.
+    """
+
+    strategy: str
+    devices: int
+    memory: tuple[float, float | None]
+    rate: tuple[float, float]
+
+
+def predict(
+    name: str, given: list[str], ranks: int | None, devices: int, overrides: list[str], gpus: str
+) -> tuple[float, float]:
+    """Return the predicted bytes on the fullest GPU, and images per second.
+
+    Args:
+        name: of the strategy.
+        given: overrides of its options, which are integers.
+        ranks: None: one process.
+        overrides: of train.py, for all strategies.
+        gpus: as in `python -m ddp_lab.advise --gpus`.
+
+    Raises:
+        ConfigError: the strategy cannot be predicted.
+    """
+    machine = replace(find_machine(gpus, 1, None), per_node=devices)
+    advisor = Advisor(overrides, None, machine, constants_for(machine.card))
+    pairs = (override.removeprefix("strategy.").split("=") for override in given if override.startswith("strategy."))
+    found = advisor.predict(Candidate(name, {key: int(value) for key, value in pairs}, ranks or 1))
+    return found.memory.allocated, found.images_per_second
+
+
+def comparison_table(comparisons: list[Comparison]) -> list[str]:
+    """Return the lines of a Markdown table, and how many pairs of strategies are ranked as measured."""
+    lines = ["| strategy | devices | MiB: predicted | measured | error | samples/s: predicted | measured | error |"]
+    lines.append("|---" * 8 + "|")
+    for strategy, devices, memory, rate in comparisons:
+        cells = [strategy, str(devices), f"{memory[0] / MiB:,.0f}"]
+        cells += ["", ""] if memory[1] is None else [f"{memory[1] / MiB:,.0f}", f"{memory[0] / memory[1] - 1:+.0%}"]
+        cells += [f"{rate[0]:,.0f}", f"{rate[1]:,.0f}", f"{rate[0] / rate[1] - 1:+.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    pairs = [(one.rate[0] < other.rate[0]) == (one.rate[1] < other.rate[1]) for one, other in combinations(comparisons, 2)]
+    return [*lines, "", f"{sum(pairs)} of {len(pairs)} pairs of strategies are ranked by speed as measured."]
