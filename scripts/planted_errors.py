@@ -157,6 +157,13 @@ ERRORS = [
     Error("the sums from before a resume are lost", LOOP,
           "earlier + now for", "now for",
           "tests/resilience/test_faults.py::test_run_killed_at_any_step_resumes_to_the_same_end[8]"),
+    Error("every step's sums are kept", "ddp_lab/training/tally.py",
+          "        self._add(sums)\n", '        self._add(sums)\n        self.__dict__.setdefault("kept", []).append(sums)\n',
+          "tests/run/test_long_runs.py::test_memory_does_not_grow_with_the_number_of_steps"),
+    Error("every step is logged", LOOP,
+          "        hooks.after_step(progress, here)\n",
+          '        hooks.after_step(progress, here)\n        log.info(f"step {progress.step}")\n',
+          "tests/run/test_long_runs.py::test_files_do_not_grow_with_the_number_of_steps[train.log]"),
 
     Error("gradients are not zeroed", STEP,
           "        self.optimizer.zero_grad()\n", "", BY_HAND.format("lenet")),

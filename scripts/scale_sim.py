@@ -141,6 +141,7 @@ class Simulation:
             if fault.signal is None:
                 launch.tell("hang", victims[0].rank, rank=victims[0].rank)
             else:
+                launch.signal(signal.SIGSTOP, victims)  # all of them, so that none reports that another one was killed
                 launch.signal(fault.signal, victims)
             at += self.timeout if fault.kind == "hang" else 0.0
             known = launch.await_event("knows", self.ranks - (len(victims) if fault.signal else 0)) - at

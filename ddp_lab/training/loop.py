@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from ddp_lab.training.evaluation import evaluate, means
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
+
+LONGEST = 1000  # epochs of whose durations the median is logged
 
 
 def fit(
@@ -49,7 +52,7 @@ def fit(
     Raises:
         TrainingError: every batch of an epoch was skipped.
     """
-    durations: list[float] = []
+    durations: deque[float] = deque(maxlen=LONGEST)
     test_accuracy = samples = math.nan
     shown = next(iter(test_loader))
     while not is_over(progress, epochs, patience):

@@ -110,6 +110,8 @@ def record_an_epoch(run_dir) -> None:
     logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75})
     for epoch in (1, 2):
         logger.confusion(epoch, torch.tensor([[2, 2], [0, epoch]]))
+    for epoch in (1, 99, 100, 101, 110, 1001, 1010, 1100):
+        logger.predictions(epoch, torch.rand(2, 1, 4, 4), torch.tensor([0, 1]), torch.eye(2))
     logger.close()
 
 
@@ -123,7 +125,8 @@ def test_epoch_is_recorded_under_its_names(tmp_path):
     first, second = (json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first == {"epoch": 1, **EPOCH, "test_loss": None, "world_size": 2}
     assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "test_top5_accuracy": 0.75, "world_size": 2}
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path), {"images": 0}).Reload()
+    assert [image.step for image in events.Images("predictions")] == [1, 99, 100, 110, 1100]
     shown = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
     assert shown.pop("memory/peak_MiB") > 0
     assert shown == {

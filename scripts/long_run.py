@@ -1,0 +1,192 @@
+"""Measure what grows with the number of steps of a run: memory, files, threads, and the time of steps and checkpoints.
+
+python scripts/long_run.py --steps 1000000 --json long.json
+python scripts/long_run.py --steps 10000 --ranks 2 strategy=ddp
+python scripts/long_run.py --steps 100000 --epoch-steps 100 data.loader=workers ema=0.99
+
+Starts train.py with a model of 68 parameters, whose step takes half a millisecond; everything else is that of any run. Further
+arguments are Hydra overrides. The run is observed from outside: its heartbeats show when it has taken 1,000, 10,000, ... steps,
+and then /proc and the run directory are read. Each measurement is in the middle of the epoch after that step. Prints a table.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ddp_lab.resilience.node_board import PAGE, RANKS, parse
+from ddp_lab.resilience.run_directory import read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = 4
+DATA = {"train_size": 0, "test_size": 64, "channels": 1, "image_size": 4, "num_classes": 4}
+OVERRIDES = ["data=synthetic", "model=own", "model._target_=scripts.long_run.tiny", f"batch_size={BATCH}", "device=cpu"]
+POLL = 0.01  # seconds
+
+
+def tiny(in_channels: int, image_size: int, num_classes: int) -> nn.Module:
+    """Return a model whose step takes as little time as possible."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+
+
+@dataclass
+class Measurement:
+    """The state of a run after a number of steps. Sizes are in bytes.
+
+    Attributes:
+        memory: resident memory of rank 0 and of its worker processes.
+        threads, open_files, processes: of rank 0; `processes` counts its worker processes.
+        sizes: of the files in the run directory, by kind. "all": of all files; one that has two names counts once.
+        step_ms: median over the last 1 to 10 epochs of the time of a step, without evaluation and checkpoints.
+        cpu_ms: processor time of rank 0 per step since the previous measurement, with everything.
+        checkpoint_ms: time in which the newest checkpoint was written, from making its file to renaming that of its hash.
+    """
+
+    steps: int
+    memory: int
+    threads: int
+    open_files: int
+    processes: int
+    sizes: dict[str, int]
+    step_ms: float
+    cpu_ms: float
+    checkpoint_ms: float
+
+
+KINDS = {"metrics.jsonl": "metrics.jsonl", "events": "events.*", "train.log": "train.log", "status.json": "status.json"}
+KINDS |= {"checkpoints": "checkpoints/*"}
+
+
+def sizes_of(run_dir: Path) -> dict[str, int]:
+    """Return the sizes of the files in a run directory, by kind."""
+
+    def size(pattern: str) -> int:
+        stats = [path.stat() for path in run_dir.glob(pattern) if path.is_file()]
+        return sum({stat.st_ino: stat.st_size for stat in stats}.values())
+
+    return {kind: size(pattern) for kind, pattern in (KINDS | {"all": "**/*"}).items()}
+
+
+def checkpoint_ms(run_dir: Path) -> float:
+    """Return the time in which the newest checkpoint was written. Python's `stat` does not have the time a file was made."""
+    newest = max((run_dir / "checkpoints").glob("step_*.pt"))
+    made = subprocess.run(["stat", "--format=%.6W", newest], capture_output=True, text=True, check=True).stdout
+    return 1000 * (newest.with_name(f"{newest.name}.sha256").stat().st_ctime - float(made))
+
+
+class Observer:
+    """Measures a run from outside.
+
+    Args:
+        run_dir: the run directory.
+        epoch_steps: steps of an epoch.
+    """
+
+    def __init__(self, run_dir: Path, epoch_steps: int):
+        self.run_dir, self.epoch_steps = run_dir, epoch_steps
+        self._cpu, self._steps = 0.0, 0
+
+    def heartbeat(self) -> dict[str, Any] | None:
+        """Return the heartbeat of rank 0; None before the first and after the last."""
+        try:
+            board = Path((read_json(self.run_dir / "status.json") or {})["heartbeats"]).read_bytes()
+        except (KeyError, OSError):
+            return None
+        return parse(board[PAGE * RANKS :])
+
+    def has_taken(self, steps: int) -> bool:
+        """Return whether the run is in the middle of the epoch after so many steps, or later."""
+        beat = self.heartbeat()
+        return beat is not None and beat["doing"] == "training" and beat["step"] > steps + self.epoch_steps // 2
+
+    def measure(self, steps: int) -> Measurement:
+        """Return the state of the run after `steps` steps."""
+        beat = self.heartbeat()
+        assert beat is not None, "the run has ended"
+        process = psutil.Process(beat["pid"])
+        workers = process.children(recursive=True)
+        with process.oneshot():
+            times, memory = process.cpu_times(), sum(each.memory_info().rss for each in [process, *workers])
+            threads, files = process.num_threads(), process.num_fds()
+        cpu, taken = times.user + times.system - self._cpu, beat["step"] - self._steps
+        self._cpu, self._steps = self._cpu + cpu, beat["step"]
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()[-10:]
+        step_ms = 1000 * statistics.median(json.loads(line)["seconds"] for line in lines) / self.epoch_steps
+        sizes, saved = sizes_of(self.run_dir), checkpoint_ms(self.run_dir)
+        return Measurement(steps, memory, threads, files, len(workers), sizes, step_ms, 1000 * cpu / taken, saved)
+
+
+def command(steps: int, epoch_steps: int, ranks: int, runs_dir: Path, overrides: list[str]) -> list[str]:
+    """Return the command of the run, with more epochs than needed, so that the last measurement is not missed."""
+    data = DATA | {"train_size": BATCH * epoch_steps}
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc_per_node={ranks}"]
+    run = [f"epochs={-(-steps // epoch_steps) + 5}", f"runs_dir={runs_dir}", "name=long"]
+    options = [*OVERRIDES, *(f"data.dataset.{key}={value}" for key, value in data.items()), *run, *overrides]
+    return [*([sys.executable] if ranks == 1 else torchrun), "train.py", *options]
+
+
+def observe(process: subprocess.Popen[bytes], observer: Observer, steps: int) -> list[Measurement]:
+    """Measure a run after 1,000, 10,000, ... `steps` steps.
+
+    Raises:
+        SystemExit: the run has ended before.
+    """
+    measured: list[Measurement] = []
+    marks = [mark for mark in (10**power for power in range(3, 10)) if mark <= steps]
+    for mark in marks:
+        while not observer.has_taken(mark):
+            if process.poll() is not None:
+                sys.exit(f"error: the run has ended before step {mark:,} with exit code {process.returncode}")
+            time.sleep(POLL)
+        measured.append(observer.measure(mark))
+        print(table(measured[-1:], header=len(measured) == 1), flush=True)
+    return measured
+
+
+def table(measured: list[Measurement], header: bool = True) -> str:
+    """Return measurements as rows of a table in Markdown. Sizes are in KiB, memory in MiB."""
+    columns = ["steps", "memory", "threads", "open files", "processes", *KINDS, "directory", "ms/step", "CPU ms/step"]
+    columns += ["checkpoint ms"]
+    rows = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"] if header else []
+    for made in measured:
+        cells = [f"{made.steps:,}", f"{made.memory / 2**20:.1f}", made.threads, made.open_files, made.processes]
+        cells += [f"{size / 2**10:,.1f}" for size in made.sizes.values()]
+        cells += [f"{made.step_ms:.3f}", f"{made.cpu_ms:.3f}", f"{made.checkpoint_ms:.1f}"]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000, help="steps before the last measurement")
+    parser.add_argument("--epoch-steps", type=int, default=1000, help="steps of an epoch")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks")
+    parser.add_argument("--json", type=Path, help="file for the measurements")
+    arguments, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        line = command(arguments.steps, arguments.epoch_steps, arguments.ranks, Path(folder), overrides)
+        with (Path(folder) / "output").open("wb") as output, subprocess.Popen(line, cwd=ROOT, stdout=output) as process:
+            try:
+                measured = observe(process, Observer(Path(folder) / "long", arguments.epoch_steps), arguments.steps)
+            except BaseException:
+                process.terminate()
+                raise
+    if process.returncode:
+        sys.exit(f"error: exit code {process.returncode}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(made) for made in measured], indent=1))
+
+
+if __name__ == "__main__":
+    main()

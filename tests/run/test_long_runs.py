@@ -1,0 +1,76 @@
+"""A run keeps nothing per step: neither in memory nor in its files."""
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launches import main_in_world
+from torch import nn
+from worlds import run_world
+
+EPOCHS, FEW, MANY = 5, 200, 2000  # steps of the two runs
+BETWEEN = 900, 1900  # steps of the longer run, in which what is in memory is counted: four epochs begin or end before the first
+
+
+class MallInfo(ctypes.Structure):
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+
+
+def heap_bytes() -> int:
+    """Return the bytes that the C library has allocated, for example for tensors and autograd's graphs."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    info = mallinfo()
+    return info.field4 + info.field7  # hblkhd, uordblks
+
+
+class Counting(nn.Module):
+    """A small model that counts what its process has allocated, in two of its training steps."""
+
+    counts: list[tuple[int, int]] = []  # (Python's objects, bytes of the C library)
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int):
+        super().__init__()
+        self.layer, self.steps = nn.Linear(in_channels * image_size**2, num_classes), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        if self.training and self.steps in BETWEEN:
+            gc.collect()
+            self.counts.append((sys.getallocatedblocks(), heap_bytes()))
+        return self.layer(inputs.flatten(1))
+
+
+def train(runs_dir: Path) -> list[tuple[int, int]]:
+    """Train twice for the same number of epochs. Return the counts."""
+    small = ["data.dataset.channels=1", "data.dataset.image_size=4", "data.dataset.num_classes=4", "data.dataset.test_size=16"]
+    options = [*small, "data=synthetic", "model=own", f"model._target_={__name__}.Counting", "batch_size=4", "profile=true"]
+    for steps in (FEW, MANY):
+        size = f"data.dataset.train_size={4 * steps // EPOCHS}"
+        main_in_world(*options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}")
+    return Counting.counts
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[tuple[int, int]]]:
+    """Return the directory of the two runs, and the counts."""
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, run_world(1, train, folder)[0]
+
+
+def test_memory_does_not_grow_with_the_number_of_steps(trained):
+    (objects, size), (objects_later, size_later) = trained[1]
+    steps = BETWEEN[1] - BETWEEN[0]
+    assert objects_later - objects < steps / 2, "an object is kept per step"
+    assert size_later - size < 64 * steps, "tensors are kept per step"
+
+
+@pytest.mark.parametrize("kind", ["metrics.jsonl", "events.*", "train.log", "checkpoints/*", "**/*"])
+def test_files_do_not_grow_with_the_number_of_steps(trained, kind):
+    few, many = ([path for path in (trained[0] / f"run{steps}").glob(kind) if path.is_file()] for steps in (FEW, MANY))
+    assert len(few) == len(many) > 0
+    sizes = [sum(path.stat().st_size for path in paths) for paths in (few, many)]
+    assert sizes[1] < 1.05 * sizes[0] + 100, "records are written per step"
