@@ -11,11 +11,11 @@ and then /proc and the run directory are read. Each measurement is in the middle
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Measurement:
         memory: resident memory of rank 0 and of its worker processes.
         threads, open_files, processes: of rank 0; `processes` counts its worker processes.
         sizes: of the files in the run directory, by kind. "all": of all files; one that has two names counts once.
-        step_ms: median over the last 1 to 10 epochs of the time of a step, without evaluation and checkpoints.
+        step_ms: time of a step in the fastest epoch since the previous measurement, without evaluation and checkpoints.
         cpu_ms: processor time of rank 0 per step since the previous measurement, with everything.
         checkpoint_ms: time in which the newest checkpoint was written, from making its file to renaming that of its hash.
     """
@@ -72,17 +72,22 @@ def sizes_of(run_dir: Path) -> dict[str, int]:
     """Return the sizes of the files in a run directory, by kind."""
 
     def size(pattern: str) -> int:
-        stats = [path.stat() for path in run_dir.glob(pattern) if path.is_file()]
-        return sum({stat.st_ino: stat.st_size for stat in stats}.values())
+        sizes: dict[int, int] = {}  # by inode
+        for path in run_dir.glob(pattern):
+            with suppress(FileNotFoundError):  # a checkpoint that is just replaced
+                if path.is_file():
+                    sizes[path.stat().st_ino] = path.stat().st_size
+        return sum(sizes.values())
 
     return {kind: size(pattern) for kind, pattern in (KINDS | {"all": "**/*"}).items()}
 
 
 def checkpoint_ms(run_dir: Path) -> float:
-    """Return the time in which the newest checkpoint was written. Python's `stat` does not have the time a file was made."""
-    newest = max((run_dir / "checkpoints").glob("step_*.pt"))
-    made = subprocess.run(["stat", "--format=%.6W", newest], capture_output=True, text=True, check=True).stdout
-    return 1000 * (newest.with_name(f"{newest.name}.sha256").stat().st_ctime - float(made))
+    """Return the time in which the newest checkpoint was written; the format must be whole."""
+    digest = max((run_dir / "checkpoints").glob("step_*.pt.sha256"))
+    # Python's `stat` does not have the time at which a file was made.
+    made = subprocess.run(["stat", "--format=%.6W", digest.with_suffix("")], capture_output=True, text=True, check=True).stdout
+    return 1000 * (digest.stat().st_ctime - float(made))
 
 
 class Observer:
@@ -95,7 +100,7 @@ class Observer:
 
     def __init__(self, run_dir: Path, epoch_steps: int):
         self.run_dir, self.epoch_steps = run_dir, epoch_steps
-        self._cpu, self._steps = 0.0, 0
+        self._cpu, self._steps, self._epochs = 0.0, 0, 0  # at the previous measurement
 
     def heartbeat(self) -> dict[str, Any] | None:
         """Return the heartbeat of rank 0; None before the first and after the last."""
@@ -121,8 +126,9 @@ class Observer:
             threads, files = process.num_threads(), process.num_fds()
         cpu, taken = times.user + times.system - self._cpu, beat["step"] - self._steps
         self._cpu, self._steps = self._cpu + cpu, beat["step"]
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()[-10:]
-        step_ms = 1000 * statistics.median(json.loads(line)["seconds"] for line in lines) / self.epoch_steps
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()[self._epochs :]
+        self._epochs += len(lines)
+        step_ms = 1000 * min(json.loads(line)["seconds"] for line in lines) / self.epoch_steps
         sizes, saved = sizes_of(self.run_dir), checkpoint_ms(self.run_dir)
         return Measurement(steps, memory, threads, files, len(workers), sizes, step_ms, 1000 * cpu / taken, saved)
 
@@ -137,14 +143,13 @@ def command(steps: int, epoch_steps: int, ranks: int, runs_dir: Path, overrides:
 
 
 def observe(process: subprocess.Popen[bytes], observer: Observer, steps: int) -> list[Measurement]:
-    """Measure a run after 1,000, 10,000, ... `steps` steps.
+    """Measure a run after 1,000, 10,000, ... `steps` steps, but not within its first epoch.
 
     Raises:
         SystemExit: the run has ended before.
     """
     measured: list[Measurement] = []
-    marks = [mark for mark in (10**power for power in range(3, 10)) if mark <= steps]
-    for mark in marks:
+    for mark in (mark for mark in (10**power for power in range(3, 10)) if observer.epoch_steps <= mark <= steps):
         while not observer.has_taken(mark):
             if process.poll() is not None:
                 sys.exit(f"error: the run has ended before step {mark:,} with exit code {process.returncode}")
@@ -181,6 +186,7 @@ def main() -> None:
                 measured = observe(process, Observer(Path(folder) / "long", arguments.epoch_steps), arguments.steps)
             except BaseException:
                 process.terminate()
+                process.wait()
                 raise
     if process.returncode:
         sys.exit(f"error: exit code {process.returncode}")
