@@ -25,7 +25,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.evaluate import evaluate_run
-from ddp_lab.run.export import write_pt2
+from ddp_lab.run.export import find_writer, write_pt2
 from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.predict import Predictor, find_images, short_side
 from ddp_lab.run.trained import DataRecord, find_checkpoint, load_model, read_config
@@ -309,6 +309,12 @@ def test_plain_torchvision_resnet_loads_what_was_trained_here(tmp_path, command)
 class DependsOnValues(nn.Module):
     def forward(self, images):
         return images.flatten(1) if images.sum() > 0 else images.flatten(1) * 2
+
+
+def test_onnx_without_its_packages_is_refused(monkeypatch):
+    monkeypatch.setattr("ddp_lab.run.export.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--output m\.onnx: needs the package onnx: pip install 'ddp_lab\[export\]'"):
+        find_writer(Path("m.onnx"))
 
 
 def test_model_that_cannot_be_exported_is_reported(tmp_path):

@@ -9,7 +9,8 @@ import sys
 import pytest
 from torch.distributed import HashStore
 
-from ddp_lab.resilience.failure_report import Others
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.resilience.failure_report import Others, describe
 from ddp_lab.resilience.node_board import FAILURE, OVERVIEW, RANKS, NodeBoard
 from ddp_lab.resilience.node_link import NodeLink
 from ddp_lab.resilience.node_watch import find_dead_neighbour
@@ -84,6 +85,24 @@ os.kill(os.getpid(), signal.SIGKILL)
     NodeBoard(Runtime("cpu"), tmp_path).close()
     assert not os.path.exists(os.path.dirname(killed))
     assert board.path.exists()
+
+
+def test_board_that_cannot_be_created_is_an_error(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"nowhere: cannot create the file of the heartbeats there \(No such file or directory\)"
+    ):
+        NodeBoard(Runtime("cpu"), tmp_path / "nowhere")
+
+
+def test_message_of_a_failure_lists_eight_other_ranks_and_sums_up_all():
+    near = [beat(rank, node=0) for rank in range(4)]
+    everyone = Overview.of([*near, *(beat(rank, step=rank % 3, node=rank // 4) for rank in range(4, 16))])
+    message = describe(near[1], "exited", Others.of(1, 16, near, everyone))
+    assert message.startswith("error: rank 1 on host0 ")
+    listed, summary = message.split("The other ranks at that time: ")[1].split(". All ranks: ")
+    assert listed.count("rank ") == 8
+    assert listed.startswith("rank 0 training, step 5; rank 2 ")
+    assert summary == str(everyone)
 
 
 @pytest.fixture

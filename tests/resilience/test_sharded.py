@@ -64,7 +64,7 @@ RUNS = {  # case and number of ranks; each can resume from those of the same mod
     "mesh hsdp@4": (mesh(shard=2, **VITS), 4),
     "mesh pp tp@4": (mesh(pp=2, tp=2, **VITS), 4),
 }
-# In make test, every kind of layout is written and read, and fsdp reads on another number of ranks.
+# In make test, replicas, shards, stages and a mesh with tp write; single, fsdp on two numbers of ranks, stages and tp read.
 QUICK = [
     ("fsdp@2", "single@1"),
     ("ddp@2", "fsdp@2"),
@@ -124,9 +124,13 @@ def test_every_strategy_resumes_from_the_shards_of_another(writer, reader, tmp_p
         assert (outcome.sums, outcome.evaluation) == (first.sums, first.evaluation)
 
 
-@pytest.mark.parametrize("writer", dict(QUICK))
+WRITERS = dict(QUICK)
+WRITERS_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in dict(SLOW) if name not in WRITERS]
+
+
+@pytest.mark.parametrize("writer", [*WRITERS, *WRITERS_SLOW])
 def test_merged_shards_are_the_whole_checkpoint_of_single(writer, tmp_path):
-    folder = moved(tmp_path.parent, tuple(QUICK)).folder
+    folder = moved(tmp_path.parent, tuple(QUICK if writer in WRITERS else SLOW)).folder
     merged = ShardedCheckpoint(folder / writer / f"{STEP_3}.sharded").whole()
     expected = torch.load(folder / RUNS[writer][0].model / f"{STEP_3}.pt", weights_only=True)
     assert merged.keys() == expected.keys()

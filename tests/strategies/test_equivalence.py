@@ -138,7 +138,7 @@ ONCE = [
     ddp_pipeline(2, "1f1b", accumulate=2, **RECIPE),
     tp(1, **CLIPPED),
     tp(2, accumulate=2, **CLIPPED),
-    tp(4, HALF),
+    tp(None, HALF, **CLIPPED),
     scratch("bucketed", accumulate=3, **VIT, **CLIPPED),
     ddp(accumulate=2, **VIT, **ALMOST_EMPTY),
     fsdp(**VIT),

@@ -203,9 +203,9 @@ MODEL_PARALLEL = {
         ddp_pipeline(2, "1f1b", cut=("fc1",), accumulate=2, loader="workers", **CLIPPED),
         tp(2, accumulate=2, **CLIPPED),
         tp(2, **ALMOST_EMPTY),
-        tp(4, HALF),
+        tp(None, HALF, **CLIPPED),
     ],
-    8: [ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
+    8: [ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), ddp_pipeline(2, "interleaved1f1b", **CLIPPED)],
 }
 VISION_TRANSFORMER = {
     2: [
@@ -257,7 +257,7 @@ MESHES = {
     4: [
         mesh(pp=2, tp=2, sequence=True, **CLIPPED),
         mesh(shard=None, pp=2),
-        mesh(shard=2, **ALMOST_EMPTY),
+        mesh(shard=2, **ADAMW, **ALMOST_EMPTY),
         mesh(shard=2, accumulate=2, checkpointing="selective", **CLIPPED),
         mesh(pp=2, tp=2, sequence=True, checkpointing="selective"),
         mesh(tp=2, **CLIPPED),
@@ -273,7 +273,9 @@ MESHES = {
         mesh(pp=2, tp=2, sequence=True, accumulate=2, **CLIPPED),
         mesh(shard=None, pp=2, tp=2, **ADAMW, **CLIPPED),
         mesh(shard=2, tp=2, sequence=True, **CLIPPED),
-        mesh(dp=8, shard=4, **ALMOST_EMPTY),
+        mesh(shard=2, pp=2, **ALMOST_EMPTY),
+        mesh(pp=4, tp=2, sequence=True),
+        mesh(dp=8, shard=4),
     ],
 }
 

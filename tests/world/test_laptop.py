@@ -97,6 +97,7 @@ import sys, time
 sys.platform = "darwin"
 from ddp_lab.world.process import die_with_torchrun
 die_with_torchrun()
+print("watching", flush=True)
 time.sleep(60)
 """
 
@@ -108,7 +109,7 @@ def test_rank_ends_with_its_agent_without_prctl():
     )
     rank = int(agent.stdout.readline())
     try:
-        time.sleep(2)
+        assert agent.stdout.readline() == "watching\n"
         assert is_alive(rank)
         agent.kill()
         agent.wait()
@@ -167,7 +168,7 @@ def test_bf16_on_mps_is_rejected_before_macos_14(mac, monkeypatch):
     assert Runtime("mps", "bf16").autocast().fast_dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["ddp", "scratch", "dp", "split", "fsdp", "tp", "pipeline"])
+@pytest.mark.parametrize("name", ["ddp", "scratch", "dp", "split", "fsdp", "tp", "pipeline", "ddp_pipeline", "mesh"])
 def test_device_mps_is_rejected_by_strategies_other_than_single(name, mac):
     cfg = config(f"strategy={name}", "device=mps")
     with pytest.raises(ConfigError, match=f"device=mps: is not supported by strategy={name}: .* Use strategy=single"):
