@@ -34,6 +34,21 @@ ALL = Replicate()  # each rank has all tokens
 OWN = Shard(1)  # each rank has 1/tp of the tokens: [b, tokens / tp, width]
 
 
+class ReplicatedConv2d(nn.Conv2d):
+    """A convolution of a replicated module, computed with each rank's own tensors.
+
+    torch 2.11 takes the gradient of a replicated convolution's weight for one part of a sum over the ranks, so it would be
+    counted once for each rank. torch 2.14 does not.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        assert isinstance(input, DTensor)
+        found = [input, self.weight, *([] if self.bias is None else [self.bias])]
+        images, weight, *bias = (cast(DTensor, tensor).to_local(grad_placements=[ALL]) for tensor in found)
+        outputs = self._conv_forward(images, weight, bias[0] if bias else None)
+        return DTensor.from_local(outputs, input.device_mesh, [ALL], run_check=False)
+
+
 class Replicated(ParallelStyle):
     """A module whose parameters every rank has. They become DTensors, because fused optimizers need all of them on one mesh.
 
@@ -55,6 +70,9 @@ class Replicated(ParallelStyle):
         return own.clone() if self.clone else own
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for layer in module.modules():
+            if type(layer) is nn.Conv2d:
+                layer.__class__ = ReplicatedConv2d  # as fully_shard changes the class of its modules
         enter, leave = cast("Any", self._enter), cast("Any", self._leave)  # torch annotates them as returning nothing
         return distribute_module(module, device_mesh, None, enter, leave)
 
