@@ -9,11 +9,11 @@ sharded one is a directory to which every rank writes its share (sharded_write.p
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,8 +36,10 @@ from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.resilience.sharded_state import collect, read_into, tensors_to_save
 from ddp_lab.resilience.sharded_write import ShardWriter
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.shards import local
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import BestBy, Progress
+from ddp_lab.training.speed.warm_up import match_strides, state_of
 from ddp_lab.world.runtime import Runtime
 
 
@@ -134,6 +136,7 @@ class Checkpoints:
         if self.ema is not None:
             self.ema.load_state_dict(state.get("ema", state["model"]))
         self.strategy.load_state_dict(self.optimizer, state)
+        match_strides(self.optimizer)
         return state
 
     def _load_sharded(self, path: str) -> dict[str, Any]:
@@ -205,13 +208,19 @@ class Checkpoints:
         if self.runtime.rank != 0:
             return None
         # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
-        state = copy.deepcopy(state) | {"progress": asdict(progress), "seed": self.seed} | averages
+        state = copied(state, self._storages_on_host()) | {"progress": asdict(progress), "seed": self.seed} | averages
 
         def write() -> None:
             self.folder.mkdir(exist_ok=True)
             self.write(path, state)
 
         return write
+
+    def _storages_on_host(self) -> set[int]:
+        """Return the addresses of this rank's tensors in host memory that the next step changes."""
+        tensors = [*self.strategy.module.state_dict().values(), *(value for _, _, value in state_of(self.optimizer))]
+        own = [local(tensor) for tensor in tensors]
+        return {tensor.untyped_storage().data_ptr() for tensor in own if tensor.device.type == "cpu"}
 
     def _copy_share(self, shards: ShardWriter, path: Path, progress: Progress) -> Callable[[], None]:
         """Copy this rank's share of the state, and return what writes it. Collective."""
@@ -253,3 +262,15 @@ class Checkpoints:
             log.error(self.problem)
             return
         remove_old(self.folder, path, self.keep)
+
+
+def copied(state: Any, storages: Set[int]) -> Any:
+    """Return a deep copy of a state in which tensors are shared, but for those with one of these storages.
+
+    The tensors of a GPU are copies already, and copying them again takes 0.2 s for ResNet-18 with momentum.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.clone() if state.untyped_storage().data_ptr() in storages else state
+    if isinstance(state, dict):
+        return {key: copied(value, storages) for key, value in cast("dict[Any, Any]", state).items()}
+    return copy.deepcopy(state)

@@ -75,3 +75,13 @@ def state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, s
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield parameter, key, value
+
+
+def match_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the strides of its parameters, which fused kernels require.
+
+    A checkpoint of a run in another memory format has other strides: channels_last is an option of a launch.
+    """
+    for parameter, key, value in list(state_of(optimizer)):
+        if value.shape == parameter.shape and value.stride() != parameter.stride():
+            optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
