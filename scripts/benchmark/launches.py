@@ -71,7 +71,7 @@ def run_ours(
         f"runs_dir={folder}",
         "name=run",
         "checkpoint.every_epochs=1000",
-        f"timeout={arguments.patience // 2}",  # compiling takes long, without progress
+        f"timeout={arguments.patience}",  # compiling takes long, without progress
     ]
     script = ["train.py", *overrides(model, strategy, arguments, ranks, performance), *more]
     problem = launch(arguments, ranks, script, folder)
