@@ -178,7 +178,7 @@ def test_candidates_use_all_gpus_and_differ():
 def test_predictions_with_speed_auto_are_those_of_speed_off(monkeypatch):
     """They need no GPU, and the head says for what they are."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
-    plain, automatic = advised("strategy=ddp", gpus="2xH100"), advised("strategy=ddp", "speed=auto", gpus="2xH100")
+    plain, automatic = (advised("strategy=ddp", f"speed={speed}", gpus="2xH100") for speed in ("off", "auto"))
     assert [(each.memory, each.time) for each in automatic.predictions] == [
         (each.memory, each.time) for each in plain.predictions
     ]

@@ -116,8 +116,7 @@ class RunConfig(Keys):
     speed: Literal["auto", "off"] = Field(
         description="auto: on a CUDA GPU, choose those of data.loader, cuda_graph, channels_last, optimizer.fused (null) and "
         "compile that are left to auto, by what the strategy, the model, the memory and the length of the run allow; the log "
-        "gives the reasons; not yet the default, because its tests on GPUs have not run. off: auto means false, and device for "
-        "data.loader, as it does on other devices.",
+        "gives the reasons. off: auto means false, and device for data.loader, as it does on other devices.",
     )
     cuda_graph: bool | Literal["auto"] = Field(
         description="Whether a whole step runs as one CUDA graph (single, scratch, ddp; needs data.loader=device); auto: see "

@@ -60,7 +60,8 @@ class DeviceLoader(Loader):
     def deal(self) -> None:
         """Write the order, targets and moves of the rest of the epoch into the buffers that `take` reads."""
         epoch, start = self.sampler.epoch, self.sampler.start
-        order, moves = self._ahead.get(epoch) or self._draw(epoch)
+        self._ahead = {epoch: self._ahead.get(epoch) or self._draw(epoch)}  # kept: the warm-up of a graph deals often
+        order, moves = self._ahead[epoch]
         self._order[start:] = order[start:].to(self.device)
         self._wanted[start:] = self.targets[self._order[start:]]
         self._wanted[self.real :] = IGNORE

@@ -42,6 +42,7 @@ from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.step import Step, TrainStep
 from ddp_lab.world.runtime import Runtime
 
+EVALUATED = 8  # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a step
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 
 
@@ -179,7 +180,10 @@ class Job:
         # Worker processes flip images that are read one by one.
         flip = data.flip and isinstance(self.dataset.train, LabelledImages)
         training = make(self.dataset.train, shuffle=True, shift=data.shift, flip=flip)
-        return training, make(self.dataset.test, shuffle=False)
+        graph = self.choices["cuda_graph"]
+        larger = EVALUATED if graph.automatic and graph.value else 1
+        evaluated = partial(make, batch_size=larger * self.plan.global_batch_size)
+        return training, evaluated(self.dataset.test, shuffle=False)
 
     @cached_property
     def choices(self) -> dict[str, Choice]:

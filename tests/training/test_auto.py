@@ -13,6 +13,7 @@ from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.simple_cnn import simple_cnn
+from ddp_lab.run.job import Job
 from ddp_lab.run.speed import find_choices, free_bytes
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.single import Single
@@ -21,6 +22,8 @@ from ddp_lab.training.speed.attempts import build_step
 from ddp_lab.training.speed.auto import Choice, Facts, choose, compile_seconds, earns_compiling, notice
 from ddp_lab.training.speed.cache import VARIABLE, cache_folder, kept_kernels
 from ddp_lab.training.speed.options import PerformanceOptions
+from ddp_lab.training.speed.switches import end_choosing
+from ddp_lab.training.speed.warm_up import match_strides
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -85,7 +88,7 @@ def test_notice_has_a_line_for_each_key():
 
 @pytest.mark.parametrize(("steps", "compiles"), [(0, False), (10_000, False), (100_000, True)])
 def test_long_runs_earn_compiling(steps, compiles):
-    choice = earns_compiling(steps, 0.004, 40.0)
+    choice = earns_compiling(steps, 0.004, 40.0, "float32")
     assert choice.value == compiles
     assert f"{steps:,} steps of 4 ms are left" in choice.reason
 
@@ -172,13 +175,13 @@ def values(choices: dict[str, Choice]) -> dict:
     return {key: choice.value for key, choice in choices.items()}
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps", "cuda"])
-def test_default_config_chooses_nothing_and_asks_for_no_facts(device, monkeypatch):
-    """Its values are those of the keys before `speed` existed, also for a job that is planned for GPUs that are not here."""
+@pytest.mark.parametrize(("device", "overrides"), [("cpu", []), ("mps", []), ("cuda", ["speed=off"])])
+def test_nothing_is_chosen_without_a_gpu_or_with_speed_off_and_no_fact_is_asked_for(device, overrides, monkeypatch):
+    """The values are those of the keys before `speed` existed, also for a job that is planned for GPUs that are not here."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
     strategy = Single(Runtime("cpu"))
     strategy.device, strategy.runtime = torch.device(device), None
-    choices = find_choices(config(), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))
+    choices = find_choices(config(*overrides), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))
     assert choices == {key: Choice(value, automatic=False) for key, value in OFF.items()}
 
 
@@ -217,7 +220,7 @@ def test_only_kernels_of_speed_auto_are_kept(compile, monkeypatch, tmp_path):
 
 def test_speed_auto_chooses_all_options_on_a_gpu(monkeypatch):
     strategy, dataset = on_gpu(Single(Runtime("cpu")), monkeypatch), Synthetic(8, 8, 1, 28, 10).load()
-    assert values(find_choices(config("speed=auto"), strategy, dataset, lenet(1, 28, 10, None))) == FASTEST
+    assert values(find_choices(config(), strategy, dataset, lenet(1, 28, 10, None))) == FASTEST
     rprop = config("speed=auto", "optimizer._target_=torch.optim.Rprop")
     linear = find_choices(rprop, strategy, dataset, torch.nn.Linear(1, 1))
     assert linear["channels_last"] == Choice(False, "the model has no convolutions")
@@ -259,3 +262,43 @@ def test_kernels_are_kept_in_the_cache_directory(monkeypatch, tmp_path):
     with kept_kernels():
         assert os.environ[VARIABLE] == str(tmp_path / "mine")
     assert os.environ[VARIABLE] == str(tmp_path / "mine")
+
+
+def test_compiler_is_not_started_unless_the_step_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "reset", None)
+    with PerformanceOptions(False, "auto", False).switches(Runtime("cpu")):
+        torch.compiler.set_stance("eager_on_recompile")  # as `build_step` does if it compiles
+        assert not torch.backends.cudnn.benchmark
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_cudnn_chooses_no_kernels_after_the_step_is_built():
+    before = torch.backends.cudnn.benchmark
+    with PerformanceOptions(False, True, False).switches(Runtime("cpu")):
+        assert torch.backends.cudnn.benchmark
+        end_choosing()
+        assert not torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark == before
+
+
+def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights(parts):
+    step, loader = parts
+    step(next(iter(loader)))
+    weight = next(parameter for parameter in step.strategy.parameters() if parameter.dim() == 4)
+    state = step.optimizer.state[weight]
+    before = state["momentum_buffer"].clone()
+    assert before.abs().max() > 0
+    state["momentum_buffer"] = before.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    match_strides(step.optimizer)
+    assert state["momentum_buffer"].stride() == weight.stride()
+    assert torch.equal(state["momentum_buffer"], before)
+
+
+@pytest.mark.parametrize(("overrides", "batch"), [([], 8 * 24), (["cuda_graph=true"], 24), (["speed=off"], 24)])
+def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(overrides, batch, monkeypatch):
+    cfg = config("data=synthetic", "data.dataset.channels=1", "batch_size=24", *overrides)
+    job = Job(cfg, Runtime("cpu"))
+    job.strategy = on_gpu(job.strategy, monkeypatch)
+    job.choices = find_choices(cfg, job.strategy, job.dataset, job.model)
+    job.strategy.device = torch.device("cpu")
+    assert [loader.batch_size for loader in job.loaders] == [24, batch]

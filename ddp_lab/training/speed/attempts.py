@@ -14,6 +14,7 @@ from ddp_lab.training.speed.cache import leave_mark, mark_of
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.speed.notice import working
 from ddp_lab.training.speed.options import PerformanceOptions
+from ddp_lab.training.speed.switches import cudnn_benchmark, fresh_compiler
 from ddp_lab.training.speed.warm_up import unchanged, warm_up
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
@@ -62,7 +63,9 @@ def compile_or_not(plain: PerformanceOptions, choices: Mapping[str, Choice], ste
     if plain.cuda_graph and fused.automatic:
         set_fused(step, None)  # the optimizer is compiled, too
     compiled, checked = plain._replace(compile=True), choices["cuda_graph"].automatic
-    built, problem = attempt(step.strategy.runtime, lambda: compiled.build(step, loader, checked))
+    torch.compiler.set_stance("eager_on_recompile")  # until `PerformanceOptions.switches` ends
+    with fresh_compiler(), cudnn_benchmark():
+        built, problem = attempt(step.strategy.runtime, lambda: compiled.build(step, loader, checked))
     if built is not None:
         leave_mark(mark)
         return built
@@ -70,7 +73,7 @@ def compile_or_not(plain: PerformanceOptions, choices: Mapping[str, Choice], ste
     reset(step)
     if fused.automatic:
         set_fused(step, fused.value)
-    torch.compiler.set_stance("force_eager")  # until `eager_unless_compiled` ends: parts of the step are compiled
+    torch.compiler.set_stance("force_eager")  # parts of the step are compiled
     return plain.build(step, loader)
 
 
@@ -116,7 +119,7 @@ def decide(step: Step, built: Step | GraphStep, loader: Loader, steps_left: int)
         seconds = built.seconds(TIMED) if isinstance(built, GraphStep) else time_eager(step, loader)
     layers = sum(any(True for _ in layer.parameters(recurse=False)) for layer in module.modules())
     cached = mark_of(step, loader).exists()
-    found = earns_compiling(steps_left, seconds, compile_seconds(layers, cached))
+    found = earns_compiling(steps_left, seconds, compile_seconds(layers, cached), step.strategy.runtime.precision)
     value = step.strategy.runtime.agree("compile", lambda: "yes" if found.value else "no")
     return found._replace(value=value == "yes")
 

@@ -18,7 +18,7 @@ from ddp_lab.strategies.compilation import Fuse
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.kernel_choice import Thread, capturing, fastest_thread
 from ddp_lab.training.speed.notice import working
-from ddp_lab.training.speed.switches import compiling
+from ddp_lab.training.speed.switches import compiling, end_choosing
 from ddp_lab.training.speed.warm_up import refusing_to_wait, try_out, unchanged, warm_up
 from ddp_lab.training.step import Step
 
@@ -86,9 +86,12 @@ class GraphStep:
                 group["lr"] = rate
 
     def _capture(self, turns: list[Turn], checked: bool) -> None:
-        warm_up(self.step, [partial(self._first_batch, turn) for turn in turns], WARM_UP)
+        first = partial(self._first_batch, turns[0])
+        warm_up(self.step, [first], WARM_UP)
+        end_choosing()
+        warm_up(self.step, [partial(self._first_batch, turn) for turn in turns[1:]], WARM_UP)
         if checked:
-            batch = self._first_batch(turns[0])
+            batch = first()
             with unchanged(self.step), refusing_to_wait():
                 self.step.compute(batch)
         pool = torch.cuda.graph_pool_handle()

@@ -15,7 +15,7 @@ from ddp_lab.training.speed.auto import AUTO, needs_device_loader
 from ddp_lab.training.speed.cache import kept_kernels
 from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step
 from ddp_lab.training.speed.notice import working
-from ddp_lab.training.speed.switches import compiling, cudnn_benchmark, eager_unless_compiled
+from ddp_lab.training.speed.switches import compiling, cudnn_benchmark, eager_unless_compiled, end_choosing, stance_restored
 from ddp_lab.training.speed.warm_up import warm_up
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
@@ -57,11 +57,12 @@ class PerformanceOptions(NamedTuple):
         with ExitStack() as stack:
             if self.cuda_graph:
                 stack.enter_context(runtime.side_stream())
-            if self.cuda_graph or self.compile:
+            if self.compile != AUTO and (self.cuda_graph or self.compile):
                 stack.enter_context(cudnn_benchmark())
-            if self.compile == AUTO:
+            if self.compile == AUTO:  # cuDNN's benchmark takes as long as it saves in 20,000 steps of ResNet-18
                 stack.enter_context(kept_kernels())
-            if self.compile:
+                stack.enter_context(stance_restored())  # `build_step` sets it if it compiles
+            elif self.compile:
                 stack.enter_context(eager_unless_compiled())
             yield
 
@@ -116,6 +117,7 @@ class PerformanceOptions(NamedTuple):
             first = next(iter(loader))
             with working(notice), compiling():
                 warm_up(step, [lambda: first], 2)
+            end_choosing()
         return step
 
 

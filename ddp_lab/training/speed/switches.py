@@ -1,5 +1,6 @@
 """Global settings of torch that a fast step needs. Each applies within a `with` block and is restored after it."""
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -21,18 +22,45 @@ def cudnn_benchmark() -> Generator[None]:
         cudnn.benchmark, cudnn.benchmark_limit = before
 
 
-@contextmanager
-def eager_unless_compiled() -> Generator[None]:
-    """Run shapes that are not compiled yet in eager mode. Only within `compiling`, new shapes are compiled.
+def end_choosing() -> None:
+    """Let cuDNN use what it has chosen in the current `cudnn_benchmark`, and its first guess for other shapes.
 
-    What was compiled before is forgotten: with what earlier jobs of this process left, torch 2.11 failed to compile an
-    optimizer with two parameter groups ("SpeculationLog diverged").
+    Timing all kernels takes seconds for each batch size, which the partial last batch and an evaluation never earn.
+    """
+    torch.backends.cudnn.benchmark = False
+
+
+@contextmanager
+def fresh_compiler() -> Generator[None]:
+    """Forget what was compiled before, and let torch.compile compile many pieces.
+
+    With what earlier jobs of this process left, torch 2.11 failed to compile an optimizer with two parameter groups
+    ("SpeculationLog diverged").
     """
     torch.compiler.reset()
     # torch has no public form of the recompile limit.
-    patch = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)  # pyright: ignore[reportPrivateUsage]
-    with patch, torch.compiler.set_stance("eager_on_recompile"):
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):  # pyright: ignore[reportPrivateUsage]
         yield
+
+
+@contextmanager
+def eager_unless_compiled() -> Generator[None]:
+    """Run shapes that are not compiled yet in eager mode. Only within `compiling`, new shapes are compiled."""
+    with fresh_compiler(), torch.compiler.set_stance("eager_on_recompile"):
+        yield
+
+
+@contextmanager
+def stance_restored() -> Generator[None]:
+    """Let torch.compile compile everything again after the body, which may call `torch.compiler.set_stance`.
+
+    torch._dynamo, which takes seconds to start, is not touched before: most runs never compile.
+    """
+    try:
+        yield
+    finally:
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance("default")
 
 
 @contextmanager
