@@ -39,8 +39,9 @@ bench: .venv/installed ## benchmark the training loop against others
 	mkdir -p runs
 	$(BIN)/python scripts/bench.py --json runs/bench.json
 
-soak: .venv/installed ## start 20 launches with random faults
+soak: .venv/installed ## start 20 launches of one torchrun and 20 of two, with random faults
 	$(BIN)/python scripts/soak.py
+	$(BIN)/python scripts/soak.py --agents 2
 
 tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost

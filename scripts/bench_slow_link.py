@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.namespaces import ADDRESSES, cable
+
 ROOT = Path(__file__).parent.parent
-NAMES = ("ddp_lab_0", "ddp_lab_1")  # of the namespaces, and of the cable's end in each
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAMES = ("ddp_lab_0", "ddp_lab_1")
 DEPTH, WIDTH, TOKENS, BATCH, STEPS, PARTS = 6, 384, 16, 16, 3, 4
 GRADIENTS = 4 * (12 * DEPTH * WIDTH**2)  # bytes of the blocks' parameters, without biases
 ACTIVATIONS = 4 * BATCH * TOKENS * WIDTH  # bytes of a batch's tokens at a cut
@@ -30,27 +31,6 @@ WORK = ["model=vit", f"model.depth={DEPTH}", f"model.width={WIDTH}", "model.head
 WORK += ["data=synthetic", f"data.dataset.train_size={STEPS * BATCH}", "data.dataset.test_size=8", "optimizer.lr=0.01"]
 WORK += ["checkpoint.every_epochs=1000", "checkpoint.best=null", "name=run"]
 STRATEGIES = {"ddp": ["strategy=ddp"], "pipeline": ["strategy=pipeline", f"strategy.num_microbatches={PARTS}"]}
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-@contextmanager
-def cable() -> Iterator[None]:
-    """Connect two new network namespaces. They are removed afterwards, and the cable with them."""
-    try:
-        for name in NAMES:
-            ip("netns", "add", name)
-        ip("link", "add", NAMES[0], "netns", NAMES[0], "type", "veth", "peer", "name", NAMES[1], "netns", NAMES[1])
-        for name, address in zip(NAMES, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", name)
-            for device in ("lo", name):
-                ip("-n", name, "link", "set", device, "up")
-        yield
-    finally:
-        for name in NAMES:
-            subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
 def limit(rate: float) -> None:
@@ -114,7 +94,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=60, help="seconds that an epoch of 3 steps may take")
     parser.add_argument("--json", type=Path, default=Path(os.devnull), help="file for the seconds of a step")
     arguments = parser.parse_args()
-    with cable():
+    with cable(NAMES):
         found = {strategy: seconds_per_step(strategy, arguments.rates, arguments.patience) for strategy in STRATEGIES}
     arguments.json.write_text(json.dumps({"rates": arguments.rates, "seconds": found}))
     print(

@@ -1,19 +1,26 @@
 """Soak test of elastic restarts: launches with a random fault at a random step must end like a run without one.
 
-make soak                                      20 launches
-python scripts/soak.py --launches 5 --seed 1
+make soak                                      20 launches of one agent, and 20 of two
+python scripts/soak.py --launches 5 --seed 1 --agents 2
 
-Each launch has two ranks. A random one of them is killed, segfaults or raises an exception. Prints one line per launch: the
-fault, the exit code, and whether the final weights are bit-identical to those of the run without a fault. Exit code 1 if any
-launch fails.
+With one agent, each launch has two ranks, and one of them is killed, segfaults or raises an exception. Two agents are like two
+nodes with two ranks each. There a rank is killed or frozen, both ranks of a node are killed, or an agent is killed and started
+again, all equally often. Prints one line per launch: the fault, the exit codes, and whether the final weights are bit-identical
+to those of the run without a fault. Exit code 1 if any launch fails.
 """
 
 import argparse
+import atexit
+import os
 import random
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,15 +28,90 @@ import torch
 OVERRIDES = ["data=synthetic", "data.dataset.train_size=480", "data.dataset.test_size=50", "model=simple_cnn", "batch_size=24"]
 OVERRIDES += ["optimizer.lr=0.01", "epochs=3", "checkpoint.every_steps=5"]
 STEPS = 60  # of the whole run
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--max-restarts=3", "--nproc_per_node=2"]
+RANK_FAULTS = ["crash", "segfault", "raise"]
+NODE_FAULTS = ["rank killed", "rank frozen", "node killed", "agent killed"]
+LIMIT = 300  # seconds of a launch
 
 
-def train(runs_dir: str, name: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """Launch a run of two ranks with up to three restarts."""
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    line = [torchrun, "--standalone", "--nproc_per_node=2", "--max-restarts=3", "train.py", "strategy=ddp"]
-    return subprocess.run(
-        [*line, *OVERRIDES, f"runs_dir={runs_dir}", f"name={name}", *more], capture_output=True, text=True, timeout=180
-    )
+def start(options: list[str], runs_dir: str, name: str, *more: str, own_store: bool = False) -> subprocess.Popen[str]:
+    """Start an agent with two ranks. `own_store`: their store is not the agent's, as agents that are started again need it."""
+    line = [*TORCHRUN, *options, "train.py", *OVERRIDES, f"runs_dir={runs_dir}", f"name={name}", *more]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(own_store))}
+    agent = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    atexit.register(agent.kill)  # its ranks end with it
+    return agent
+
+
+def train_on_one_agent(runs_dir: str, name: str, fault: str | None, chance: random.Random) -> tuple[str, list[int], str]:
+    """Train with a fault. Return the fault with its step, the agents' exit codes and their output."""
+    injected = f"{fault}@rank={chance.randrange(2)},step={chance.randint(1, STEPS)}"
+    more = [f"inject={injected}"] if fault else []
+    agent = start(["--standalone"], runs_dir, name, "strategy=ddp", *more)
+    return injected, *finish([agent])
+
+
+def train_on_two_agents(runs_dir: str, name: str, fault: str | None, chance: random.Random) -> tuple[str, list[int], str]:
+    """Do the same on two agents."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=soak", f"--rdzv-endpoint=localhost:{port}"]
+    options += ["--local-addr=localhost"]
+    step = chance.randint(1, STEPS)
+    # At this step the run waits for three seconds, in which the fault occurs. ddp on four ranks resumes up to rounding errors.
+    more = ["strategy=scratch", "timeout=20", *([f"inject=slow@rank=0,step={step}"] if fault else [])]
+    launch = partial(start, options, runs_dir, name, *more, own_store=fault == "agent killed")
+    agents = [launch()]
+    wait_for(lambda: answers(port))
+    agents.append(launch())
+    if fault:
+        wait_for((Path(runs_dir) / name / ".injected").exists)
+        disturb(fault, agents[1], chance)
+    if fault == "agent killed":  # the second: the first one holds the store, without which no agent can restart
+        agents[1].communicate()
+        agents[1] = launch()
+    return f"{fault} at step {step}", *finish(agents)
+
+
+def finish(agents: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
+    """Wait for agents, and kill those that hang. Return their exit codes and output."""
+    outputs: list[str] = []
+    for agent in agents:
+        try:
+            outputs += agent.communicate(timeout=LIMIT)[:1]
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            outputs += agent.communicate()[:1]
+    return [agent.returncode for agent in agents], "".join(outputs)
+
+
+def answers(port: int) -> bool:
+    """Return whether a port of this machine accepts connections."""
+    with socket.socket() as client:
+        return client.connect_ex(("localhost", port)) == 0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true.
+
+    Raises:
+        TimeoutError: it is not true after LIMIT seconds.
+    """
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the launch did not get there within {LIMIT} s")
+        time.sleep(0.05)
+
+
+def disturb(fault: str, agent: subprocess.Popen[str], chance: random.Random) -> None:
+    """Kill or freeze processes of an agent."""
+    ranks = [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+    one = [chance.choice(ranks)]
+    victims = {"rank killed": one, "rank frozen": one, "node killed": ranks, "agent killed": [agent.pid]}[fault]
+    for pid in victims:
+        os.kill(pid, signal.SIGSTOP if fault == "rank frozen" else signal.SIGKILL)
 
 
 def weights(runs_dir: str, name: str) -> dict[str, torch.Tensor]:
@@ -45,31 +127,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=20, help="number of launches")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the faults; default: the time")
+    parser.add_argument("--agents", type=int, default=1, choices=[1, 2], help="number of torchrun agents")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the agents are killed
     print(f"seed {arguments.seed}")
+    train, faults = [(train_on_one_agent, RANK_FAULTS), (train_on_two_agents, NODE_FAULTS)][arguments.agents - 1]
     chance = random.Random(arguments.seed)
     bad = 0
     with tempfile.TemporaryDirectory() as runs_dir:
-        train(runs_dir, "no-fault")
+        train(runs_dir, "no-fault", None, chance)
         expected = weights(runs_dir, "no-fault")
-        for launch in range(1, arguments.launches + 1):
-            fault = (
-                f"{chance.choice(['crash', 'segfault', 'raise'])}@rank={chance.randrange(2)},step={chance.randint(1, STEPS)}"
-            )
-            start = time.monotonic()
-            done = train(runs_dir, f"run-{launch}", f"inject={fault}")
+        for launch in range(arguments.launches):
+            if launch % len(faults) == 0:
+                chance.shuffle(faults)
+            begin = time.monotonic()
+            fault, codes, output = train(runs_dir, f"run-{launch}", faults[launch % len(faults)], chance)
             try:
                 same = all(torch.equal(tensor, expected[key]) for key, tensor in weights(runs_dir, f"run-{launch}").items())
             except OSError:
                 same = False
-            good = done.returncode == 0 and same
+            good = not any(codes) and same
             bad += not good
-            print(
-                f"{launch:2} {fault:28} exit code {done.returncode}, same weights: {same}, {time.monotonic() - start:.0f} s",
-                flush=True,
-            )
+            print(f"{launch + 1:2} {fault:28} exit codes {codes}, same weights: {same}, {time.monotonic() - begin:.0f} s")
             if not good:
-                print(done.stdout[-2000:], done.stderr[-2000:])
+                print(output[-4000:])
+            sys.stdout.flush()
     print(f"{arguments.launches - bad} of {arguments.launches} launches ended with the weights of the run without a fault")
     sys.exit(bad > 0)
 

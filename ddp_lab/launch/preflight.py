@@ -19,7 +19,7 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.estimate.optimizer_state import MakeOptimizer, state_of
 from ddp_lab.observe.logger import log
 from ddp_lab.resilience.run_directory import find_launch
-from ddp_lab.world.process import launch_id
+from ddp_lab.world.attempt import NEW_TORCHRUN
 from ddp_lab.world.runtime import Runtime
 
 CONNECT_TIMEOUT = 10.0  # seconds within which the ranks' store must accept a connection
@@ -74,7 +74,12 @@ def check_storage(
         ConfigError: The nodes do not share the directory, or not even one checkpoint fits and `on_error` is "stop".
     """
     shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on a single node, RunDir checks the directory
-    return [*shared, _agree_on(runtime, "free_disk", lambda: check_free_disk(root, name, checkpoint, keep, best, on_error))]
+    _ = runtime.launch  # all ranks take part
+
+    def find() -> Finding:
+        return check_free_disk(root, name or find_launch(root, runtime.launch), checkpoint, keep, best, on_error)
+
+    return [*shared, _agree_on(runtime, "free_disk", find)]
 
 
 def warn(findings: list[Finding], runtime: Runtime) -> None:
@@ -154,7 +159,7 @@ def _check_answer(host: str, port: int) -> Finding:
         raise NodeError(
             f"MASTER_ADDR={host}, MASTER_PORT={port}: does not accept connections from {socket.gethostname()} "
             f"({error.strerror or error}). Open the port in the firewalls between the nodes, or use another one: "
-            "--rdzv-endpoint or --master-port"
+            f"--rdzv-endpoint or --master-port. {NEW_TORCHRUN}"
         ) from None
     return Finding("ok", "ports", f"{host}:{port} accepts connections")
 
@@ -232,7 +237,7 @@ def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, be
 
     Args:
         root: The config key `runs_dir`.
-        name: The config key `name`.
+        name: The run's directory in `root`; None if it is new.
         checkpoint: Size of one checkpoint in bytes.
         keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
         best: Whether the best checkpoint is kept, too.
@@ -241,7 +246,6 @@ def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, be
         ConfigError: Not even one checkpoint fits, and `on_error` is "stop".
     """
     one = checkpoint
-    name = name or find_launch(root, launch_id())
     files = [path.stat() for path in (root / name / "checkpoints").rglob("*") if path.is_file()] if name else []
     held = sum({file.st_ino: file.st_size for file in files}.values())  # the best is a second name of a file, as a rule
     needed = max(one, (keep + best + 1) * one - held)

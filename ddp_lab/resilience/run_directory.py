@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.world.process import launch_id, run_id
+from ddp_lab.world.process import run_id
 
 if TYPE_CHECKING:  # the launchers import this module, and --help loads the launchers: importing torch would add 1.5 s
     from ddp_lab.world.runtime import Runtime
 
-LAUNCH_FILE = ".launch"  # contains the id of the launch, by which a restart finds its directory
+LAUNCH_FILE = ".launch"  # contains the identifiers of the launch, by which a restart finds its directory
 LOCK_FILE = ".lock"
 LOCK_WAIT = 15.0  # seconds, enough for ranks that torchrun has just terminated to exit
 
@@ -39,6 +39,7 @@ class RunDir:
     """
 
     def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
+        _ = runtime.launch  # all ranks take part
         answer = runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, name, resume, label)))
         decided = json.loads(str(answer))  # never None
         self.path, self.restarted = root / decided["name"], decided["restarted"]
@@ -47,7 +48,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)  # for a node that does not share rank 0's disk
 
     def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
-        launch = launch_id()
+        launch = runtime.launch
         try:
             root.mkdir(parents=True, exist_ok=True)
             restarted = find_launch(root, launch) if runtime.under_torchrun else None
@@ -105,9 +106,15 @@ def lock(path: Path) -> TextIO:
 
 
 def find_launch(root: Path, launch: str) -> str | None:
-    """Return the name of the run directory that this launch used before a restart; None if there is none."""
+    """Return the name of the run directory that a launch used before a restart; None if there is none.
+
+    Args:
+        root: the config's `runs_dir`.
+        launch: `Runtime.launch`. One identifier in common is enough: nodes may have left the launch, or joined it.
+    """
+    agents = set(launch.splitlines())
     files = sorted(root.glob(f"*/{LAUNCH_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((file.parent.name for file in files if file.read_text() == launch), None)
+    return next((file.parent.name for file in files if agents & set(file.read_text().splitlines())), None)
 
 
 def make_unused(root: Path, label: str) -> str:

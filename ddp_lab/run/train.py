@@ -28,7 +28,6 @@ from ddp_lab.run.memory import check_memory
 from ddp_lab.run.trained import compare_data, record_data
 from ddp_lab.training.loop import is_over
 from ddp_lab.training.speed.cuda_graph import GraphStep
-from ddp_lab.world.process import launch_id
 from ddp_lab.world.runtime import Runtime
 
 
@@ -71,7 +70,8 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
         ConfigError: The config cannot be used, or a machine cannot take part in the run.
     """
     findings = check_network(runtime)
-    progress = runtime.agree("progress", partial(find_progress, cfg))
+    launch = runtime.launch
+    progress = runtime.agree("progress", partial(find_progress, cfg, launch))
     job = prepare(cfg, runtime, with_weights=progress is None)
     if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
         findings.append(Finding("warning", "dataset", text))
@@ -88,11 +88,15 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     return job, findings
 
 
-def find_progress(cfg: DictConfig) -> str | None:
-    """Return the checkpoint, or the directory of checkpoints, that the run resumes from; None if it begins anew."""
+def find_progress(cfg: DictConfig, launch: str) -> str | None:
+    """Return the checkpoint, or the directory of checkpoints, that the run resumes from; None if it begins anew.
+
+    Args:
+        launch: `Runtime.launch`.
+    """
     if cfg.resume != "auto":
         return None if cfg.resume == "never" else cfg.resume
-    name = cfg.name or find_launch(Path(cfg.runs_dir), launch_id())
+    name = cfg.name or find_launch(Path(cfg.runs_dir), launch)
     folder = Path(cfg.runs_dir) / name / "checkpoints" if name else None
     return str(folder) if folder and steps_in(folder) else None
 

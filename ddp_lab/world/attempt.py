@@ -1,18 +1,25 @@
-"""A name for each start of the ranks, on which the ranks of several nodes agree.
+"""A name for each start of the ranks, on which all ranks agree.
 
 torchrun's store outlives an elastic restart, with the addresses of dead ranks in it, so the ranks of each start need keys of
-their own. The number of restarts cannot be their prefix on several nodes, because each agent counts its own: an agent whose
-ranks were healthy, or that was itself started again, has another number.
+their own. The number of restarts cannot be their prefix. Each agent counts its own: an agent whose ranks were healthy, or that
+was itself started again, has another number. And a restart because a node joins or leaves (--nnodes=1:2) does not count.
 """
 
 import time
 import uuid
 from datetime import timedelta
 
-# Documented as torch.distributed.Store, but the module does not export it explicitly.
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+# Documented as torch.distributed.Store etc., but the module does not export them explicitly.
+from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
 
-POLL = 0.1  # seconds between two looks at the store
+from ddp_lab.config.errors import NodeError
+
+POLL = 0.01, 1.0  # seconds between the first two looks at the store, which double, and the most
+LISTED = 8  # the most ranks that the message names
+NEW_TORCHRUN = (
+    "If torchrun was started again on one node only, its ranks and those of the other nodes do not find each other: set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or start torchrun again on all nodes"
+)
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -27,24 +34,39 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelt
         timeout: How long to wait for the other ranks.
 
     Raises:
-        TimeoutError: Rank 0 has not answered in time.
+        NodeError: Another rank has not answered in time.
     """
     word = uuid.uuid4().hex
     if rank == 0:
-        store.set("attempt", word)
-        keys = [f"{word}/{other}" for other in range(1, world_size)]
-        store.wait(keys, timeout)
-        store.multi_set([f"{key}/repeated" for key in keys], store.multi_get(keys))  # pyright: ignore[reportAttributeAccessIssue]
-        return word
-    store.wait(["attempt"], timeout)
+        return publish(store, word, world_size, timeout)
     deadline = time.monotonic() + timeout.total_seconds()
-    name = ""
+    pause, name = POLL[0], ""
     while time.monotonic() < deadline:
-        if (published := store.get("attempt").decode()) != name:
+        if store.check(["attempt"]) and (published := store.get("attempt").decode()) != name:
             name = published
             store.set(f"{name}/{rank}", word)
         answer = f"{name}/{rank}/repeated"
         if store.check([answer]) and store.get(answer).decode() == word:
             return name
-        time.sleep(POLL)
-    raise TimeoutError(f"rank 0 did not answer within {timeout.total_seconds():.0f} s")
+        time.sleep(pause)  # a `wait` that times out would print two warnings
+        pause = min(2 * pause, POLL[1])
+    raise not_started("rank 0 or another one", timeout)
+
+
+def publish(store: Store, name: str, world_size: int, timeout: timedelta) -> str:
+    """Publish the name on rank 0, repeat the words of the other ranks, and return the name."""
+    store.set("attempt", name)
+    keys = [f"{name}/{other}" for other in range(1, world_size)]
+    try:
+        store.wait(keys, timeout)
+    except DistError:
+        if late := [str(other) for other, key in enumerate(keys, 1) if not store.check([key])]:
+            ranks = ", ".join(late[:LISTED]) + ", ..." * (len(late) > LISTED)
+            raise not_started(f"rank{'s' * (len(late) > 1)} {ranks}", timeout) from None
+    store.multi_set([f"{key}/repeated" for key in keys], store.multi_get(keys))  # pyright: ignore[reportAttributeAccessIssue]
+    return name
+
+
+def not_started(ranks: str, timeout: timedelta) -> NodeError:
+    """Return the error that these ranks have not started, but others have."""
+    return NodeError(f"{ranks} did not start within {timeout.total_seconds():.0f} s after the others. {NEW_TORCHRUN}")

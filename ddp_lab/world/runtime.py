@@ -26,9 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.attempt import agree_on_attempt
 from ddp_lab.world.place import Place
-from ddp_lab.world.process import die_with_torchrun, env_int
-from ddp_lab.world.store import DECISION_TIMEOUT, CountedStore
+from ddp_lab.world.process import die_with_torchrun, env_int, launch_id
+from ddp_lab.world.store import CountedStore
 
+START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
 STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
 
 Answer = TypeVar("Answer", bound=str | list[int] | None)
@@ -97,6 +98,7 @@ class Runtime:
         self.timeout = timedelta(seconds=timeout)
         self._store: CountedStore | None = None
         self._questions = 0
+        self._launch: str | None = None
         die_with_torchrun()
         self.devices = self._choose_devices(device)
         self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
@@ -181,10 +183,9 @@ class Runtime:
 
     def _attempt(self, store: Store) -> str:
         """Return a name of this start: the agent's store outlives a restart, with the dead ranks' addresses in it."""
-        if self.several_nodes and self.agent_keeps_store:
-            return agree_on_attempt(store, self.rank, self.world_size, DECISION_TIMEOUT)
-        # Each agent counts its own restarts. Over several nodes, a store that rank 0 keeps is new at each start.
-        return "0" if self.several_nodes else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if self.agent_keeps_store:
+            return agree_on_attempt(store, self.rank, self.world_size, max(self.timeout, START_TIMEOUT))
+        return "0"  # the store is rank 0's, and new at each start
 
     def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
         """Run `decide` on one rank and return its answer on every rank. Collective; it does not need the process group.
@@ -236,6 +237,17 @@ class Runtime:
             return None
         self.store.wait(keys)
         return self.store.multi_get(keys)
+
+    @property
+    def launch(self) -> str:
+        """The identifiers of this launch, one per line: each node's agent has its own. Collective the first time.
+
+        They are complete on rank 0 only.
+        """
+        if self._launch is None:
+            own = launch_id()
+            self._launch = "\n".join(dict.fromkeys(self.collect("launch", own) or [own]))
+        return self._launch
 
     def open_group(self) -> None:
         """Open the process group if it is not open: NCCL between GPUs, gloo between CPUs."""

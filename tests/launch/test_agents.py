@@ -1,48 +1,70 @@
-"""Elastic restarts over two torchrun agents, which stand for two nodes. No variable is set by hand."""
+"""Elastic restarts over two torchrun agents, which stand for two nodes, and a node that is lost and comes back."""
 
+import re
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from launches import SMALL, finish, launch, read_metrics, start
+from launches import SMALL, finish, launch, only_run, read_metrics, start
 from slurm_cluster import wait_for
 
 EPOCHS = 4
-OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}", "checkpoint.every_steps=3", "name=run"]
+OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}", "checkpoint.every_steps=3"]
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # without it, an agent that is started again cannot join
 
 
-def start_agents(runs: Path, *overrides: str) -> list[subprocess.Popen]:
-    """Start two agents with a rank each. The first opens the store at which they meet."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = (
-        f"--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=agents --rdzv-endpoint=localhost:{port}"
-    )
-    line = f"torchrun {options} --local-addr=localhost train.py"
-    first = start(line, *OVERRIDES, f"runs_dir={runs}", *overrides)
-    wait_for("store", lambda: answers(port), 60)
-    return [first, start(line, *OVERRIDES, f"runs_dir={runs}", *overrides)]
+class Agents:
+    """Two agents, of which the second one has the first ranks, because its address comes first; the first opens the store.
+
+    Args:
+        runs: the config's `runs_dir`.
+        options: of torchrun.
+        overrides: Hydra overrides.
+        faults: `inject` on the ranks of each agent.
+        ranks: number of ranks of each agent.
+    """
+
+    def __init__(self, runs: Path, options: str, *overrides: str, faults: tuple[str, str], ranks: tuple[int, int] = (1, 1)):
+        self.runs, self.faults, self.ranks = runs, faults, ranks
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            endpoint = f"localhost:{free.getsockname()[1]}"
+        self.line = f"torchrun {options} --rdzv-backend=c10d --rdzv-id=agents --rdzv-endpoint={endpoint}"
+        self.overrides = [*OVERRIDES, f"runs_dir={runs}", *overrides]
+        self.processes = [self.start(0), self.start(1)]
+
+    def start(self, agent: int) -> subprocess.Popen:
+        line = f"{self.line} --rdzv-conf=is_host={1 - agent},last_call_timeout=10 --local-addr=127.0.0.{2 - agent}"
+        fault = [f"inject={self.faults[agent]}"] if self.faults[agent] else []
+        return start(f"{line} --nproc_per_node={self.ranks[agent]} train.py", *self.overrides, *fault)
+
+    def await_fault(self, agent: int) -> None:
+        """Wait until a rank of this agent sleeps, because `slow` is injected."""
+
+        def injected() -> bool:
+            return any(self.faults[agent] in path.read_text() for path in self.runs.glob("*/.injected"))
+
+        wait_for(self.faults[agent], injected, 120)
+
+    def kill_second(self) -> None:
+        """Kill the second agent, and its ranks with it."""
+        self.processes[1].kill()
+        self.processes[1].communicate(timeout=30)
+
+    def finish(self) -> Path:
+        """Assert that the agents succeed and that every epoch was recorded once, in one directory. Return the directory."""
+        outputs = [finish(agent, timeout=120) for agent in self.processes]
+        assert [code for code, _ in outputs] == [0, 0], outputs
+        run = only_run(self.runs)
+        assert [line["epoch"] for line in read_metrics(run)] == list(range(1, EPOCHS + 1))
+        assert "started again after error" in (run / "train.log").read_text()
+        return run
 
 
-def answers(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("localhost", port)) == 0
-
-
-def assert_finished(runs: Path, agents: list[subprocess.Popen]) -> None:
-    """Assert that the agents succeed and that every epoch was recorded once, in one directory."""
-    outputs = [finish(agent, timeout=120) for agent in agents]
-    assert [code for code, _ in outputs] == [0, 0], outputs
-    assert [path.name for path in runs.iterdir()] == ["run"]
-    assert [line["epoch"] for line in read_metrics(runs / "run")] == list(range(1, EPOCHS + 1))
-    assert "started again after error" in (runs / "run" / "train.log").read_text()
-
-
-def weights(runs: Path) -> dict[str, torch.Tensor]:
-    return torch.load(max((runs / "run" / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(max((run / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +72,56 @@ def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
     runs = tmp_path_factory.mktemp("undisturbed")
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py", *OVERRIDES, f"runs_dir={runs}")
     assert code == 0, output
-    return weights(runs)
+    return weights(only_run(runs))
 
 
 def test_rank_that_crashes_is_restarted_with_the_ranks_of_the_other_agent(tmp_path):
-    assert_finished(tmp_path, start_agents(tmp_path, "inject=crash@rank=1,step=8"))
+    """No variable is set by hand."""
+    Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=("crash@rank=1,step=8", "")).finish()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_restart_over_two_agents_ends_with_the_same_weights(rank, undisturbed, tmp_path):
-    assert_finished(tmp_path, start_agents(tmp_path, f"inject=crash@rank={rank},step=8"))
-    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(tmp_path).items())
+    fault = f"crash@rank={rank},step=8"
+    run = Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=(fault, fault)).finish()
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(run).items())
+
+
+@pytest.mark.slow
+def test_agent_that_is_killed_and_started_again_joins_the_run(undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setenv(OWN_STORE, "1")
+    agents = Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=("", "slow@rank=0,step=8"))
+    agents.await_fault(1)
+    agents.kill_second()
+    agents.processes[1] = agents.start(1)
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(agents.finish()).items())
+
+
+@pytest.mark.slow
+def test_run_continues_without_a_lost_node_and_takes_it_back(undisturbed, tmp_path, monkeypatch):
+    """With --nnodes=1:2. The lost node had rank 0, so the run directory is chosen on three nodes one after another."""
+    monkeypatch.setenv(OWN_STORE, "1")
+    agents = Agents(tmp_path, "--nnodes=1:2 --max-restarts=3", faults=("slow@rank=0,step=14", "slow@rank=0,step=8"))
+    agents.await_fault(1)
+    agents.kill_second()
+    agents.await_fault(0)  # the remaining rank, which has resumed alone, is rank 0 now
+    agents.processes[1] = agents.start(1)
+    run = agents.finish()
+    log = (run / "train.log").read_text()
+    assert re.findall(r"(\d) ranks?, global batch", log) == ["2", "1", "2"], log
+    for name, tensor in weights(run).items():
+        torch.testing.assert_close(tensor, undisturbed[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_rest_of_the_nodes_whose_ranks_do_not_divide_the_batch_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv(OWN_STORE, "1")
+    faults = "", "slow@rank=0,step=3"
+    agents = Agents(tmp_path, "--nnodes=1:2 --max-restarts=1", "batch_size=27", faults=faults, ranks=(2, 1))
+    agents.await_fault(1)
+    agents.kill_second()
+    code, output = finish(agents.processes[0], timeout=120)
+    assert code == 1, output
+    message = "batch_size=27: is the global batch and must be divisible by the 2 replicas"
+    assert re.findall(f"traceback : error: {message}|{message}", output) == [f"traceback : error: {message}"], output

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 ADDRESS = "DDP_LAB_TESTS_WARM"  # environment variable with the path of the server's socket, for pytest and its subprocesses
+MACHINE = "DDP_LAB_TESTS_MACHINE"  # the same with the id of a process whose namespaces a program enters
 STARTING = 60.0  # seconds that the server may take to import everything
 NUMBER = struct.Struct("q")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -212,6 +213,11 @@ def settle(request: Request, files: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    for kind in ("net", "uts", "mnt") if MACHINE in request.env else ():
+        namespace = os.open(f"/proc/{request.env[MACHINE]}/ns/{kind}", os.O_RDONLY)
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns", kind)
+        os.close(namespace)
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)

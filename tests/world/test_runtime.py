@@ -53,6 +53,28 @@ def test_all_nodes_use_the_same_run_directory(tmp_path):
     assert chosen == {str(path) for path in tmp_path.iterdir()}
 
 
+def restart_with(agent: str, runs_dir) -> tuple[str, bool]:
+    """Choose the run directory of a launch whose node 0 has this agent."""
+    with on_two_nodes() as runtime:
+        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "DDP_LAB_LAUNCH": agent if runtime.node == 0 else "always"}
+        run_dir = RunDir(runtime, runs_dir, name=None, resume="never", label="label")
+        return str(run_dir.path), run_dir.restarted
+
+
+def test_launch_whose_first_node_was_replaced_keeps_its_directory(tmp_path):
+    first, second = (set(run_world(2, restart_with, agent, tmp_path)) for agent in ("first", "second"))
+    ((path, restarted),) = first
+    assert not restarted
+    assert second == {(path, True)}
+
+
+def test_find_launch_finds_a_launch_of_which_some_nodes_were_replaced(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LAUNCH_FILE).write_text("node1-1-10\nnode2-1-10")
+    launches = ["node2-1-10", "node2-1-10\nnode3-1-30", "node1-1-50", "node"]
+    assert [find_launch(tmp_path, launch) for launch in launches] == ["run", "run", None, None]
+
+
 def test_find_launch_returns_the_directory_of_this_launch_alone(tmp_path):
     for name, launch in (("one", "host-1-10"), ("two", "host-2-20")):
         (tmp_path / name).mkdir()
