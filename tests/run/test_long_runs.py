@@ -47,7 +47,7 @@ class Counting(nn.Module):
 def train(runs_dir: Path) -> list[tuple[int, int]]:
     """Train twice for the same number of epochs. Return the counts."""
     small = ["data.dataset.channels=1", "data.dataset.image_size=4", "data.dataset.num_classes=4", "data.dataset.test_size=16"]
-    options = [*small, "data=synthetic", "model=own", f"model._target_={__name__}.Counting", "batch_size=4", "profile=true"]
+    options = [*small, "data=synthetic", "model=own", f"model._target_={__name__}.Counting", "batch_size=4"]
     for steps in (FEW, MANY):
         size = f"data.dataset.train_size={4 * steps // EPOCHS}"
         main_in_world(*options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}")
