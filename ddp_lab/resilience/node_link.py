@@ -8,7 +8,7 @@ In all, two operations per node and second, and two more on node 0. A node whose
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -131,6 +131,13 @@ class NodeLink:
         if self._has_vanished("overview", record["turns"], record):
             self.vanished = self.first
 
+    def opening(self, states: Collection[str]) -> bool:
+        """Return whether the process group opens, according to an overview and to this node's own ranks.
+
+        All ranks open it together. If this node's ranks have, an overview in which others have not is from before.
+        """
+        return STARTING in states and STARTING in self.look().states
+
     def _has_vanished(self, key: int | str, value: Any, record: dict[str, Any]) -> bool:
         still = self._unchanged.count(key, value) * PERIOD >= VANISHED
-        return still and not record["ended"] and STARTING not in record["states"]
+        return still and not record["ended"] and not self.opening(record["states"])

@@ -1,7 +1,7 @@
 """What a rank finds when it looks at its own node, and, if it leads its node, at the others."""
 
 from ddp_lab.resilience.node_board import OVERVIEW, RANKS, Heartbeat, NodeBoard
-from ddp_lab.resilience.node_link import STARTING, VANISHED, NodeLink
+from ddp_lab.resilience.node_link import VANISHED, NodeLink
 from ddp_lab.resilience.overview import Overview
 from ddp_lab.resilience.unchanged import Unchanged
 from ddp_lab.world.process import is_alive
@@ -55,7 +55,7 @@ class NodeWatch:
         self.silent = BEAT * self._unchanged.count("store", (id(link), link.turns))
         if link.vanished:
             return link.vanished, GONE
-        if self.silent >= VANISHED and link.overview and STARTING not in link.overview.states:
+        if self.silent >= VANISHED and link.overview and not link.opening(link.overview.states):
             return self._without_store(link)
         return None
 

@@ -66,6 +66,7 @@ class Watchdog:
         self.own = OwnHeartbeat(self.runtime, self.board)
         self.hang = HangCheck(self.runtime, self.timeout, self.own, self.board, self.nodes)
         self.own.write()
+        self.nodes.look()  # sends the node's first heartbeat: a node that has never sent one cannot be missed
         self._thread.start()
         if self.rank == 0:
             write_status(self.run_dir, "running", 0, 0, heartbeats=self.board.path)

@@ -174,12 +174,12 @@ def test_unchanged_counts_looks_since_the_last_change():
     assert [unchanged.count("c", None) for _ in range(2)] == [0, 1]
 
 
-def end_link(node: int) -> NodeLink:
+def end_link(node: int, doing: str = "training") -> NodeLink:
     """Return the link of a node of two, which has sent two heartbeats: one before it was stopped, and the last."""
     runtime = Runtime("cpu", place=Place(node, 2, 0, 1, node, 2))
     runtime._store = CountedStore(HashStore())
     runtime.store.multi_set([f"nodes/{key}" for key in ("overview", "failure", "node/0", "node/1")], [""] * 4)
-    made = NodeLink(runtime, lambda: Overview.of([beat(node)]))
+    made = NodeLink(runtime, lambda: Overview.of([beat(node, doing=doing)]))
     made.stop(ended=True)
     return made
 
@@ -194,11 +194,17 @@ def test_heartbeat_costs_two_operations_and_node_0_two_more():
 
 
 @pytest.mark.parametrize(
-    ("doing", "ended", "turns", "vanished"),
-    [("training", False, 8, True), ("training", False, 7, False), ("training", True, 9, False), ("starting", False, 9, False)],
+    ("own", "doing", "ended", "turns", "vanished"),
+    [
+        ("training", "training", False, 8, True),
+        ("training", "training", False, 7, False),
+        ("training", "training", True, 9, False),
+        ("starting", "starting", False, 9, False),
+        ("training", "starting", False, 8, True),  # it vanished before it told that it had started
+    ],
 )
-def test_node_vanishes_after_seven_seconds_without_a_heartbeat(doing, ended, turns, vanished):
-    link = end_link(0)
+def test_node_vanishes_after_seven_seconds_without_a_heartbeat(own, doing, ended, turns, vanished):
+    link = end_link(0, own)
     overview = {"states": {doing: [1, 5, 5]}, "least": [beat(1, node=1, doing=doing)]}
     link.runtime.store.set("nodes/node/1", json.dumps(overview | {"turns": 3, "ended": ended}))
     for _ in range(turns):

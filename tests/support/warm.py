@@ -87,7 +87,8 @@ class Warm(subprocess.Popen):
         if flags == os.WNOHANG and not select.select([self.connection], [], [], 0)[0]:
             return 0, 0
         with self.connection:
-            return self.pid, receive(self.connection)
+            answer = self.connection.recv(NUMBER.size, socket.MSG_WAITALL)
+            return self.pid, NUMBER.unpack(answer)[0] if answer else signal.SIGKILL  # whoever waits for it was killed, too
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         if self.returncode is None and self._waitpid_lock.acquire(False):
