@@ -42,7 +42,8 @@ def test_operations_per_rank_do_not_grow_with_the_number_of_ranks(trained):
             few, some, many = (of(made[ranks]) / ranks for ranks in (2, 8, 32))
             assert many <= max(few, some) * 1.1, part
     assert trained[32].start.store[""] <= 20 * 32
-    assert trained[32].start.size <= 1500 * 32
+    heartbeats = 1000 * trained[32].start.store["nodes"]  # there are more of them if the start is slow
+    assert trained[32].start.size <= 1500 * 32 + heartbeats
     assert trained[32].start.file_operations <= 4 * 32
 
 
