@@ -13,6 +13,7 @@ import argparse
 import atexit
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 
 OVERRIDES = ["data=synthetic", "data.dataset.train_size=480", "data.dataset.test_size=50", "model=simple_cnn", "batch_size=24"]
@@ -34,17 +36,18 @@ NODE_FAULTS = ["rank killed", "rank frozen", "node killed", "agent killed"]
 LIMIT = 300  # seconds of a launch
 
 
-def start(options: list[str], runs_dir: str, name: str, *more: str, own_store: bool = False) -> subprocess.Popen[str]:
+def start(options: list[str], runs_dir: str, name: str, *more: str, own_store: bool = False) -> subprocess.Popen[bytes]:
     """Start an agent with two ranks. `own_store`: their store is not the agent's, as agents that are started again need it."""
     line = [*TORCHRUN, *options, "train.py", *OVERRIDES, f"runs_dir={runs_dir}", f"name={name}", *more]
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(own_store))}
-    agent = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(own_store)), "LOGLEVEL": "INFO"}
+    with Path(runs_dir, f"{name}.txt").open("a") as output:
+        agent = subprocess.Popen(line, env=environment, stdout=output, stderr=output)
     atexit.register(agent.kill)  # its ranks end with it
     return agent
 
 
 def train_on_one_agent(runs_dir: str, name: str, fault: str | None, chance: random.Random) -> tuple[str, list[int], str]:
-    """Train with a fault. Return the fault with its step, the agents' exit codes and their output."""
+    """Train with a fault. Return the fault with its step, the agents' exit codes, and the stacks of agents that hang."""
     injected = f"{fault}@rank={chance.randrange(2)},step={chance.randint(1, STEPS)}"
     more = [f"inject={injected}"] if fault else []
     agent = start(["--standalone"], runs_dir, name, "strategy=ddp", *more)
@@ -69,21 +72,35 @@ def train_on_two_agents(runs_dir: str, name: str, fault: str | None, chance: ran
         wait_for((Path(runs_dir) / name / ".injected").exists)
         disturb(fault, agents[1], chance)
     if fault == "agent killed":  # the second: the first one holds the store, without which no agent can restart
-        agents[1].communicate()
+        agents[1].wait()
         agents[1] = launch()
     return f"{fault} at step {step}", *finish(agents)
 
 
-def finish(agents: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
-    """Wait for agents, and kill those that hang. Return their exit codes and output."""
-    outputs: list[str] = []
+def finish(agents: list[subprocess.Popen[bytes]]) -> tuple[list[int], str]:
+    """Wait for agents, and kill those that hang. Return their exit codes and the stacks of those that hang."""
+    deadline = time.monotonic() + LIMIT
+    stacks = ""
     for agent in agents:
         try:
-            outputs += agent.communicate(timeout=LIMIT)[:1]
+            agent.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            agent.kill()
-            outputs += agent.communicate()[:1]
-    return [agent.returncode for agent in agents], "".join(outputs)
+            stacks += describe_hang(agent.pid)
+    for agent in agents:  # only now: the end of one would let the others fail
+        agent.kill()
+    return [agent.wait() for agent in agents], stacks
+
+
+def describe_hang(pid: int) -> str:
+    """Return what an agent that hangs and its ranks do: their state, and their stacks if py-spy is installed."""
+    agent = psutil.Process(pid)
+    text = ""
+    for process in [agent, *agent.children(recursive=True)]:
+        text += f"\nprocess {process.pid}, {process.status()}: {' '.join(process.cmdline())[:200]}\n"
+        if spy := shutil.which("py-spy", path=Path(sys.executable).parent):
+            dump = [spy, "dump", "--nonblocking", "--pid", str(process.pid)]
+            text += subprocess.run(dump, capture_output=True, text=True).stdout
+    return text
 
 
 def answers(port: int) -> bool:
@@ -105,7 +122,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def disturb(fault: str, agent: subprocess.Popen[str], chance: random.Random) -> None:
+def disturb(fault: str, agent: subprocess.Popen[bytes], chance: random.Random) -> None:
     """Kill or freeze processes of an agent."""
     ranks = [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
     one = [chance.choice(ranks)]
@@ -141,7 +158,7 @@ def main() -> None:
             if launch % len(faults) == 0:
                 chance.shuffle(faults)
             begin = time.monotonic()
-            fault, codes, output = train(runs_dir, f"run-{launch}", faults[launch % len(faults)], chance)
+            fault, codes, stacks = train(runs_dir, f"run-{launch}", faults[launch % len(faults)], chance)
             try:
                 same = all(torch.equal(tensor, expected[key]) for key, tensor in weights(runs_dir, f"run-{launch}").items())
             except OSError:
@@ -150,7 +167,7 @@ def main() -> None:
             bad += not good
             print(f"{launch + 1:2} {fault:28} exit codes {codes}, same weights: {same}, {time.monotonic() - begin:.0f} s")
             if not good:
-                print(output[-4000:])
+                print((Path(runs_dir) / f"run-{launch}.txt").read_text()[-20_000:], stacks)
             sys.stdout.flush()
     print(f"{arguments.launches - bad} of {arguments.launches} launches ended with the weights of the run without a fault")
     sys.exit(bad > 0)
