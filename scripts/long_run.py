@@ -2,7 +2,7 @@
 
 python scripts/long_run.py --steps 1000000 --json long.json
 python scripts/long_run.py --steps 10000 --ranks 2 strategy=ddp
-python scripts/long_run.py --steps 100000 --epoch-steps 100 data.loader=workers ema=0.99
+python scripts/long_run.py --steps 100000 data.loader=workers ema=0.99 checkpoint.format=sharded
 
 Starts train.py with a model of 68 parameters, whose step takes half a millisecond; everything else is that of any run. Further
 arguments are Hydra overrides. The run is observed from outside: its heartbeats show when it has taken 1,000, 10,000, ... steps,
@@ -25,8 +25,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_lab.resilience.checkpoint_files import digest_of
+from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.node_board import PAGE, RANKS, parse
 from ddp_lab.resilience.run_directory import read_json
+from ddp_lab.resilience.sharded_files import is_sharded
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 4
@@ -45,19 +48,18 @@ class Measurement:
     """The state of a run after a number of steps. Sizes are in bytes.
 
     Attributes:
-        memory: resident memory of rank 0 and of its worker processes.
-        threads, open_files, processes: of rank 0; `processes` counts its worker processes.
+        memory: resident memory of each process: of the ranks in their order, then of rank 0's worker processes.
+        threads, open_files: of all these processes.
         sizes: of the files in the run directory, by kind. "all": of all files; one that has two names counts once.
         step_ms: time of a step in the fastest epoch since the previous measurement, without evaluation and checkpoints.
         cpu_ms: processor time of rank 0 per step since the previous measurement, with everything.
-        checkpoint_ms: time in which the newest checkpoint was written, from making its file to renaming that of its hash.
+        checkpoint_ms: time in which the newest checkpoint was written, from making its file or directory to the last renaming.
     """
 
     steps: int
-    memory: int
+    memory: list[int]
     threads: int
     open_files: int
-    processes: int
     sizes: dict[str, int]
     step_ms: float
     cpu_ms: float
@@ -65,7 +67,7 @@ class Measurement:
 
 
 KINDS = {"metrics.jsonl": "metrics.jsonl", "events": "events.*", "train.log": "train.log", "status.json": "status.json"}
-KINDS |= {"checkpoints": "checkpoints/*"}
+KINDS |= {"checkpoints": "checkpoints/**/*"}
 
 
 def sizes_of(run_dir: Path) -> dict[str, int]:
@@ -83,11 +85,12 @@ def sizes_of(run_dir: Path) -> dict[str, int]:
 
 
 def checkpoint_ms(run_dir: Path) -> float:
-    """Return the time in which the newest checkpoint was written; the format must be whole."""
-    digest = max((run_dir / "checkpoints").glob("step_*.pt.sha256"))
+    """Return the time in which the newest checkpoint was written."""
+    newest = steps_in(run_dir / "checkpoints")[-1]
     # Python's `stat` does not have the time at which a file was made.
-    made = subprocess.run(["stat", "--format=%.6W", digest.with_suffix("")], capture_output=True, text=True, check=True).stdout
-    return 1000 * (digest.stat().st_ctime - float(made))
+    made = subprocess.run(["stat", "--format=%.6W", newest], capture_output=True, text=True, check=True).stdout
+    renamed = newest if is_sharded(newest) else digest_of(newest)
+    return 1000 * (renamed.stat().st_ctime - float(made))
 
 
 class Observer:
@@ -102,35 +105,35 @@ class Observer:
         self.run_dir, self.epoch_steps = run_dir, epoch_steps
         self._cpu, self._steps, self._epochs = 0.0, 0, 0  # at the previous measurement
 
-    def heartbeat(self) -> dict[str, Any] | None:
-        """Return the heartbeat of rank 0; None before the first and after the last."""
+    def heartbeats(self) -> list[dict[str, Any]]:
+        """Return the heartbeats of the ranks; none before the first and after the last."""
         try:
             board = Path((read_json(self.run_dir / "status.json") or {})["heartbeats"]).read_bytes()
         except (KeyError, OSError):
-            return None
-        return parse(board[PAGE * RANKS :])
+            return []
+        beats = [parse(board[start : start + PAGE]) for start in range(PAGE * RANKS, len(board), PAGE)]
+        return [beat for beat in beats if beat]
 
     def has_taken(self, steps: int) -> bool:
         """Return whether the run is in the middle of the epoch after so many steps, or later."""
-        beat = self.heartbeat()
-        return beat is not None and beat["doing"] == "training" and beat["step"] > steps + self.epoch_steps // 2
+        first = self.heartbeats()[:1]
+        return any(beat["doing"] == "training" and beat["step"] > steps + self.epoch_steps // 2 for beat in first)
 
     def measure(self, steps: int) -> Measurement:
         """Return the state of the run after `steps` steps."""
-        beat = self.heartbeat()
-        assert beat is not None, "the run has ended"
-        process = psutil.Process(beat["pid"])
-        workers = process.children(recursive=True)
-        with process.oneshot():
-            times, memory = process.cpu_times(), sum(each.memory_info().rss for each in [process, *workers])
-            threads, files = process.num_threads(), process.num_fds()
-        cpu, taken = times.user + times.system - self._cpu, beat["step"] - self._steps
-        self._cpu, self._steps = self._cpu + cpu, beat["step"]
+        beats = self.heartbeats()
+        ranks = [psutil.Process(beat["pid"]) for beat in beats]
+        processes = [*ranks, *ranks[0].children(recursive=True)]
+        memory = [process.memory_info().rss for process in processes]
+        threads, files = sum(each.num_threads() for each in processes), sum(each.num_fds() for each in processes)
+        times = ranks[0].cpu_times()
+        cpu, taken = times.user + times.system - self._cpu, beats[0]["step"] - self._steps
+        self._cpu, self._steps = self._cpu + cpu, beats[0]["step"]
         lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()[self._epochs :]
         self._epochs += len(lines)
         step_ms = 1000 * min(json.loads(line)["seconds"] for line in lines) / self.epoch_steps
         sizes, saved = sizes_of(self.run_dir), checkpoint_ms(self.run_dir)
-        return Measurement(steps, memory, threads, files, len(workers), sizes, step_ms, 1000 * cpu / taken, saved)
+        return Measurement(steps, memory, threads, files, sizes, step_ms, 1000 * cpu / taken, saved)
 
 
 def command(steps: int, epoch_steps: int, ranks: int, runs_dir: Path, overrides: list[str]) -> list[str]:
@@ -161,11 +164,11 @@ def observe(process: subprocess.Popen[bytes], observer: Observer, steps: int) ->
 
 def table(measured: list[Measurement], header: bool = True) -> str:
     """Return measurements as rows of a table in Markdown. Sizes are in KiB, memory in MiB."""
-    columns = ["steps", "memory", "threads", "open files", "processes", *KINDS, "directory", "ms/step", "CPU ms/step"]
-    columns += ["checkpoint ms"]
+    columns = ["steps", "memory", "threads", "open files", *KINDS, "directory", "ms/step", "CPU ms/step", "checkpoint ms"]
     rows = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"] if header else []
     for made in measured:
-        cells = [f"{made.steps:,}", f"{made.memory / 2**20:.1f}", made.threads, made.open_files, made.processes]
+        memory = " + ".join(f"{size / 2**20:.1f}" for size in made.memory)
+        cells = [f"{made.steps:,}", memory, made.threads, made.open_files]
         cells += [f"{size / 2**10:,.1f}" for size in made.sizes.values()]
         cells += [f"{made.step_ms:.3f}", f"{made.cpu_ms:.3f}", f"{made.checkpoint_ms:.1f}"]
         rows.append(f"| {' | '.join(map(str, cells))} |")

@@ -5,6 +5,7 @@ import gc
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from launches import main_in_world
@@ -12,7 +13,13 @@ from torch import nn
 from worlds import run_world
 
 EPOCHS, FEW, MANY = 5, 200, 2000  # steps of the two runs
-BETWEEN = 900, 1900  # steps of the longer run, in which what is in memory is counted: four epochs begin or end before the first
+BETWEEN = 900, 1900  # steps of the longer run, in which what is held is counted: four epochs begin or end before the first
+CASES = {
+    "default": [],
+    "workers": ["data.loader=workers", "data.num_workers=1"],
+    "ema": ["ema=0.9"],
+    "sharded": ["checkpoint.format=sharded"],
+}
 
 
 class MallInfo(ctypes.Structure):
@@ -28,9 +35,10 @@ def heap_bytes() -> int:
 
 
 class Counting(nn.Module):
-    """A small model that counts what its process has allocated, in two of its training steps."""
+    """A small model that counts what its process holds, in two of its training steps."""
 
-    counts: list[tuple[int, int]] = []  # (Python's objects, bytes of the C library)
+    # Python's objects, bytes of the C library, open files and threads, child processes
+    counts: list[tuple[int, int, int, int]] = []
 
     def __init__(self, in_channels: int, image_size: int, num_classes: int):
         super().__init__()
@@ -40,35 +48,39 @@ class Counting(nn.Module):
         self.steps += self.training
         if self.training and self.steps in BETWEEN:
             gc.collect()
-            self.counts.append((sys.getallocatedblocks(), heap_bytes()))
+            own = psutil.Process()
+            opened, children = own.num_fds() + own.num_threads(), len(own.children(recursive=True))
+            self.counts.append((sys.getallocatedblocks(), heap_bytes(), opened, children))
         return self.layer(inputs.flatten(1))
 
 
-def train(runs_dir: Path) -> list[tuple[int, int]]:
+def train(runs_dir: Path, overrides: list[str]) -> list[tuple[int, int, int, int]]:
     """Train twice for the same number of epochs. Return the counts."""
     small = ["data.dataset.channels=1", "data.dataset.image_size=4", "data.dataset.num_classes=4", "data.dataset.test_size=16"]
     options = [*small, "data=synthetic", "model=own", f"model._target_={__name__}.Counting", "batch_size=4"]
     for steps in (FEW, MANY):
         size = f"data.dataset.train_size={4 * steps // EPOCHS}"
-        main_in_world(*options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}")
+        main_in_world(*options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}", *overrides)
     return Counting.counts
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, list[tuple[int, int]]]:
+@pytest.fixture(scope="module", params=CASES)
+def trained(request, tmp_path_factory) -> tuple[Path, list[tuple[int, int, int, int]]]:
     """Return the directory of the two runs, and the counts."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_world(1, train, folder)[0]
+    return folder, run_world(1, train, folder, CASES[request.param])[0]
 
 
-def test_memory_does_not_grow_with_the_number_of_steps(trained):
-    (objects, size), (objects_later, size_later) = trained[1]
+def test_process_holds_nothing_per_step(trained):
+    (objects, size, opened, children), (objects_later, size_later, opened_later, children_later) = trained[1]
     steps = BETWEEN[1] - BETWEEN[0]
     assert objects_later - objects < steps / 2, "an object is kept per step"
     assert size_later - size < 64 * steps, "tensors are kept per step"
+    assert opened_later - opened < 10, "files stay open or threads stay"
+    assert children_later == children, "worker processes are started per epoch"
 
 
-@pytest.mark.parametrize("kind", ["metrics.jsonl", "events.*", "train.log", "checkpoints/*", "**/*"])
+@pytest.mark.parametrize("kind", ["metrics.jsonl", "events.*", "train.log", "checkpoints/**/*", "**/*"])
 def test_files_do_not_grow_with_the_number_of_steps(trained, kind):
     few, many = ([path for path in (trained[0] / f"run{steps}").glob(kind) if path.is_file()] for steps in (FEW, MANY))
     assert len(few) == len(many) > 0
