@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_lab.resilience.node_board import Heartbeat
 from ddp_lab.resilience.overview import Overview, merge
-from ddp_lab.resilience.unchanged import Unchanged
+from ddp_lab.resilience.unchanged import Pace, Unchanged
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore
 
@@ -88,9 +88,10 @@ class NodeLink:
     def _run(self) -> None:
         try:
             store = self.runtime.store.connect(PREFIX)
+            pace = Pace(PERIOD)
             while True:
                 self._turn(store)
-                if self._stop.wait(PERIOD):
+                if pace.wait(self._stop):
                     break
             if self._ended:
                 self._send(store)

@@ -1,6 +1,24 @@
-"""Counting for how long something does not change."""
+"""Doing something at regular intervals, and counting for how long something does not change."""
 
+import threading
+import time
 from typing import Any
+
+
+class Pace:
+    """Waits for the next of a series of turns, one every `period` seconds, however long a turn takes.
+
+    Turns that were missed, because a turn took longer or the process was suspended, are not made up for.
+    """
+
+    def __init__(self, period: float):
+        self.period, self._next = period, time.monotonic()
+
+    def wait(self, stop: threading.Event) -> bool:
+        """Wait for the next turn, or until `stop` is set. Return whether it is set."""
+        now = time.monotonic()
+        self._next = max(self._next + self.period, now)
+        return stop.wait(self._next - now)
 
 
 class Unchanged:

@@ -25,6 +25,7 @@ from ddp_lab.resilience.node_link import VANISHED, announce, prepare
 from ddp_lab.resilience.node_watch import BEAT, NodeWatch, find_dead_neighbour
 from ddp_lab.resilience.overview import LISTED
 from ddp_lab.resilience.run_directory import RunDir, write_status
+from ddp_lab.resilience.unchanged import Pace
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -113,18 +114,27 @@ class Watchdog:
         self.board.close()
 
     def _watch(self) -> None:
-        while not self._stop.wait(BEAT):
-            self.own.beat += 1
-            self.own.write()
-            if self._failed_elsewhere():
-                # Exit later than the rank that reported the failure, so that torchrun's summary contains that rank's message.
-                return self.leave(GRACE + 4 * BEAT)
-            if found := find_dead_neighbour(self.board, self.runtime.local_rank):
-                return self._end(*found, "lost_rank")
-            if found := self.nodes.look():
-                return self._end(*found, "lost_node")
-            if found := self.hang.look():
-                return self._end(*found, "hang")
+        pace = Pace(BEAT)
+        while not pace.wait(self._stop):
+            if self.look():
+                return
+
+    def look(self) -> bool:
+        """Write the heartbeat, and look at those of others. Return whether a failure is known, after this rank has left."""
+        self.own.beat += 1
+        self.own.write()
+        if self._failed_elsewhere():
+            # Exit later than the rank that reported the failure, so that torchrun's summary contains that rank's message.
+            self.leave(GRACE + 4 * BEAT)
+        elif found := find_dead_neighbour(self.board, self.runtime.local_rank):
+            self._end(*found, "lost_rank")
+        elif found := self.nodes.look():
+            self._end(*found, "lost_node")
+        elif found := self.hang.look():
+            self._end(*found, "hang")
+        else:
+            return False
+        return True
 
     def _failed_elsewhere(self) -> bool:
         """Whether another rank has reported a failure. A rank that leads its node tells the others of the node."""

@@ -15,7 +15,7 @@ from ddp_lab.resilience.node_board import FAILURE, OVERVIEW, RANKS, NodeBoard
 from ddp_lab.resilience.node_link import NodeLink
 from ddp_lab.resilience.node_watch import find_dead_neighbour
 from ddp_lab.resilience.overview import Overview, find_last, merge
-from ddp_lab.resilience.unchanged import Unchanged
+from ddp_lab.resilience.unchanged import Pace, Unchanged
 from ddp_lab.world.place import Place
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore
@@ -172,6 +172,29 @@ def test_unchanged_counts_looks_since_the_last_change():
     assert [unchanged.count("a", value) for value in (1, 1, 1, 2, 2)] == [0, 1, 2, 0, 1]
     assert unchanged.count("b", 2) == 0
     assert [unchanged.count("c", None) for _ in range(2)] == [0, 1]
+
+
+class Clock:
+    """A clock and an event: waiting for the event lets the time pass."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def wait(self, seconds: float) -> bool:
+        assert seconds >= 0
+        self.now += seconds
+        return False
+
+
+def test_turns_are_a_second_apart_however_long_they_take_and_missed_ones_are_left_out(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    pace, turns = Pace(1.0), []
+    for duration in (0.0, 0.25, 0.75, 3.5, 0.25, 0.0):
+        clock.now += duration
+        pace.wait(clock)
+        turns.append(clock.now)
+    assert turns == [101.0, 102.0, 103.0, 106.5, 107.5, 108.5]
 
 
 def end_link(node: int, doing: str = "training") -> NodeLink:

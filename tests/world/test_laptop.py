@@ -23,6 +23,7 @@ from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.sums import sum_dtype
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.tally import Tally
+from ddp_lab.world import process
 from ddp_lab.world.process import is_alive, start_time
 from ddp_lab.world.runtime import Runtime, find_device, list_devices
 
@@ -51,13 +52,17 @@ def refuse(error: Exception):
     return refused
 
 
-def test_is_alive_of_a_running_and_an_exited_process():
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_is_alive_of_a_running_and_an_exited_process(platform, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
     with child() as running:
         assert is_alive(running.pid)
     assert not is_alive(running.pid)
 
 
-def test_zombie_is_not_alive():
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_zombie_is_not_alive(platform, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
     with child() as zombie:
         end_without_reaping(zombie)
         assert not is_alive(zombie.pid)
@@ -65,15 +70,23 @@ def test_zombie_is_not_alive():
 
 @pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), OSError(), ImportError()])
 def test_process_whose_state_cannot_be_read_counts_as_alive(error, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(psutil, "Process", refuse(error))
     with child() as running:
         assert is_alive(running.pid)
     assert not is_alive(running.pid), "signal 0 must detect it without psutil"
 
 
+def test_process_whose_state_proc_does_not_show_counts_as_alive(monkeypatch):
+    monkeypatch.setattr(process, "_stat", refuse(FileNotFoundError()))
+    with child() as running:
+        assert is_alive(running.pid)
+    assert not is_alive(running.pid), "signal 0 must detect it without /proc"
+
+
 def test_process_of_another_user_is_alive(monkeypatch):
     monkeypatch.setattr(os, "kill", refuse(PermissionError()))
-    monkeypatch.setattr(psutil, "Process", refuse(psutil.AccessDenied(1)))
+    monkeypatch.setattr(process, "_stat", refuse(PermissionError()))
     assert is_alive(1)
 
 
