@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, cast
 
 import psutil
 import torch
@@ -20,7 +20,9 @@ from torch.futures import Future
 
 from ddp_lab.launch.preflight import check_network, check_storage
 from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.resilience.node_watch import BEAT
 from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.resilience.unchanged import Pace
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.tally import Tally
@@ -98,15 +100,53 @@ class SimulatedRuntime(Runtime):
 
 
 class SimulatedWatchdog(Watchdog):
-    """A watchdog that reports when its rank learns of a failure, and ends its thread where the real one ends the process."""
+    """A watchdog that looks when its process calls it, and reports when its rank learns of a failure.
 
-    def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, memory: Path):
+    A thread of each watchdog, as in a real rank, would cost more processor time for waking up than for looking.
+    """
+
+    def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, memory: Path, looks: "Looks"):
         super().__init__(run_dir, runtime, timeout, memory)
         self.peers = runtime.peers
+        self._thread = cast(threading.Thread, Turn(self, looks))
 
-    def leave(self, grace: float) -> NoReturn:
+    def leave(self, grace: float) -> None:
         self.peers.send("knows", self.rank, time.time())
-        raise SystemExit
+
+
+class Looks:
+    """The thread in which all watchdogs of a process look, one after another, every BEAT seconds."""
+
+    def __init__(self) -> None:
+        self.watching: set[Watchdog] = set()
+        self.lock = threading.Lock()
+        threading.Thread(target=self._run, name="looks", daemon=True).start()
+
+    def _run(self) -> None:
+        pace = Pace(BEAT)
+        while not pace.wait(threading.Event()):
+            for watchdog in list(self.watching):
+                with self.lock:
+                    if watchdog in self.watching and watchdog.look():
+                        self.watching.remove(watchdog)
+
+
+@dataclass
+class Turn:
+    """The part of a process's looks that is one watchdog's, with the methods of a thread."""
+
+    watchdog: Watchdog
+    looks: Looks
+
+    def start(self) -> None:
+        """Let the watchdog look."""
+        with self.looks.lock:
+            self.looks.watching.add(self.watchdog)
+
+    def join(self) -> None:
+        """Let it look no more."""
+        with self.looks.lock:
+            self.looks.watching.discard(self.watchdog)
 
 
 class Rank:
@@ -116,8 +156,8 @@ class Rank:
         hangs: set to let it hang in its next step.
     """
 
-    def __init__(self, spec: Spec, place: Place, peers: Peers):
-        self.spec, self.peers = spec, peers
+    def __init__(self, spec: Spec, place: Place, peers: Peers, looks: Looks):
+        self.spec, self.peers, self.looks = spec, peers, looks
         self.runtime = SimulatedRuntime(place, peers)
         self.decisions = Decisions(self.runtime)
         self.hangs = False
@@ -133,7 +173,9 @@ class Rank:
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
         memory = Path(spec.memory) / f"node{runtime.node}"
         memory.mkdir(parents=True, exist_ok=True)
-        watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, memory).__enter__()  # leaving it would end the process
+        watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, memory, self.looks)
+        watchdog.__enter__()  # leaving it would end the process
+        runtime.all_reduce(torch.zeros(1))  # where the process group opens, which needs all ranks
         self.peers.send("trains", runtime.rank, time.time())
         self.decisions.begin(0, Tally(runtime.device))
         step = self._train(watchdog)
@@ -168,7 +210,8 @@ def run(spec: Spec, pipe: Connection) -> None:
     threading.stack_size(512 * 1024)
     files = FileCounter(spec.runs_dir)
     peers = Peers(len(spec.places), pipe)
-    ranks = {place.rank: Rank(spec, place, peers) for place in spec.places}
+    looks = Looks()
+    ranks = {place.rank: Rank(spec, place, peers, looks) for place in spec.places}
     while True:
         try:
             what, *values = pipe.recv()
