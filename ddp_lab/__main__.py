@@ -25,8 +25,11 @@ def main(cfg: DictConfig) -> None:
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
         status = train(cfg, runtime)  # after it returns, no object refers to the process group
-    if status == "preempted" and not runtime.under_torchrun:
-        sys.exit(PREEMPTED)  # under torchrun a non-zero exit code would restart the ranks
+    # Under torchrun a non-zero exit code would restart the ranks.
+    code = PREEMPTED if status == "preempted" and not runtime.under_torchrun else 0
+    runtime.exit_if_abandoned(code)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

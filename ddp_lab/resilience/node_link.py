@@ -84,6 +84,8 @@ class NodeLink:
         self._ended = ended
         self._stop.set()
         self._thread.join(ANNOUNCE)
+        if self._thread.is_alive():
+            self.runtime.abandoned.append(self._thread)
 
     def _run(self) -> None:
         try:

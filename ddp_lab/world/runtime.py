@@ -8,6 +8,8 @@ import json
 import math
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -74,6 +76,7 @@ class Runtime:
         rank, world_size: Index of this process and number of processes; 0 and 1 without torchrun.
         local_rank, local_world_size: The same, counting only the processes of this machine.
         node, nodes: Index of this machine and number of machines.
+        abandoned: Threads that nothing needs any more, but that may still wait for the store.
         device: The device of this rank.
         devices: The devices that a one-process strategy may use: every visible GPU, the requested one, or the CPU. "auto" means
             the CUDA GPUs if there are any, else the CPU. A Mac's GPU (mps) must be requested: it has never been tested here.
@@ -96,6 +99,7 @@ class Runtime:
         self.node, self.nodes = place.node, place.nodes
         self.precision = precision
         self.timeout = timedelta(seconds=timeout)
+        self.abandoned: list[threading.Thread] = []
         self._store: CountedStore | None = None
         self._questions = 0
         self._launch: str | None = None
@@ -287,6 +291,17 @@ class Runtime:
         if self.world_size > 1:
             dist.all_reduce(tensor, op)
         return tensor
+
+    def exit_if_abandoned(self, code: int) -> None:
+        """Exit at once, without the interpreter's finalization, if an abandoned thread still waits for the store.
+
+        If the store answers a thread during the finalization, C++ code of torch aborts the process. torchrun would take this
+        rank, which has finished, for a failed one, and start the ranks of its node again, for which no other node waits.
+        """
+        if any(thread.is_alive() for thread in self.abandoned):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
     def __enter__(self) -> "Runtime":
         return self

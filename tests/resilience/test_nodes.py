@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
 
 import pytest
+from launches import ROOT
 from torch.distributed import HashStore
 
 from ddp_lab.config.errors import ConfigError
@@ -233,3 +235,56 @@ def test_node_vanishes_after_seven_seconds_without_a_heartbeat(own, doing, ended
     for _ in range(turns):
         link._publish(link.runtime.store.connect("nodes"))
     assert (link.vanished is not None and link.vanished["rank"] == 1) == vanished
+
+
+SERVER = """
+import os, signal, sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+RANK = """
+import sys, time
+from torch.distributed import TCPStore
+from ddp_lab.resilience import node_link
+from ddp_lab.resilience.overview import Overview
+from ddp_lab.world.place import Place
+from ddp_lab.world.runtime import Runtime
+from ddp_lab.world.store import CountedStore
+
+class Last:
+    def __del__(self):  # the finalization has come to sys.modules
+        print("finalizes", flush=True)
+        time.sleep(2)
+
+sys.modules["last"] = Last()
+beat = {"step": 5, "waits": False, "doing": "training", "since": 0.0}
+node_link.PERIOD = node_link.ANNOUNCE = 0.1
+runtime = Runtime("cpu", place=Place(0, 2, 0, 1, 0, 2))  # node 0 waits for answers also at the end
+runtime._store = CountedStore(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
+runtime.store.multi_set([f"nodes/{key}" for key in ("overview", "failure", "node/0", "node/1")], [""] * 4)
+link = node_link.NodeLink(runtime, lambda: Overview.of([beat]))
+while not link.turns:
+    time.sleep(0.01)
+print("sends heartbeats", flush=True)
+input()
+link.stop(ended=True)
+runtime.exit_if_abandoned(0)
+"""
+
+
+def test_rank_that_ends_while_the_store_does_not_answer_is_not_aborted_when_it_does():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], **pipes) as server:
+        port = server.stdout.readline().strip()
+        with subprocess.Popen([sys.executable, "-c", RANK, port], cwd=ROOT, **pipes) as rank:
+            assert rank.stdout.readline() == "sends heartbeats\n"
+            os.kill(server.pid, signal.SIGSTOP)
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+            finalizes = rank.stdout.readline()  # empty if it has exited
+            os.kill(server.pid, signal.SIGCONT)
+            assert rank.wait(30) == 0
+            assert not finalizes
+        server.stdin.close()
