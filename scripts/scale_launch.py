@@ -20,7 +20,7 @@ from scripts.scale_ranks import Spec, run
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = ["scripts.scale_ranks"]  # what its server imports before it forks processes
-PROCESSES = 64  # at most, besides those of the node with the faults
+PROCESSES = 64  # at most, besides that of node 0 and those of the node with the faults
 LIMIT = 240.0  # seconds that anything may take
 
 
@@ -80,9 +80,9 @@ class Launch:
         local = ranks // nodes
         places = [Place(rank, ranks, rank % local, local, rank // local, nodes) for rank in range(ranks)]
         together = -(-nodes // PROCESSES)  # nodes in one process
-        groups = [places[i : i + together * local] for i in range(0, ranks, together * local)]
+        groups = [places[i : i + together * local] for i in range(local, ranks, together * local)]
         self.faulty = [place for place in places if place.node == nodes // 2]
-        groups = [[place for place in group if place not in self.faulty] for group in groups]
+        groups = [[place for place in group if place not in self.faulty] for group in [places[:local], *groups]]
         groups += [[place] for place in self.faulty]
         self.size, self.runs_dir, self.memory = ranks, folder / "runs", memory
         self.events: dict[str, dict[int, float]] = {name: {} for name in ("trains", "knows", "stops", "ends")}

@@ -5,6 +5,7 @@ all-reduce (over pipes to scale_sim.py) and what would end the process of a rank
 """
 
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -207,7 +208,10 @@ def run(spec: Spec, pipe: Connection) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up the address of the store's host for every connection
     torch.set_num_threads(1)
+    if spec.places[0].node > 0:
+        os.nice(5)  # node 0 and the store, on which all others depend, have a machine of their own in a real launch
     threading.stack_size(512 * 1024)
+    sys.setswitchinterval(0.1)  # otherwise each of the threads that wait for the interpreter's lock wakes up every 5 ms
     files = FileCounter(spec.runs_dir)
     peers = Peers(len(spec.places), pipe)
     looks = Looks()
