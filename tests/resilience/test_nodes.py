@@ -281,6 +281,7 @@ def test_rank_that_ends_while_the_store_does_not_answer_is_not_aborted_when_it_d
         with subprocess.Popen([sys.executable, "-c", RANK, port], cwd=ROOT, **pipes) as rank:
             assert rank.stdout.readline() == "sends heartbeats\n"
             os.kill(server.pid, signal.SIGSTOP)
+            os.waitpid(server.pid, os.WUNTRACED)  # until it is stopped
             rank.stdin.write("\n")
             rank.stdin.flush()
             finalizes = rank.stdout.readline()  # empty if it has exited

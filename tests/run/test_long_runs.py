@@ -71,7 +71,7 @@ def trained(request, tmp_path_factory) -> tuple[Path, list[tuple[int, int, int, 
     return folder, run_world(1, train, folder, CASES[request.param])[0]
 
 
-def test_process_holds_nothing_per_step(trained):
+def test_memory_does_not_grow_with_the_number_of_steps(trained):
     (objects, size, opened, children), (objects_later, size_later, opened_later, children_later) = trained[1]
     steps = BETWEEN[1] - BETWEEN[0]
     assert objects_later - objects < steps / 2, "an object is kept per step"
