@@ -82,23 +82,6 @@ def check_storage(
     return [*shared, _agree_on(runtime, "free_disk", find)]
 
 
-def check_averages(ema: float | None, strategy: str, device: str) -> Finding:
-    """Check that averages of the weights are reliable.
-
-    Args:
-        ema: The config key `ema`.
-        strategy: Name of the strategy.
-        device: Kind of the device.
-    """
-    if ema is not None and strategy == "fsdp" and device == "cuda":
-        text = (
-            f"ema={ema}: under strategy=fsdp on GPUs, weights differed from single's by up to 4.5e-4 in some runs, after an "
-            "evaluation; the cause is not known (docs/benchmarks.md). Use another strategy, for example ddp"
-        )
-        return Finding("warning", "ema", text)
-    return Finding("ok", "ema", f"ema={ema} can be used")
-
-
 def warn(findings: list[Finding], runtime: Runtime) -> None:
     """Log the warnings among `findings` once per node. Call it after logging is set up."""
     for finding in findings:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.config.record import to_record
 from ddp_lab.data.folder import listed
-from ddp_lab.launch.preflight import Finding, check_averages, check_network, check_storage, warn
+from ddp_lab.launch.preflight import Finding, check_network, check_storage, warn
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.profiler import NEEDED, Profiled
 from ddp_lab.resilience.checkpoint import Checkpoints
@@ -79,7 +79,6 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     size = job.checkpoint_bytes
     keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
-    findings.append(check_averages(cfg.ema, job.strategy.name, runtime.device.type))
     if skipped := job.dataset.skipped:
         text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
         findings.append(Finding("warning", "dataset", text))

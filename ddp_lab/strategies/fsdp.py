@@ -102,6 +102,17 @@ def without_sync(module: nn.Module) -> Generator[None]:
         module.set_requires_gradient_sync(True)
 
 
+def forget_order(module: nn.Module) -> None:
+    """Let torch forget in which order the parts of `module` ran forward; called after a forward pass without a backward pass.
+
+    A backward pass gathers parts in advance, in the reverse order of all forward passes since the last one. With those of an
+    evaluation before it, it gathers one part too many, whose buffer torch frees early: the next forward pass then computed with
+    wrong parameters if it followed at once, as in gradient accumulation (torch 2.11, two H200s). There is no public function.
+    """
+    for part in sharded_in(module):
+        part._get_fsdp_state()._comm_ctx.post_forward_order.clear()  # pyright: ignore[reportPrivateUsage]
+
+
 class FSDP(Strategy):
     """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the complete model.
 
@@ -190,6 +201,11 @@ class FSDP(Strategy):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return without_sync(self.module)
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits = super().predict(inputs)
+        forget_order(self.module)
+        return logits
 
     def forget_gathered(self) -> None:
         for module in sharded_in(self.module):

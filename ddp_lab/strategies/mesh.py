@@ -32,7 +32,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.fill import PresentWeights, fill
-from ddp_lab.strategies.fsdp import shard, sharded_in, without_sync
+from ddp_lab.strategies.fsdp import forget_order, shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, picture
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.pipeline import Pipeline
@@ -184,7 +184,9 @@ class Mesh(Pipeline):
         return self.steps.add_gradient(self, inputs, targets, count)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.steps.predict(self, inputs)
+        logits = self.steps.predict(self, inputs)
+        forget_order(self.module)
+        return logits
 
     def no_sync(self) -> AbstractContextManager[None]:
         # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.

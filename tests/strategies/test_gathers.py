@@ -1,0 +1,41 @@
+"""What fsdp and mesh gather: an evaluation must not change what the next training step gathers."""
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+from training import make_model
+from worlds import run_world
+
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.mesh import Mesh
+from ddp_lab.world.runtime import Runtime
+
+OPTIONS = {"schedule": "1f1b", "num_microbatches": 4, "num_stages": None, "cut": None, "batch_norm": "local"}
+AXES = {"dp": None, "shard": None, "tp": 1, "pp": 1, "sequence_parallel": False}
+
+
+def gathers(sharded: str) -> list[int]:
+    """Return the numbers of all_gathers in three steps; before the last one is an evaluation of two batches."""
+    counts = []
+    with Runtime("cpu", timeout=30) as runtime:
+        runtime.open_group()
+        strategy = FSDP(runtime, True, "local", None) if sharded == "fsdp" else Mesh(runtime, **AXES, **OPTIONS)
+        model = make_model("vit", seed=0)
+        strategy.partition(model, 4)
+        strategy.setup(model)
+        images, targets = torch.ones(4, *model.input_shape), torch.arange(4)
+        for evaluations in (0, 0, 2):
+            for _ in range(evaluations):
+                strategy.predict(images)
+            with CommDebugMode() as communication:
+                strategy.forward_backward(images, targets, count=8, accumulate=2)
+            names = communication.get_comm_counts()
+            counts.append(sum(number for name, number in names.items() if "gather" in str(name)))
+        del strategy
+    return counts
+
+
+@pytest.mark.parametrize("sharded", ["fsdp", "mesh"])
+def test_evaluation_does_not_change_what_a_step_gathers(sharded):
+    first, before, after = run_world(2, gathers, sharded)[0]
+    assert 0 < first == before == after
