@@ -15,7 +15,7 @@ AXES = {"dp": None, "shard": None, "tp": 1, "pp": 1, "sequence_parallel": False}
 
 
 class Gathers(TorchDispatchMode):
-    """Counts the all_gathers that begin within it, as torch's CommDebugMode, whose hooks fail with accumulation on torch 2.11."""
+    """Counts the all_gathers that begin in it, like CommDebugMode, whose hooks fail with accumulation on torch 2.11."""
 
     def __init__(self):
         super().__init__()
