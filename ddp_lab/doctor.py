@@ -26,7 +26,9 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.launch.command_line import CONF, record, user_errors
-from ddp_lab.launch.preflight import Finding, check_free_disk, check_host_name, check_master, check_shared, checkpoint_bytes
+from ddp_lab.launch.preflight.finding import Finding
+from ddp_lab.launch.preflight.network import check_host_name, check_master
+from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.run.job import Job
 from ddp_lab.run.memory import check_memory
 from ddp_lab.strategies.base import Strategy

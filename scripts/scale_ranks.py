@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ddp_lab.launch.preflight import check_network, check_storage
+from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.launch.preflight.storage import check_storage
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.node_watch import BEAT
 from ddp_lab.resilience.run_directory import RunDir

@@ -21,8 +21,9 @@ from worlds import run_world
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.doctor import Findings, find_backend, merge
-from ddp_lab.launch import preflight
-from ddp_lab.launch.preflight import Finding, checkpoint_bytes
+from ddp_lab.launch.preflight import storage
+from ddp_lab.launch.preflight.finding import Finding
+from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run import train
 from ddp_lab.world.runtime import Runtime, list_devices
@@ -64,7 +65,7 @@ def on_two_nodes(function, line: str):
     rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
     node = str(rank // half)
     os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": node}
-    preflight.TOKEN_WAIT = 0.5  # seconds; enough, because the tests use no network file system
+    storage.TOKEN_WAIT = 0.5  # seconds; enough, because the tests use no network file system
     return function(line.replace("NODE", node))
 
 

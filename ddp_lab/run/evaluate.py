@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_lab.launch.preflight import check_network
+from ddp_lab.launch.preflight.network import check_network
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.job import place, prepare
 from ddp_lab.run.trained import compare_data, find_checkpoint, read_shards, read_weights

@@ -20,7 +20,7 @@ from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.mix import Mix
 from ddp_lab.data.sharding import Loader
 from ddp_lab.data.sources import check_same, make_source
-from ddp_lab.launch.preflight import checkpoint_bytes
+from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import key_of, require_chain

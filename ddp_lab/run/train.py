@@ -10,7 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.config.record import to_record
 from ddp_lab.data.folder import listed
-from ddp_lab.launch.preflight import Finding, check_network, check_storage, warn
+from ddp_lab.launch.preflight.finding import Finding, warn
+from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.launch.preflight.storage import check_storage
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.profiler import NEEDED, Profiled
 from ddp_lab.resilience.checkpoint import Checkpoints

@@ -1,58 +1,20 @@
-"""Checks of the machines before a run: host names, ports, the run directory, the disk.
+"""Whether all nodes share the run directory, and whether the run's checkpoints fit on its disk."""
 
-train.py runs them before it opens the process group, and `python -m ddp_lab.doctor` reports all of them. Mistakes in the config
-are reported by the code that reads it: the strategies, Plan, the datasets, RunDir.
-"""
-
-import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.estimate.optimizer_state import MakeOptimizer, state_of
-from ddp_lab.observe.logger import log
+from ddp_lab.launch.preflight.finding import Finding, agree_on
 from ddp_lab.resilience.run_directory import find_launch
-from ddp_lab.world.attempt import NEW_TORCHRUN
 from ddp_lab.world.runtime import Runtime
 
-CONNECT_TIMEOUT = 10.0  # seconds within which the ranks' store must accept a connection
 TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache the absence of a file
-
-
-class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        level: How serious it is.
-        about: Name of the check.
-        text: What was found and, for a warning or an error, the remedy.
-    """
-
-    level: Literal["ok", "warning", "error"]
-    about: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.level:8} {self.about}: {self.text}"
-
-
-def check_network(runtime: Runtime) -> list[Finding]:
-    """Check that the ranks can connect to each other. Call it before the first `agree`, which would hang otherwise.
-
-    Raises:
-        NodeError: They cannot connect to each other.
-    """
-    if runtime.world_size == 1:
-        return []
-    # The host name matters on several machines only: on one, torch falls back to the loopback address and logs it.
-    return [check_master(runtime)] + ([check_host_name(runtime)] if runtime.several_nodes else [])
 
 
 def check_storage(
@@ -79,89 +41,7 @@ def check_storage(
     def find() -> Finding:
         return check_free_disk(root, name or find_launch(root, runtime.launch), checkpoint, keep, best, on_error)
 
-    return [*shared, _agree_on(runtime, "free_disk", find)]
-
-
-def warn(findings: list[Finding], runtime: Runtime) -> None:
-    """Log the warnings among `findings` once per node. Call it after logging is set up."""
-    for finding in findings:
-        if finding.level == "warning" and runtime.local_rank == 0:
-            log.warning(finding.text)
-
-
-def _agree_on(runtime: Runtime, key: str, find: Callable[[], Finding]) -> Finding:
-    return Finding(*json.loads(runtime.agree(key, lambda: json.dumps(find()))))
-
-
-def check_host_name(runtime: Runtime) -> Finding:
-    """Check that this machine's host name resolves to one of its own addresses.
-
-    gloo listens at that address and sends it to the other ranks.
-
-    Raises:
-        NodeError: The name does not resolve to such an address, and gloo is to connect several nodes.
-    """
-    host = socket.gethostname()
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as listener:
-            listener.bind(address)
-        return Finding("ok", "host name", f"{host} resolves to {address[0]}, and a port can be bound there")
-    except OSError as error:
-        problem = (
-            f"the host name {host} does not resolve to an address of this machine ({error.strerror}). Correct its /etc/hosts, "
-            "or set GLOO_SOCKET_IFNAME to the network interface that connects it to the other nodes"
-        )
-    if runtime.several_nodes and runtime.device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        raise NodeError(problem)
-    return Finding("warning", "host name", problem)
-
-
-def check_master(runtime: Runtime) -> Finding:
-    """Check that the ranks' store accepts connections, or that its port is free if rank 0 has to open it.
-
-    Raises:
-        NodeError: MASTER_ADDR does not resolve, nothing accepts connections there, or the port is in use.
-    """
-    here = socket.gethostname()
-    if runtime.master is None:
-        host, port = here, 29500
-    else:
-        host, port = runtime.master
-        try:
-            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise NodeError(
-                f"MASTER_ADDR={host}: does not resolve on {here} ({error.strerror}). Start torchrun with an address that every "
-                "node resolves (--rdzv-endpoint or --master-addr), or with --standalone on one machine"
-            ) from None
-    if runtime.agent_keeps_store:
-        return _check_answer(host, port)
-    if runtime.rank != 0:
-        return Finding("ok", "ports", f"{host} resolves on {here}; rank 0 will open port {port} there")
-    try:
-        with socket.socket() as opened:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind(("", port))  # no listen(), because the other ranks may already try to connect
-    except OSError as error:
-        text = f"port {port} of {here} cannot be opened ({error.strerror}). Start torchrun with --standalone, or with another "
-        text += "port: --master-port or --rdzv-endpoint"
-        if runtime.world_size == 1:  # one rank needs no port
-            return Finding("warning", "ports", text)
-        raise NodeError(f"MASTER_PORT={port}: {text}") from None
-    return Finding("ok", "ports", f"{port} of {here} is free")
-
-
-def _check_answer(host: str, port: int) -> Finding:
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
-    except OSError as error:
-        raise NodeError(
-            f"MASTER_ADDR={host}, MASTER_PORT={port}: does not accept connections from {socket.gethostname()} "
-            f"({error.strerror or error}). Open the port in the firewalls between the nodes, or use another one: "
-            f"--rdzv-endpoint or --master-port. {NEW_TORCHRUN}"
-        ) from None
-    return Finding("ok", "ports", f"{host}:{port} accepts connections")
+    return [*shared, agree_on(runtime, "free_disk", find)]
 
 
 def check_shared(root: Path, runtime: Runtime) -> Finding:
@@ -197,7 +77,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
             )
         return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.several_nodes else ""))
 
-    return _agree_on(runtime, "shared", conclude)
+    return agree_on(runtime, "shared", conclude)
 
 
 def _try_token(token: Path, rank: int) -> str:
