@@ -142,5 +142,7 @@ class NodeLink:
         return STARTING in states and STARTING in self.look().states
 
     def _has_vanished(self, key: int | str, value: Any, record: dict[str, Any]) -> bool:
-        still = self._unchanged.count(key, value) * PERIOD >= VANISHED
-        return still and not record["ended"] and not self.opening(record["states"])
+        if record["ended"] or self.opening(record["states"]):
+            self._unchanged.forget(key)  # the looks until the group is open do not count afterwards
+            return False
+        return self._unchanged.count(key, value) * PERIOD >= VANISHED

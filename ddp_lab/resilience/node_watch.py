@@ -55,7 +55,9 @@ class NodeWatch:
         self.silent = BEAT * self._unchanged.count("store", (id(link), link.turns))
         if link.vanished:
             return link.vanished, GONE
-        if self.silent >= VANISHED and link.overview and not link.opening(link.overview.states):
+        if link.overview is None or link.opening(link.overview.states):
+            self._unchanged.forget("lost")  # as in NodeLink: the group opens
+        elif BEAT * self._unchanged.count("lost", (id(link), link.turns)) >= VANISHED:
             return self._without_store(link)
         return None
 

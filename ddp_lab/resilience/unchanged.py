@@ -36,3 +36,7 @@ class Unchanged:
         looks = looks + 1 if key in self._seen and before == value else 0
         self._seen[key] = value, looks
         return looks
+
+    def forget(self, key: Any) -> None:
+        """Count anew from the next look at the value of `key` on."""
+        self._seen.pop(key, None)

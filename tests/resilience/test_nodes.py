@@ -15,7 +15,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.resilience.failure_report import Others, describe
 from ddp_lab.resilience.node_board import FAILURE, OVERVIEW, RANKS, NodeBoard
 from ddp_lab.resilience.node_link import NodeLink
-from ddp_lab.resilience.node_watch import find_dead_neighbour
+from ddp_lab.resilience.node_watch import NodeWatch, find_dead_neighbour
 from ddp_lab.resilience.overview import Overview, find_last, merge
 from ddp_lab.resilience.unchanged import Pace, Unchanged
 from ddp_lab.world.place import Place
@@ -235,6 +235,33 @@ def test_node_vanishes_after_seven_seconds_without_a_heartbeat(own, doing, ended
     for _ in range(turns):
         link._publish(link.runtime.store.connect("nodes"))
     assert (link.vanished is not None and link.vanished["rank"] == 1) == vanished
+
+
+def test_looks_while_the_process_group_opens_do_not_count_when_it_is_open():
+    link = end_link(0, "starting")
+    overview = {"states": {"starting": [1, 0, 0]}, "least": [beat(1, node=1, doing="starting")]}
+    link.runtime.store.set("nodes/node/1", json.dumps(overview | {"turns": 3, "ended": False}))
+    vanished = []
+    for look in range(20):
+        if look == 10:
+            link.look = lambda: Overview.of([beat(0)])
+        link._publish(link.runtime.store.connect("nodes"))
+        vanished.append(link.vanished is not None)
+    assert vanished == [False] * 17 + [True] * 3
+
+
+def test_silence_of_the_store_while_the_process_group_opens_does_not_count_when_it_is_open(board):
+    link = end_link(1, "starting")
+    link.overview = Overview.of([beat(0, doing="starting"), beat(1, node=1, doing="starting")])
+    board.write(RANKS, beat(1, node=1))
+    watch = NodeWatch(link.runtime, board)
+    watch.link = link
+    found = []
+    for look in range(40):
+        if look == 20:
+            link.look = lambda: Overview.of([beat(1, node=1)])
+        found.append(watch.look() is not None)
+    assert found == [False] * 34 + [True] * 6
 
 
 SERVER = """
