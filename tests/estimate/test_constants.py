@@ -3,8 +3,12 @@
 import json
 import math
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
+from launches import launch
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
@@ -55,6 +59,21 @@ def test_predictions_use_the_measured_constants_of_their_card():
     assert after.predictions[0].time.total > 5 * before.predictions[0].time.total
     assert after.predictions[0].memory.libraries == 2**30
     assert "assumed" in advise(run, None, find_machine("1xL4", 1, None)).head[1], "these are the constants of another card"
+
+
+def test_command_measures_the_device_and_prints_its_file(tmp_path):
+    code, output = launch("python -m ddp_lab.advise --calibrate device=cpu")
+    assert code == 0, output
+    path = tmp_path / "ddp_lab" / "constants-cpu.json"
+    assert output.startswith(f"{path}: ")
+    assert json.loads(output.removeprefix(f"{path}: ")) == json.loads(path.read_text())
+
+
+def test_unknown_card_cannot_be_calibrated(monkeypatch):
+    runtime = SimpleNamespace(device=torch.device("cuda"), world_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ConfigError, match=r"--calibrate: Tesla T4 is unknown; the cards are B200, H200"):
+        calibrate(cast(Runtime, runtime))
 
 
 @pytest.mark.parametrize(

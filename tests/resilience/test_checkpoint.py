@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training import Case, Outcome, largest_difference, make_model, run_cases
 from worlds import once, run_world
 
-from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.checkpoint import Checkpoints, copied
 from ddp_lab.resilience.checkpoint_files import damage as problem_of
 from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.resilience.checkpoint_folder import in_order
@@ -553,6 +553,28 @@ def test_bad_files_are_refused(kind, message, tmp_path):
     assert printed.count("error: ") == 1
     assert not (tmp_path / "executed").exists(), "the file ran code"
     assert not (tmp_path / "new").exists()
+
+
+def test_copied_state_shares_all_tensors_but_those_that_the_next_step_changes():
+    changing, other, rate = torch.zeros(4), torch.zeros(4), torch.zeros(())
+    storages = {changing.untyped_storage().data_ptr()}
+    state = {"model": {"own": changing, "gathered": other}, "optimizer": {"state": {0: {"momentum": changing[1:]}}, "lr": [rate]}}
+    found = copied(state, storages)
+    for tensor in (changing, other, rate):
+        tensor.fill_(1)
+    assert found["model"]["own"].tolist() == [0, 0, 0, 0]
+    assert found["optimizer"]["state"][0]["momentum"].tolist() == [0, 0, 0], "a view of the same storage"
+    assert found["optimizer"]["lr"][0].item() == 0, "tensors in lists, which param_groups are, are always copied"
+    assert found["model"]["gathered"] is other, "it is a copy already"
+    assert state["model"]["own"] is changing
+
+
+def test_copied_state_has_containers_of_its_own():
+    state = {"param_groups": [{"lr": 0.1, "params": [0, 1]}], "scheduler": {"last_epoch": 3}}
+    found = copied(state, set())
+    state["param_groups"][0]["lr"] = 0.2
+    state["scheduler"]["last_epoch"] = 4
+    assert found == {"param_groups": [{"lr": 0.1, "params": [0, 1]}], "scheduler": {"last_epoch": 3}}
 
 
 def test_only_the_last_two_checkpoints_and_the_best_are_kept(tmp_path):
