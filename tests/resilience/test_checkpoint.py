@@ -558,7 +558,10 @@ def test_bad_files_are_refused(kind, message, tmp_path):
 def test_copied_state_shares_all_tensors_but_those_that_the_next_step_changes():
     changing, other, rate = torch.zeros(4), torch.zeros(4), torch.zeros(())
     storages = {changing.untyped_storage().data_ptr()}
-    state = {"model": {"own": changing, "gathered": other}, "optimizer": {"state": {0: {"momentum": changing[1:]}}, "lr": [rate]}}
+    state = {
+        "model": {"own": changing, "gathered": other},
+        "optimizer": {"state": {0: {"momentum": changing[1:]}}, "lr": [rate]},
+    }
     found = copied(state, storages)
     for tensor in (changing, other, rate):
         tensor.fill_(1)
