@@ -39,7 +39,8 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
     lines = output.splitlines()
     assert lines[0].startswith("2 x H100 (79.1 GiB); 129,068 parameters, images 1x28x28, batch_size=256, float32")
     assert lines[-1].startswith("  ")
-    assert lines[-2].startswith("Recommended: ")
+    assert lines[-2] == "speed=auto is predicted to switch on cuda_graph, channels_last, optimizer.fused"
+    assert lines[-3].startswith("Recommended: ")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "advice.json").read_text())
     assert found.keys() == {"head", "card_memory", "predictions", "refused", "recommended", "conclusion"}
@@ -54,6 +55,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
         "images_per_second",
         "gpu_hours",
         "launch",
+        "chosen",
     }
     memory = dict(first["memory"])
     total, allocated = memory.pop("total"), memory.pop("allocated")
@@ -175,16 +177,34 @@ def test_candidates_use_all_gpus_and_differ():
             assert gpus % (options.get("pp", 1) * options.get("tp", 1) * options.get("shard", 1)) == 0
 
 
-def test_predictions_with_speed_auto_are_those_of_speed_off(monkeypatch):
-    """They need no GPU, and the head says for what they are."""
+def test_choices_of_speed_auto_are_predicted_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
-    plain, automatic = (advised("strategy=ddp", f"speed={speed}", gpus="2xH100") for speed in ("off", "auto"))
-    assert [(each.memory, each.time) for each in automatic.predictions] == [
-        (each.memory, each.time) for each in plain.predictions
-    ]
-    assert set(automatic.head) - set(plain.head) == {
-        "speed=auto chooses on the GPUs themselves; these predictions are for speed=off"
-    }
-    assert "speed=auto" in automatic.predictions[0].launch
-    workers = advised("strategy=ddp", "data.loader=workers", gpus="2xH100")
-    assert workers.predictions[0].memory.total < plain.predictions[0].memory.total
+    run = ["model=resnet18", "data=fashion_mnist", "batch_size=256", "epochs=1"]
+    plain, automatic = (advised(*run, f"speed={speed}", gpus="2xH200") for speed in ("off", "auto"))
+    found = {each.name: each for each in automatic.predictions}
+    assert found["ddp"].chosen == ("cuda_graph", "channels_last", "optimizer.fused")
+    assert found["fsdp"].chosen == ()
+    for before, after in zip(plain.predictions, automatic.predictions, strict=True):
+        assert before.chosen == ()
+        assert after.time == before.time or (after.chosen and after.time.total < before.time.total), after.name
+    assert "speed=auto is predicted to switch on cuda_graph, channels_last" in automatic.conclusion
+    assert "speed=auto" not in plain.conclusion.replace("speed=auto strategy", "")
+
+
+def test_long_runs_are_predicted_as_compiled(monkeypatch):
+    run = ["model=vit", "data=fashion_mnist", "batch_size=256", "precision=bf16"]
+    short, long = (advised(*run, f"epochs={epochs}", gpus="1xH200").predictions[0] for epochs in (1, 10000))
+    assert "compile" not in short.chosen
+    assert "compile" in long.chosen
+    assert long.memory.activations < short.memory.activations
+    never = advised(*run, "epochs=10000", "compile=false", gpus="1xH200").predictions[0]
+    assert "compile" not in never.chosen
+    assert never.memory == short.memory
+
+
+def test_dataset_too_large_for_the_gpu_stays_on_the_host():
+    here, there = (advised("data=fashion_mnist", f"data.loader={loader}", gpus="1xH100") for loader in ("auto", "workers"))
+    assert here.predictions[0].memory.data > there.predictions[0].memory.data
+    large = advised("data=synthetic", "data.dataset.train_size=300000000", gpus="1xH100").predictions[0]
+    assert large.memory.data < 2**30
+    assert "cuda_graph" not in large.chosen, "it needs data.loader=device"

@@ -23,6 +23,7 @@ class Prediction:
         images_per_second: of the training steps.
         gpu_hours: of the training steps of the run, summed over the GPUs in use.
         launch: the command line.
+        chosen: keys that speed=auto switches on.
     """
 
     overrides: list[str]
@@ -34,6 +35,7 @@ class Prediction:
     images_per_second: float
     gpu_hours: float
     launch: str
+    chosen: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,7 +90,8 @@ class Advice:
                 "batch_size, or accumulate=N"
             )
         best = self.ranked[0]
-        return f"Recommended: {best.name}, because {self._reason(best)}\n  {best.launch}"
+        chosen = f"\nspeed=auto is predicted to switch on {', '.join(best.chosen)}" if best.chosen else ""
+        return f"Recommended: {best.name}, because {self._reason(best)}{chosen}\n  {best.launch}"
 
     def _reason(self, best: Prediction) -> str:
         too_large = [each.name for each in self.predictions if not each.fits]

@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from ddp_lab.estimate.compiled import trace_compiled
 from ddp_lab.estimate.division import Division, division_of
 from ddp_lab.estimate.trace import Traced, trace
 from ddp_lab.models.chain import Chain
@@ -39,7 +41,7 @@ class Tracer:
         self.named = list(model.named_children()) if isinstance(model, Chain) else [("", model)]
         self._known: dict[tuple[Any, ...], tuple[Traced, torch.Tensor]] = {}
 
-    def blocks(self, strategy: Strategy, share: Share, samples: int) -> dict[str, Traced]:
+    def blocks(self, strategy: Strategy, share: Share, samples: int, compiled: bool = False) -> dict[str, Traced]:
         """Return the record of each block of a rank by name, and of the loss on a rank that has the last block.
 
         A model that is no Chain is one block, called "".
@@ -48,6 +50,7 @@ class Tracer:
             strategy: after `partition`.
             share: what the rank holds.
             samples: number of samples that pass through a block at once.
+            compiled: whether torch.compile compiles the blocks; the loss, which is small, is traced in eager mode.
         """
         blocks = self.named
         # fully_shard casts parameters and inputs by itself; all other strategies use autocast.
@@ -58,9 +61,18 @@ class Tracer:
             division = division_of(strategy, name, block)
             paths = {path: f"{name}.{path}" if name else path for path, _ in block.named_parameters()}
             sizes = {path: torch.Size(share.size(paths[path], tensor)) for path, tensor in block.named_parameters()}
-            key = (fingerprint(block), *sizes.values(), given.shape, given.dtype, given.requires_grad, casts, division)
+            key = (
+                fingerprint(block),
+                *sizes.values(),
+                given.shape,
+                given.dtype,
+                given.requires_grad,
+                casts,
+                division,
+                compiled,
+            )
             if key not in self._known:
-                self._known[key] = self._trace(block, sizes, given, casts, division)
+                self._known[key] = self._trace(block, sizes, given, casts, division, compiled)
             records[name], given = self._known[key]
         key = (LOSS, given.shape, given.dtype)
         if key not in self._known:
@@ -70,14 +82,29 @@ class Tracer:
         return {name: record for name, record in records.items() if share.has(last if name == LOSS else name)}
 
     def _trace(
-        self, block: nn.Module, sizes: dict[str, torch.Size], given: torch.Tensor, casts: bool, division: Division
+        self,
+        block: nn.Module,
+        sizes: dict[str, torch.Size],
+        given: torch.Tensor,
+        casts: bool,
+        division: Division,
+        compiled: bool,
     ) -> tuple[Traced, torch.Tensor]:
         dtype = torch.bfloat16 if casts else None
+        autocast = self.precision == "bf16" and not casts
         with fake_mode():
-            own = fake_copy(block, sizes, dtype).train()
-            division.apply(own)
             inputs = torch.empty(given.shape, dtype=dtype or given.dtype, requires_grad=given.requires_grad)
-            return trace(own, list(own.parameters()), inputs, autocast=self.precision == "bf16" and not casts)
+
+            def own() -> nn.Module:
+                copied = fake_copy(block, sizes, dtype).train()
+                division.apply(copied)
+                return copied
+
+            if compiled:
+                with suppress(Exception):  # torch.compile compiles only parts of it: predicted as in eager mode
+                    return trace_compiled(own(), inputs, autocast)
+            eager = own()
+            return trace(eager, list(eager.parameters()), inputs, autocast)
 
     def _trace_loss(self, given: torch.Tensor) -> tuple[Traced, torch.Tensor]:
         with fake_mode():

@@ -17,14 +17,19 @@ class PlannedRuntime(Runtime):
         precision: "float32" or "bf16".
         rank: which of the ranks it is.
         gpus: number of GPUs that the strategies of one process may use.
+        free: free bytes of each GPU before the run, on which speed=auto depends.
     """
 
-    def __init__(self, world_size: int, per_node: int, precision: str, rank: int = 0, gpus: int = 1):
+    def __init__(self, world_size: int, per_node: int, precision: str, rank: int = 0, gpus: int = 1, free: int = 0):
         self.rank, self.world_size = rank, world_size
         self.local_rank, self.local_world_size = rank % per_node, min(per_node, world_size)
         self.precision, self.timeout = precision, timedelta(seconds=600)
         self.devices = [torch.device("cuda", index) for index in range(gpus)]
         self.device = torch.device("cuda", self.local_rank)
+        self.free = free
+
+    def free_memory(self) -> int:
+        return self.free
 
     def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
         return decide()

@@ -57,21 +57,19 @@ class Device:
 
     Attributes:
         graph: whether a step is captured as a CUDA graph.
-        compiled: whether elementwise operations are fused by torch.compile.
+        channels_last: whether images and convolutions use that memory format.
     """
 
     card: Card
     constants: Constants
     graph: bool = False
-    compiled: bool = False
+    channels_last: bool = False
 
     def work(self, operations: Iterable[Operation]) -> Work:
         """Return the work of operations."""
         total = Work()
         for operation in operations:
-            fused = self.compiled and operation.kind == "other"
-            # A fused kernel writes what later kernels read, and not what lies between; about half of the operations vanish.
-            total += Work(self.seconds(operation), 1) * (0.5 if fused else 1)
+            total += Work(self.seconds(operation), 1)
         return total
 
     def seconds(self, operation: Operation) -> float:

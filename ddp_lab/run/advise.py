@@ -24,7 +24,7 @@ from ddp_lab.estimate.footprint import Footprint, footprint, on_device
 from ddp_lab.estimate.memory import Memory, peak_memory
 from ddp_lab.estimate.planned import PlannedRuntime
 from ddp_lab.estimate.schedule import Passes, micro_batches, step_time
-from ddp_lab.estimate.step_time import Device, Links
+from ddp_lab.estimate.step_time import Device, Links, StepTime
 from ddp_lab.estimate.temporaries import temporaries_of
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
@@ -37,7 +37,7 @@ from ddp_lab.run.job import Job
 from ddp_lab.run.machine import Machine
 from ddp_lab.run.places import communicators, place_along_pp, places
 from ddp_lab.strategies.batch_norm import is_batch_norm
-from ddp_lab.training.speed.auto import AUTO
+from ddp_lab.training.speed.auto import AUTO, SWITCHED, compile_seconds, earns_compiling
 
 
 class Advisor:
@@ -60,8 +60,6 @@ class Advisor:
         self.machine, self.constants = machine, constants
         self.cfg = compose_config(list(overrides), config_dir)
         check(self.cfg)
-        self.automatic = self.cfg.speed == AUTO
-        self.cfg.speed = "off"  # what speed=auto chooses depends on the free memory and the speed of a GPU
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -110,7 +108,8 @@ class Advisor:
         cfg = self.cfg if candidate == self.own else with_strategy(self.cfg, candidate)
         alone = candidate.strategy in ALONE
         gpus = 1 if candidate.strategy == "single" else self.machine.gpus
-        runtime = PlannedRuntime(candidate.ranks, self.machine.per_node, cfg.precision, gpus=gpus if alone else 1)
+        free = int(self.machine.card.memory - self.constants.context)
+        runtime = PlannedRuntime(candidate.ranks, self.machine.per_node, cfg.precision, gpus=gpus if alone else 1, free=free)
         job = Job(cfg, runtime, with_weights=False)
         job.dataset = self.dataset
         job.made = Made(self.model, None, [])
@@ -123,13 +122,17 @@ class Advisor:
             ConfigError: the strategy cannot be laid on the GPUs, or the model or the batch cannot be divided.
         """
         job = self.job(candidate)
-        strategy = job.strategy
         _ = job.plan
         job.partition()
-        ranks = [self._rank(job, rank) for rank in places(strategy)]
-        memory, held = max(((rank.memory, rank.held) for rank in ranks), key=lambda pair: pair[0].total)
-        time = step_time(strategy, [rank.passes for rank in ranks], self.device(job), self.links, job.cfg.accumulate)
-        plan, epochs = job.plan, job.cfg.epochs
+        strategy, plan, epochs, compiled = job.strategy, job.plan, job.cfg.epochs, job.options.compile
+        memory, held, time = self._step(job, compiled not in (False, AUTO))
+        if compiled == AUTO:
+            layers = sum(any(True for _ in layer.parameters(recurse=False)) for layer in self.model.modules())
+            steps, seconds = epochs * plan.steps_per_epoch, compile_seconds(layers, cached=False)
+            compiled = earns_compiling(steps, time.total, seconds, job.cfg.precision).value
+            if compiled:
+                memory, held, time = self._step(job, True)
+        chosen = {key: choice.value for key, choice in job.choices.items() if choice.automatic} | {"compile": compiled}
         return Prediction(
             candidate.overrides,
             strategy.num_devices,
@@ -140,21 +143,29 @@ class Advisor:
             plan.global_batch_size / time.total,
             epochs * plan.steps_per_epoch * time.total * strategy.num_devices / 3600,
             self.machine.launch([*self.common, *candidate.overrides], candidate.ranks),
+            tuple(key for key in SWITCHED if job.choices[key].automatic and chosen[key] is True),
         )
 
-    def _rank(self, job: Job, rank: int) -> "Rank":
+    def _step(self, job: Job, compiled: bool) -> tuple[Memory, Footprint, StepTime]:
+        """Return the memory and the held bytes of the rank whose peak is highest, and the time of a step."""
+        ranks = [self._rank(job, rank, compiled) for rank in places(job.strategy)]
+        memory, held = max(((rank.memory, rank.held) for rank in ranks), key=lambda pair: pair[0].total)
+        device = Device(self.machine.card, self.constants, job.options.cuda_graph, job.options.channels_last)
+        return memory, held, step_time(job.strategy, [rank.passes for rank in ranks], device, self.links, job.cfg.accumulate)
+
+    def _rank(self, job: Job, rank: int, compiled: bool) -> "Rank":
         """Return the peak memory of a rank, what it holds and what it computes."""
         cfg, strategy, constants = job.cfg, job.strategy, self.constants
         share, make_optimizer = strategy.share(self.model, rank), build(cfg.optimizer)
         held = footprint(share, self.model, make_optimizer, cfg.ema is not None)
         here = on_device(held, share)
         samples = math.ceil(job.plan.samples_at_once / micro_batches(strategy))
-        blocks = self.tracer.blocks(strategy, share, samples)
+        blocks = self.tracer.blocks(strategy, share, samples, compiled)
         gradients = dict.fromkeys(blocks, 0)
         for name, tensor in self.model.named_parameters():
             if tensor.requires_grad and share.has(name) and not share.offload:
                 gradients[name.split(".")[0] if isinstance(self.model, Chain) else ""] += share.nbytes(name, tensor)
-        device = torch.device("cuda")
+        device, fused = torch.device("cuda"), job.choices["optimizer.fused"].value is True
         checkpointing = getattr(strategy, "checkpointing", "none")
         memory = peak_memory(
             here,
@@ -163,7 +174,7 @@ class Advisor:
             buckets_of(strategy, share, self.model, cfg.precision == "bf16"),
             micro_batches_kept(strategy, place_along_pp(strategy, rank)),
             checkpointing,
-            temporaries_of(lambda held: job.options.settle(make_optimizer(held), device), strategy.name != "tp")
+            temporaries_of(lambda held: job.options.settle(make_optimizer(held), device, fused), strategy.name != "tp")
             * here.gradients,
             self._data_bytes(job),
             constants.context + constants.communicator * communicators(strategy),
@@ -182,11 +193,6 @@ class Advisor:
         )
         divisions = {name: division_of(strategy, name, block) for name, block in self.tracer.named if name in blocks}
         return Rank(memory, held, Passes(blocks, divisions, sizes, checkpointing, held.optimizer))
-
-    def device(self, job: Job) -> Device:
-        """Return the card, as the performance options of a job use it."""
-        options = job.options
-        return Device(self.machine.card, self.constants, options.cuda_graph, bool(options.compile))
 
     @property
     def links(self) -> Links:
@@ -216,7 +222,6 @@ class Advisor:
             f"{machine.per_node} x {card.name} ({card.memory / GiB:.1f} GiB){nodes}; {parameters:,} parameters, "
             f"images {images}, batch_size={cfg.batch_size}, {cfg.precision}",
             f"Predictions, from data sheets and constants ({self.constants.source}). GiB: peak memory of a GPU",
-            *(["speed=auto chooses on the GPUs themselves; these predictions are for speed=off"] if self.automatic else []),
         ]
 
     def _data_bytes(self, job: Job) -> float:

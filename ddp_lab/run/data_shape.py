@@ -1,5 +1,6 @@
 """The sizes of a dataset without its images: those of the known datasets need neither a download nor memory."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ class Sizes(NamedTuple):
 
     size: int
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the images, as uint8, and of the targets, as int64, in memory."""
+        return self.size * (math.prod(self.shape) + 8)
 
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
         raise AssertionError("only the sizes of this dataset are known")

@@ -2,12 +2,12 @@
 
 import inspect
 
-import torch
 from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Dataset, LabelledImages
+from ddp_lab.run.data_shape import Sizes
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.speed.auto import AUTO, SWITCHED, Choice, Facts, choose
 from ddp_lab.training.speed.options import why_not
@@ -51,14 +51,16 @@ def bytes_of(dataset: Dataset) -> int | None:
     """Return the size of both splits in host memory; None if images are read one by one."""
     total = 0
     for split in (dataset.train, dataset.test):
-        if not isinstance(split, LabelledImages):
+        if isinstance(split, Sizes):
+            total += split.nbytes
+        elif isinstance(split, LabelledImages):
+            total += split.images.nbytes + split.targets.nbytes
+        else:
             return None
-        total += split.images.nbytes + split.targets.nbytes
     return total
 
 
 def free_bytes(runtime: Runtime) -> int:
     """Return the free memory of a rank's GPU, the smallest of all ranks. Collective."""
-    free, _ = torch.cuda.mem_get_info(runtime.device)
-    everyone = runtime.collect("free memory", str(free))
+    everyone = runtime.collect("free memory", str(runtime.free_memory()))
     return int(runtime.agree("free memory", lambda: str(min(map(int, everyone or [])))))

@@ -170,6 +170,10 @@ class Runtime:
             yield
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
+    def free_memory(self) -> int:
+        """Return the free bytes of this rank's GPU."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def autocast(self) -> torch.autocast:
         """Return the context of mixed precision for the forward pass; it does nothing with precision=float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")

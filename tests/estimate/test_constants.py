@@ -50,7 +50,7 @@ def test_ranks_measure_card_and_link_and_one_writes_the_file(tmp_path):
 
 
 def test_predictions_use_the_measured_constants_of_their_card():
-    machine, run = find_machine("1xH100", 1, None), ["model=lenet", "batch_size=256"]
+    machine, run = find_machine("1xH100", 1, None), ["model=lenet", "batch_size=256", "speed=off"]
     before = advise(run, None, machine)
     save(replace(ASSUMED, source="measured there", launch=1e-3, context=2**30), H100)
     after = advise(run, None, machine)
