@@ -179,7 +179,7 @@ def test_candidates_use_all_gpus_and_differ():
 
 def test_choices_of_speed_auto_are_predicted_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
-    run = ["model=resnet18", "data=fashion_mnist", "batch_size=256", "epochs=1"]
+    run = ["model=lenet", "data=fashion_mnist", "batch_size=256", "epochs=1"]
     plain, automatic = (advised(*run, f"speed={speed}", gpus="2xH200") for speed in ("off", "auto"))
     found = {each.name: each for each in automatic.predictions}
     assert found["ddp"].chosen == ("cuda_graph", "channels_last", "optimizer.fused")

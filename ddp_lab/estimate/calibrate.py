@@ -3,9 +3,10 @@
 import copy
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from ddp_lab.estimate.recorder import Recorder
 
 # For tests: a CPU has no data sheet here. The fractions that it achieves of these peaks mean nothing.
 CPU = Card("cpu", 8 * GiB, 20 * GB, 0.1 * TERA, 0.1 * TERA, 0.1 * TERA, 1 * GB, "cpu")
+RESNET = ((64, 28), (128, 14), (256, 7), (512, 4))  # channels and image sizes of a ResNet-18's convolutions at 28x28 pixels
 LAYERS = 6  # of each kind in the network whose launches are timed
 STEP = ASSUMED.step / ASSUMED.launch  # a step's own Python, in launches
 
@@ -49,7 +51,7 @@ def measure_card(card: Card, device: torch.device) -> Constants:
     """
     large = device.type == "cuda"
     workspace, context = sizes_of_libraries(device) if large else (ASSUMED.workspace, ASSUMED.context)
-    launch = launch_seconds(device)
+    launch, samples = launch_seconds(device), 256 if large else 2
     return Constants(
         source=f"measured on {describe(device)}, torch {torch.__version__}, {date.today()}",
         context=context,
@@ -59,9 +61,14 @@ def measure_card(card: Card, device: torch.device) -> Constants:
         step=STEP * launch,
         replay=replay_seconds(device) if large else ASSUMED.replay,
         float32=matmul(torch.float32, device, 8192 if large else 256) / card.float32,
-        tf32=convolution(device, 256 if large else 4) / card.tf32,
         bf16=matmul(torch.bfloat16, device, 8192 if large else 128) / card.bf16,
+        tf32=convolutions(torch.float32, False, device, samples) / card.tf32,
+        tf32_last=convolutions(torch.float32, True, device, samples) / card.tf32,
+        convolution=convolutions(torch.bfloat16, False, device, samples) / card.bf16,
+        convolution_last=convolutions(torch.bfloat16, True, device, samples) / card.bf16,
+        attention=attention(device, samples) / card.bf16,
         bandwidth=bandwidth(device, GiB if large else 16 * MiB) / card.bandwidth,
+        reduction=reductions(device, 512 * samples) / card.bandwidth,
         link=ASSUMED.link,
         latency=ASSUMED.latency,
     )
@@ -78,11 +85,50 @@ def matmul(dtype: torch.dtype, device: torch.device, size: int) -> float:
     return 2 * size**3 / seconds(lambda: one @ other, device, 4)
 
 
-def convolution(device: torch.device, samples: int) -> float:
-    """Return the FLOP/s of a convolution in float32, for which cuDNN uses TF32."""
-    images = torch.randn(samples, 256, 28, 28, device=device)
-    weight = torch.randn(256, 256, 3, 3, device=device)
-    return 2 * 9 * samples * 28 * 28 * 256 * 256 / seconds(lambda: F.conv2d(images, weight, padding=1), device, 2)
+def convolutions(dtype: torch.dtype, last: bool, device: torch.device, samples: int) -> float:
+    """Return the FLOP/s of a ResNet's convolutions, forward and backward, one of each width. cuDNN uses TF32 for float32.
+
+    Args:
+        last: whether their memory format is channels_last.
+        samples: number of images of 28x28 pixels.
+    """
+    kind = torch.channels_last if last else torch.contiguous_format
+    flops = taken = 0.0
+    for channels, size in RESNET:
+        images, gradient = (
+            torch.randn(samples, channels, size, size, device=device).to(dtype=dtype, memory_format=kind) for _ in range(2)
+        )
+        weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype=dtype, memory_format=kind)
+        taken += seconds(partial(forward_backward, partial(F.conv2d, padding=1), (images, weight), gradient), device, 2)
+        flops += 3 * 2 * 9 * samples * size * size * channels * channels
+    return flops / taken
+
+
+def forward_backward(run: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], gradient: torch.Tensor) -> None:
+    """Run a function and compute the gradients of what it is given."""
+    given = [tensor.requires_grad_() for tensor in given]
+    torch.autograd.grad(run(*given), given, gradient)
+
+
+def attention(device: torch.device, samples: int) -> float:
+    """Return the FLOP/s of attention in bf16, forward and backward, of a ViT-B/16 on images of 224 pixels."""
+    heads, tokens, width = 12, 196, 64
+    query, key, value, gradient = (
+        torch.randn(samples, heads, tokens, width, device=device, dtype=torch.bfloat16) for _ in range(4)
+    )
+    taken = seconds(partial(forward_backward, F.scaled_dot_product_attention, (query, key, value), gradient), device, 2)
+    return (4 + 10) * samples * heads * tokens**2 * width / taken  # as `flops_of` counts
+
+
+def reductions(device: torch.device, rows: int) -> float:
+    """Return the bytes per second that normalizations, forward and backward, and the gradients of biases read and write."""
+    width = 768
+    values, gradient = (torch.randn(rows, width, device=device) for _ in range(2))
+    weight, bias = torch.ones(width, device=device), torch.zeros(width, device=device)
+    norm = lambda values, weight, bias: F.layer_norm(values, (width,), weight, bias)  # noqa: E731
+    taken = seconds(partial(forward_backward, norm, (values, weight, bias), gradient), device, 2)
+    taken += seconds(lambda: gradient.sum(0), device, 2)
+    return 6 * values.nbytes / taken  # read and written; read twice and written; read
 
 
 def bandwidth(device: torch.device, nbytes: int) -> float:

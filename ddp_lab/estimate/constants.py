@@ -18,9 +18,14 @@ class Constants:
         communicator: bytes of NCCL's buffers for the first group of ranks.
         launch: seconds that Python and torch take for one operation of a block in eager mode, forward or backward.
         step: seconds that they take for the rest of a step: the batch, the metrics, the schedule.
-        replay: seconds between two kernels of a CUDA graph.
-        float32, tf32, bf16: fraction of the card's peak that large matrix multiplications achieve.
+        replay: seconds of the shortest kernel in a CUDA graph, with the pause after it.
+        float32, bf16: fraction of the card's peak that large matrix multiplications achieve.
+        tf32, tf32_last: fraction of the peak in TF32 that the convolutions of a ResNet achieve in float32, forward and
+            backward, and that they achieve in the channels-last memory format.
+        convolution, convolution_last: the same in bf16, of its peak.
+        attention: fraction of the peak in bf16 that attention achieves, forward and backward.
         bandwidth: fraction of the memory bandwidth that large elementwise operations achieve.
+        reduction: the same of normalizations and sums.
         link: fraction of the link's bandwidth that a large all-reduce achieves (bus bandwidth, as NCCL's tests define it).
         latency: seconds of a small collective.
     """
@@ -32,11 +37,16 @@ class Constants:
     # From two measured steps of 256 images on an H200, eager, torch 2.11, 2026-11-22: LeNet 2.65 ms, ResNet-18 10.5 ms.
     launch: float = 45e-6
     step: float = 1e-3
-    replay: float = 1.5e-6
+    replay: float = 5e-6
     float32: float = 0.8
-    tf32: float = 0.6
-    bf16: float = 0.65
+    bf16: float = 0.72
+    tf32: float = 0.2
+    tf32_last: float = 0.2
+    convolution: float = 0.24
+    convolution_last: float = 0.24
+    attention: float = 0.25
     bandwidth: float = 0.8
+    reduction: float = 0.3
     link: float = 0.6
     latency: float = 40e-6
 

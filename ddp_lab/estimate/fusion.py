@@ -15,10 +15,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from ddp_lab.estimate.recorder import Operation, flops_of, kind_of, tensors_in
+from ddp_lab.estimate.recorder import COMPUTED, REDUCTIONS, Operation, flops_of, kind_of, tensors_in
 
 VIEWS = "view permute alias expand unsqueeze squeeze slice select t transpose as_strided detach split"
-REDUCTIONS = ("sum", "mean", "var_mean", "amax", "amin")
 LIBRARIES = ("pool", "index", "scatter", "rand")  # parts of the names of other operations that are not fused
 
 
@@ -153,7 +152,7 @@ def is_alone(node: fx.Node) -> bool:
     if is_part(node):
         return is_alone(node.all_input_nodes[0])
     name = name_of(node)
-    return kind_of(node.target) != "other" or is_reduction(node) or any(part in name for part in LIBRARIES)
+    return kind_of(node.target) in COMPUTED or is_reduction(node) or any(part in name for part in LIBRARIES)
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -165,8 +164,9 @@ def operation_of(group: list[fx.Node], reads: Iterable[fx.Node], writes: Iterabl
     """Return the FLOPs and the traffic of a kernel."""
     nbytes = sum(nbytes_of(value) for value in {*reads, *writes} if has_tensor(value))
     first = group[0]
-    if kind_of(first.target) == "other":
-        return Operation("other", torch.float32, 0, nbytes)
+    if kind_of(first.target) not in COMPUTED:
+        reduces = any(name_of(node) in REDUCTIONS for node in group)
+        return Operation("reduction" if reduces else "elementwise", torch.float32, 0, nbytes)
     args, kwargs, result = tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (first.args, first.kwargs, first)
     )

@@ -9,12 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+COMPUTED = ("convolution", "matmul", "attention")  # the kinds that have FLOPs
+REDUCTIONS = ("sum", "mean", "var_mean", "amax", "amin")
+ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)  # they run no kernel
+
 
 class Operation(NamedTuple):
     """One kernel.
 
     Attributes:
-        kind: "convolution", "matmul" (also attention) or "other".
+        kind: "convolution", "matmul", "attention", "reduction" (also normalizations) or "elementwise" (all others).
         dtype: of its result.
         flops: floating-point operations of a matrix multiplication, convolution or attention; 0 for others.
         nbytes: bytes that it reads and writes.
@@ -62,8 +66,9 @@ class Recorder(TorchDispatchMode):
         for tensor in new:
             self._count(tensor)
         self.kept += sum(tensor.nbytes for tensor in new) if func in self.keep else 0
-        if new or func._schema.is_mutable:
-            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors_in((args, kwargs)), *outputs])
+        if (new or func._schema.is_mutable) and func not in ALLOCATIONS:
+            given = tensors_in((args, kwargs)) * (2 if "batch_norm" in str(func) else 1)  # once more for the statistics
+            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *outputs])
             dtype = outputs[0].dtype if outputs else torch.float32
             self.operations.append(Operation(kind_of(func), dtype, flops_of(func, args, kwargs, result), nbytes))
         return result
@@ -96,7 +101,11 @@ def kind_of(func: Any) -> str:
     name = func._overloadpacket.__name__
     if "convolution" in name:
         return "convolution"
-    return "matmul" if name in ("mm", "addmm", "bmm", "baddbmm") or "scaled_dot_product" in name else "other"
+    if "scaled_dot_product" in name:
+        return "attention"
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        return "matmul"
+    return "reduction" if name in REDUCTIONS or "_norm" in name or "softmax" in name else "elementwise"
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

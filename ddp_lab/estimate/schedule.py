@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ddp_lab.estimate.division import Division
 from ddp_lab.estimate.exposed import Sizes, along_dp, along_tp
+from ddp_lab.estimate.recorder import COMPUTED
 from ddp_lab.estimate.step_time import Device, Links, StepTime, Work
 from ddp_lab.estimate.trace import Traced
 from ddp_lab.strategies.base import Strategy
@@ -98,7 +99,7 @@ def passes(rank: Passes, device: Device) -> tuple[Work, Work]:
         if rank.checkpointing == "block":
             backward += once
         elif rank.checkpointing == "selective":
-            backward += device.work(operation for operation in block.forward if operation.kind == "other")
+            backward += device.work(operation for operation in block.forward if operation.kind not in COMPUTED)
     return forward, backward
 
 

@@ -68,29 +68,40 @@ class Device:
     def work(self, operations: Iterable[Operation]) -> Work:
         """Return the work of operations."""
         total = Work()
+        shortest = self.constants.replay if self.graph else 0.0
         for operation in operations:
-            total += Work(self.seconds(operation), 1)
+            total += Work(max(self.seconds(operation), shortest), 1)
         return total
 
     def seconds(self, operation: Operation) -> float:
         """Return the seconds of a kernel."""
+        constants = self.constants
+        achieved = constants.reduction if operation.kind == "reduction" else constants.bandwidth
+        traffic = operation.nbytes / (self.card.bandwidth * achieved)
+        return max(operation.flops / self.speed(operation), traffic)
+
+    def speed(self, operation: Operation) -> float:
+        """Return the FLOP/s that a kernel achieves where memory does not limit it."""
         card, constants = self.card, self.constants
-        if operation.dtype == torch.bfloat16:
-            speed = card.bf16 * constants.bf16
-        elif operation.kind == "convolution":  # torch lets cuDNN, but not cuBLAS, use TF32
-            speed = card.tf32 * constants.tf32
-        else:
-            speed = card.float32 * constants.float32
-        return max(operation.flops / speed, self.traffic(operation.nbytes))
+        mixed = operation.dtype == torch.bfloat16
+        if operation.kind == "convolution":
+            if mixed:
+                return card.bf16 * (constants.convolution_last if self.channels_last else constants.convolution)
+            return card.tf32 * (
+                constants.tf32_last if self.channels_last else constants.tf32
+            )  # torch's default; cuBLAS has none
+        if not mixed:
+            return card.float32 * constants.float32
+        return card.bf16 * (constants.attention if operation.kind == "attention" else constants.bf16)
 
     def traffic(self, nbytes: float) -> float:
-        """Return the seconds in which a kernel reads and writes so many bytes."""
+        """Return the seconds in which elementwise operations read and write so many bytes."""
         return nbytes / (self.card.bandwidth * self.constants.bandwidth)
 
     def launching(self, work: Work) -> float:
         """Return by how much launching the kernels exceeds their execution."""
         if self.graph:
-            return work.kernels * self.constants.replay
+            return 0.0
         return max(0.0, work.kernels * self.constants.launch + self.constants.step - work.seconds)
 
 

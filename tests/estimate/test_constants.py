@@ -47,6 +47,7 @@ def test_ranks_measure_card_and_link_and_one_writes_the_file(tmp_path):
     assert all(math.isfinite(value) and value > 0 for key, value in values.items() if key != "source")
     changed = {key for key, value in values.items() if value != getattr(ASSUMED, key)}
     assert {"launch", "step", "float32", "tf32", "bf16", "bandwidth", "link", "latency"} <= changed
+    assert {"tf32_last", "convolution", "convolution_last", "attention", "reduction"} <= changed
 
 
 def test_predictions_use_the_measured_constants_of_their_card():
@@ -80,8 +81,8 @@ def test_unknown_card_cannot_be_calibrated(monkeypatch):
     ("text", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "must have the keys source, bandwidth"),
-        (json.dumps({"source": "x"}), "must have the keys source, bandwidth"),
+        ("[]", "must have the keys source, attention, bandwidth"),
+        (json.dumps({"source": "x"}), "must have the keys source, attention, bandwidth"),
         (json.dumps(asdict(ASSUMED) | {"launch": -1}), "launch must be a number of at least 0"),
         (json.dumps(asdict(ASSUMED) | {"launch": "1"}), "launch must be a number of at least 0"),
     ],

@@ -13,7 +13,8 @@ from ddp_lab.run.advise import Advisor
 from ddp_lab.run.machine import find_machine
 
 CARD = CARDS["H100"]
-IDEAL = replace(ASSUMED, float32=1.0, tf32=1.0, bf16=1.0, bandwidth=1.0, launch=1e-5, step=0.0, replay=1e-6)
+RATES = "float32 tf32 tf32_last bf16 convolution convolution_last attention bandwidth reduction"
+IDEAL = replace(ASSUMED, **dict.fromkeys(RATES.split(), 1.0), launch=1e-5, step=0.0, replay=1e-6)
 LINKS = Links(inside=100e9, between=10e9, per_node=4, latency=0.0)
 
 
@@ -22,14 +23,48 @@ def test_kernel_takes_the_longer_of_computation_and_traffic():
     assert device.seconds(Operation("matmul", torch.float32, 67 * 10**12, 1)) == pytest.approx(1)
     assert device.seconds(Operation("convolution", torch.float32, 494 * 10**12, 1)) == pytest.approx(1)
     assert device.seconds(Operation("matmul", torch.bfloat16, 989 * 10**12, 1)) == pytest.approx(1)
-    assert device.seconds(Operation("other", torch.float32, 0, 3350 * 10**9)) == pytest.approx(1)
+    assert device.seconds(Operation("elementwise", torch.float32, 0, 3350 * 10**9)) == pytest.approx(1)
 
 
 def test_launching_counts_only_where_the_device_waits():
     device = Device(CARD, IDEAL)
     assert device.launching(Work(2e-3, 100)) == 0
     assert device.launching(Work(2e-4, 100)) == pytest.approx(8e-4)
-    assert Device(CARD, IDEAL, graph=True).launching(Work(2e-4, 100)) == pytest.approx(1e-4)
+    assert Device(CARD, IDEAL, graph=True).launching(Work(2e-4, 100)) == 0
+
+
+def test_kernels_of_a_graph_take_at_least_the_time_of_the_shortest_one():
+    tiny, large = Operation("elementwise", torch.float32, 0, 1), Operation("elementwise", torch.float32, 0, 3350 * 10**9)
+    assert Device(CARD, IDEAL, graph=True).work([tiny] * 10).seconds == pytest.approx(1e-5)
+    assert Device(CARD, IDEAL, graph=True).work([large]).seconds == pytest.approx(1)
+    assert Device(CARD, IDEAL).work([tiny] * 10).seconds < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "last", "constant"),
+    [
+        ("matmul", torch.float32, False, "float32"),
+        ("matmul", torch.bfloat16, True, "bf16"),
+        ("convolution", torch.float32, False, "tf32"),
+        ("convolution", torch.float32, True, "tf32_last"),
+        ("convolution", torch.bfloat16, False, "convolution"),
+        ("convolution", torch.bfloat16, True, "convolution_last"),
+        ("attention", torch.bfloat16, False, "attention"),
+        ("elementwise", torch.float32, False, "bandwidth"),
+        ("reduction", torch.bfloat16, False, "reduction"),
+    ],
+)
+def test_each_kind_of_kernel_has_a_constant_of_its_own(kind, dtype, last, constant):
+    computed = kind in ("matmul", "convolution", "attention")
+    operation = Operation(kind, dtype, 10**12 if computed else 0, 1 if computed else 10**9)
+    ideal, half = (Device(CARD, each, channels_last=last) for each in (IDEAL, replace(IDEAL, **{constant: 0.5})))
+    assert half.seconds(operation) == pytest.approx(2 * ideal.seconds(operation))
+
+
+def test_convolutions_take_longer_than_as_many_flops_of_matrix_multiplications():
+    device = Device(CARD, ASSUMED)
+    product, convolution = (device.seconds(Operation(kind, torch.bfloat16, 10**12, 1)) for kind in ("matmul", "convolution"))
+    assert convolution > 2 * product
 
 
 def test_collectives_take_the_time_of_the_bytes_that_a_rank_sends():
