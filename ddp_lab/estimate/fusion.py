@@ -1,9 +1,10 @@
 """The kernels into which Inductor fuses a graph of operations, imitated: what each of them computes, reads and writes.
 
-Elementwise operations and row reductions that depend on each other, with nothing else between them, become one kernel. It
-reads every tensor from outside once, and writes only what is used outside. Matrix multiplications, convolutions, attention and
-pooling remain kernels of their own. So do reductions over the first dimension, such as the gradient of a bias, whose loops are
-others; they compute again what they reduce, from what the kernel before them has read.
+An elementwise operation is computed where its result is needed, from what its own inputs are computed from. A tensor is written
+only if an operation that is not fused or the end of the graph takes it, or if it is used several times and depends on many
+tensors. Reductions write their results, too. What is written from the same tensors becomes one kernel, which reads each of them
+once; a normalization of rows is part of it. Matrix multiplications, convolutions, attention and pooling remain kernels of their
+own. Reductions over the first dimension, such as the gradient of a bias, have other loops and are not fused with the rest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 from ddp_lab.estimate.recorder import COMPUTED, REDUCTIONS, Operation, flops_of, kind_of, tensors_in
 
 VIEWS = "view permute alias expand unsqueeze squeeze slice select t transpose as_strided detach split"
+MANY = 4  # tensors; Inductor's realize_reads_threshold
 LIBRARIES = ("pool", "index", "scatter", "rand")  # parts of the names of other operations that are not fused
 
 
@@ -31,25 +33,57 @@ class Kernel(NamedTuple):
 
 def kernels_of(graph: fx.Graph) -> list[Kernel]:
     """Return the kernels of a graph of aten's operations, in an order in which they can run."""
-    groups = groups_of(graph)
-    number = {node: place for place, group in enumerate(groups) for node in group}
-    returned = set(map(value_of, inputs_of([next(iter(reversed(graph.nodes)))])))
-    outside = [{value_of(node) for node in inputs_of(group)} - {*group} for group in groups]
-    read = {value for group, values in zip(groups, outside, strict=True) if not is_reduction(group[0]) for value in values}
-    written = {value for value in number if has_tensor(value) and value in read | returned}
-    together = dict[Any, tuple[list[fx.Node], frozenset[fx.Node]]]()
-    for group, values in zip(groups, outside, strict=True):
-        # What no kernel has written is computed again, from what its own kernel reads.
-        again = {value for value in values if value in number and value not in written}
-        reads = frozenset((values - again).union(*(outside[number[value]] for value in again)))
-        key = reads if is_reduction(group[0]) else group[0]  # reductions of the same tensors are one kernel
-        together[key] = (together[key][0] + group if key in together else group, reads)
-    kernels = [
-        Kernel(operation_of(nodes, reads, found), reads, found)
-        for nodes, reads in together.values()
-        if (found := frozenset(node for node in nodes if node in written))
-    ]
+    reads, owner = roots_of(graph)
+    values = dict[fx.Node, list[fx.Node]]()
+    for value, root in owner.items():
+        values.setdefault(root, []).extend([value] if has_tensor(value) else [])
+    kernels = list[Kernel]()
+    for group in groups_of(reads, owner):
+        written = frozenset(value for root in group for value in values[root])
+        read = frozenset(value for root in group for value in reads[root]) - written
+        kernels.append(Kernel(operation_of(group, read, written), read, written))
     return in_order(kernels, {node: place for place, node in enumerate(graph.nodes)})
+
+
+def roots_of(graph: fx.Graph) -> tuple[dict[fx.Node, frozenset[fx.Node]], dict[fx.Node, fx.Node]]:
+    """Return which tensors each operation whose result is written reads, and which of these operations writes each tensor."""
+    reads, owner = dict[fx.Node, frozenset[fx.Node]](), dict[fx.Node, fx.Node]()
+    unfused = [node for node in graph.nodes if node.op == "output" or (is_operation(node) and is_alone(node))]
+    needed = {value_of(value) for node in unfused if not is_reduction(node) for value in node.all_input_nodes}
+    sources = dict[fx.Node, frozenset[fx.Node]]()  # the tensors in memory that a node is computed from
+    for node in graph.nodes:
+        if not is_operation(node) or is_view(node):
+            sources[node] = frozenset([node])
+        elif is_part(node):
+            sources[node], owner[node] = frozenset([node]), node.all_input_nodes[0]
+        else:
+            given = frozenset[fx.Node]().union(*(sources[value_of(value)] for value in node.all_input_nodes))
+            many = len(node.users) > 1 and len(given) > MANY
+            if many or node in needed or is_alone(node) or name_of(node) in REDUCTIONS:
+                sources[node], reads[node], owner[node] = frozenset([node]), given, node
+            else:
+                sources[node] = given
+    return reads, owner
+
+
+def groups_of(reads: dict[fx.Node, frozenset[fx.Node]], owner: dict[fx.Node, fx.Node]) -> list[list[fx.Node]]:
+    """Return the operations of each kernel.
+
+    They have as many unfused kernels before them, so that no kernel needs a result of itself through another one.
+    """
+    level, group, found = dict[fx.Node, int](), dict[fx.Node, list[fx.Node]](), dict[Any, fx.Node]()
+    for root, given in reads.items():
+        before = [owner[value] for value in given if value in owner]
+        level[root] = max((level[other] + is_alone(other) for other in before), default=0)
+        mine = [root]
+        if not is_alone(root) or is_reduction(root):
+            first = found.setdefault((level[root], is_reduction(root), max(given, key=nbytes_of, default=None)), root)
+            near = [] if is_reduction(root) else [other for other in before if not is_alone(other) and level[other] == level[root]]
+            for other in (first, *near):
+                if other is not root and group[other] is not mine:
+                    mine = group[other] + mine
+        group |= dict.fromkeys(mine, mine)
+    return list({id(nodes): nodes for nodes in group.values()}.values())
 
 
 def in_order(kernels: list[Kernel], place: dict[fx.Node, int]) -> list[Kernel]:
@@ -69,51 +103,15 @@ def in_order(kernels: list[Kernel], place: dict[fx.Node, int]) -> list[Kernel]:
     return order
 
 
-def groups_of(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the nodes of each kernel, without views.
-
-    Fused nodes are connected, and as many kernels that are not fused lie before each of them. So no kernel needs a result of
-    itself through another one.
-    """
-    level, group = levels_of(graph), dict[fx.Node, list[fx.Node]]()
-    for node in level:
-        before = [value for value in map(value_of, node.all_input_nodes) if value in group]
-        mine = [node]
-        for value in before:
-            together = is_part(node) or not (is_alone(node) or is_alone(value))
-            if together and level[value] == level[node] and group[value] is not mine:
-                mine = group[value] + mine
-        group |= dict.fromkeys(mine, mine)
-    return list({id(nodes): nodes for nodes in group.values()}.values())
-
-
-def levels_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return how many unfused kernels lie before each node. Elementwise operations are as late as those they feed."""
-    level, users = dict[fx.Node, int](), dict[fx.Node, list[fx.Node]]()
-    for node in (node for node in graph.nodes if not is_view(node)):
-        before = [value for value in map(value_of, node.all_input_nodes) if value in level]
-        for value in before:
-            users.setdefault(value, []).append(node)
-        if node.op == "call_function":
-            level[node] = max((level[value] + (is_alone(value) and not is_part(node)) for value in before), default=0)
-    for node in reversed(list(level)):
-        following = [user for user in users.get(node, []) if not is_reduction(user)]
-        elementwise = name_of(node) not in REDUCTIONS and not (is_alone(node) or is_part(node))
-        if following and elementwise and not any(user.op == "output" or is_alone(user) for user in following):
-            level[node] = min(level[user] for user in following)
-    return level
-
-
-def inputs_of(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the nodes that some nodes use."""
-    for node in nodes:
-        yield from node.all_input_nodes
-
-
 def name_of(node: fx.Node) -> str:
     """Return the name of an operation, without its overload."""
     packet = getattr(node.target, "_overloadpacket", node.target)
     return getattr(packet, "__name__", "")
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Return whether a node is not an input or the end of a graph."""
+    return node.op == "call_function"
 
 
 def is_part(node: fx.Node) -> bool:
