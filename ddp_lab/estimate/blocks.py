@@ -65,6 +65,7 @@ class Tracer:
                 fingerprint(block),
                 *sizes.values(),
                 given.shape,
+                given.stride(),
                 given.dtype,
                 given.requires_grad,
                 casts,
@@ -93,7 +94,9 @@ class Tracer:
         dtype = torch.bfloat16 if casts else None
         autocast = self.precision == "bf16" and not casts
         with fake_mode():
-            inputs = torch.empty(given.shape, dtype=dtype or given.dtype, requires_grad=given.requires_grad)
+            inputs = torch.empty_strided(
+                given.shape, given.stride(), dtype=dtype or given.dtype, requires_grad=given.requires_grad
+            )
 
             def own() -> nn.Module:
                 copied = fake_copy(block, sizes, dtype).train()

@@ -1,4 +1,4 @@
-"""What no data sheet has and a card must be measured for; assumed values until `--calibrate` has measured them."""
+"""What no data sheet has and a card must be measured for; the values of an H200 until `--calibrate` has measured others."""
 
 from dataclasses import dataclass
 
@@ -11,44 +11,58 @@ MiB = 2**20
 class Constants:
     """Constants of one card and this version of torch.
 
+    The built-in values were measured on two H200s with torch 2.11 on 2026-11-23: by `--calibrate`, or as the comments say.
+
     Attributes:
         source: "assumed", or the hardware, the version of torch and the date of the measurement.
         context: bytes of the CUDA context and of the loaded kernels, which torch does not count as allocated.
-        workspace: bytes that cuBLAS allocates through torch.
+        workspace: bytes that cuBLAS allocates through torch for a thread; forward and backward pass are two threads.
         communicator: bytes of NCCL's buffers for the first group of ranks.
         launch: seconds that Python and torch take for one operation of a block in eager mode, forward or backward.
         step: seconds that they take for the rest of a step: the batch, the metrics, the schedule.
-        replay: seconds of the shortest kernel in a CUDA graph, with the pause after it.
-        float32, bf16: fraction of the card's peak that large matrix multiplications achieve.
+        replay: seconds of a small kernel in a CUDA graph, with the pause after it.
+        start: seconds that a convolution takes however few FLOPs it has.
+        float32, bf16: fraction of the card's peak that matrix multiplications achieve.
         tf32, tf32_last: fraction of the peak in TF32 that the convolutions of a ResNet achieve in float32, forward and
             backward, and that they achieve in the channels-last memory format.
         convolution, convolution_last: the same in bf16, of its peak.
-        attention: fraction of the peak in bf16 that attention achieves, forward and backward.
+        attention: fraction of the peak in bf16 that attention achieves over 196 tokens, forward and backward.
         bandwidth: fraction of the memory bandwidth that large elementwise operations achieve.
-        reduction: the same of normalizations and sums.
+        strided: the same of tensors whose strides differ, such as those of a transposed and a contiguous one.
+        reduction: the same of layer normalizations and sums.
+        fused: the same of the kernels that torch.compile generates.
+        batch_norm, batch_norm_last: the same of BatchNorm in float32, and in the channels-last memory format.
+        batch_norm_bf16, batch_norm_bf16_last: the same in bf16.
         link: fraction of the link's bandwidth that a large all-reduce achieves (bus bandwidth, as NCCL's tests define it).
         latency: seconds of a small collective.
     """
 
     source: str = "assumed"
-    context: float = 0.6 * GiB
+    context: float = 0.68 * GiB
     workspace: float = 32 * MiB
-    communicator: float = 0.6 * GiB
+    communicator: float = 0.82 * GiB
     # From two measured steps of 256 images on an H200, eager, torch 2.11, 2026-11-22: LeNet 2.65 ms, ResNet-18 10.5 ms.
     launch: float = 45e-6
     step: float = 1e-3
-    replay: float = 5e-6
-    float32: float = 0.8
-    bf16: float = 0.72
-    tf32: float = 0.2
-    tf32_last: float = 0.2
-    convolution: float = 0.24
-    convolution_last: float = 0.24
-    attention: float = 0.25
-    bandwidth: float = 0.8
-    reduction: float = 0.3
-    link: float = 0.6
-    latency: float = 40e-6
+    replay: float = 4.3e-6
+    start: float = 12e-6
+    float32: float = 0.76
+    bf16: float = 0.66
+    tf32: float = 0.3
+    tf32_last: float = 0.43
+    convolution: float = 0.28
+    convolution_last: float = 0.57
+    attention: float = 0.14
+    bandwidth: float = 0.87
+    strided: float = 0.36  # from the kernels of an eager ViT-S/16, whose tokens are transposed; so are `reduction` and `fused`
+    reduction: float = 0.35
+    fused: float = 0.6
+    batch_norm: float = 0.27
+    batch_norm_last: float = 0.82
+    batch_norm_bf16: float = 0.07
+    batch_norm_bf16_last: float = 0.32
+    link: float = 0.64
+    latency: float = 38e-6
 
 
 ASSUMED = Constants()

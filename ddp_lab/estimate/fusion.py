@@ -7,7 +7,7 @@ once; a normalization of rows is part of it. Matrix multiplications, convolution
 own. Reductions over the first dimension, such as the gradient of a bias, have other loops and are not fused with the rest.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -78,7 +78,9 @@ def groups_of(reads: dict[fx.Node, frozenset[fx.Node]], owner: dict[fx.Node, fx.
         mine = [root]
         if not is_alone(root) or is_reduction(root):
             first = found.setdefault((level[root], is_reduction(root), max(given, key=nbytes_of, default=None)), root)
-            near = [] if is_reduction(root) else [other for other in before if not is_alone(other) and level[other] == level[root]]
+            near = (
+                [] if is_reduction(root) else [other for other in before if not is_alone(other) and level[other] == level[root]]
+            )
             for other in (first, *near):
                 if other is not root and group[other] is not mine:
                     mine = group[other] + mine
@@ -163,10 +165,10 @@ def operation_of(group: list[fx.Node], reads: Iterable[fx.Node], writes: Iterabl
     nbytes = sum(nbytes_of(value) for value in {*reads, *writes} if has_tensor(value))
     first = group[0]
     if kind_of(first.target) not in COMPUTED:
-        reduces = any(name_of(node) in REDUCTIONS for node in group)
-        return Operation("reduction" if reduces else "elementwise", torch.float32, 0, nbytes)
+        return Operation("fused", torch.float32, 0, nbytes)
     args, kwargs, result = tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (first.args, first.kwargs, first)
     )
     dtype = next(tensor.dtype for tensor in (result if isinstance(result, tuple | list) else [result]) if tensor is not None)
-    return Operation(kind_of(first.target), dtype, flops_of(first.target, args, kwargs, result), nbytes)
+    passes = sum(args[-1][:2]) if name_of(first) == "convolution_backward" else 1
+    return Operation(kind_of(first.target), dtype, flops_of(first.target, args, kwargs, result), nbytes, passes)

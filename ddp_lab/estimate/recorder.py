@@ -18,16 +18,19 @@ class Operation(NamedTuple):
     """One kernel.
 
     Attributes:
-        kind: "convolution", "matmul", "attention", "reduction" (also normalizations) or "elementwise" (all others).
+        kind: "convolution", "matmul", "attention", "batch_norm", "reduction" (also other normalizations), "fused" (by
+            torch.compile), "strided" (elementwise, of tensors with different strides) or "elementwise" (all others).
         dtype: of its result.
         flops: floating-point operations of a matrix multiplication, convolution or attention; 0 for others.
         nbytes: bytes that it reads and writes.
+        passes: number of results that are computed one after the other: two in the backward pass of most convolutions.
     """
 
     kind: str
     dtype: torch.dtype
     flops: int
     nbytes: int
+    passes: int = 1
 
 
 class Recorder(TorchDispatchMode):
@@ -70,7 +73,10 @@ class Recorder(TorchDispatchMode):
             given = tensors_in((args, kwargs)) * (2 if "batch_norm" in str(func) else 1)  # once more for the statistics
             nbytes = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *outputs])
             dtype = outputs[0].dtype if outputs else torch.float32
-            self.operations.append(Operation(kind_of(func), dtype, flops_of(func, args, kwargs, result), nbytes))
+            kind, passes = kind_of(func), sum(args[-1][:2]) if "convolution_backward" in str(func) else 1
+            if kind == "elementwise" and not same_strides([*tensors_in((args, kwargs)), *outputs]):
+                kind = "strided"
+            self.operations.append(Operation(kind, dtype, flops_of(func, args, kwargs, result), nbytes, passes))
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -105,7 +111,15 @@ def kind_of(func: Any) -> str:
         return "attention"
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         return "matmul"
+    if "batch_norm" in name:
+        return "batch_norm"
     return "reduction" if name in REDUCTIONS or "_norm" in name or "softmax" in name else "elementwise"
+
+
+def same_strides(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether the largest of some tensors lie in memory in the same order."""
+    most = max((tensor.numel() for tensor in tensors), default=0)
+    return len({tensor.stride() for tensor in tensors if tensor.numel() == most and tensor.dim() > 1}) <= 1
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -89,7 +89,7 @@ def trace(
         forward_peak, forward, kept_by_selective = recorder.peak, recorder.restart(), recorder.kept
         inner = {key: size for key, size in saved.sizes.items() if key not in others | {key_of(output)}}
         keeps_input, keeps_output = key_of(given) in saved.sizes, key_of(output) in saved.sizes
-        shape, dtype, trained, size = output.shape, output.dtype, output.requires_grad, output.untyped_storage().nbytes()
+        like, size = like_on_meta(output), output.untyped_storage().nbytes()
         if output.requires_grad:
             end = cast(torch.Tensor, End.apply(output))
             del output
@@ -110,4 +110,10 @@ def trace(
         forward=tuple(forward),
         backward=tuple(backward),
     )
-    return record, torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
+    return record, like
+
+
+def like_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the meta device with the same shape, strides and dtype, which requires a gradient if `tensor` does."""
+    shape, strides = tensor.shape, tensor.stride()
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

@@ -229,7 +229,8 @@ class Advisor:
         train, test = self.dataset.train, self.dataset.test
         batch = job.plan.samples_at_once * job.cfg.accumulate * (5 * math.prod(train.shape) + 8)
         whole = sum(split.size * (math.prod(split.shape) + 24) for split in (train, test))
-        return batch + self.constants.workspace + (whole if job.choices["data.loader"].value == "device" else 0)
+        threads = 1 if job.options.cuda_graph else 2  # a captured backward pass runs in its caller's thread
+        return batch + threads * self.constants.workspace + (whole if job.choices["data.loader"].value == "device" else 0)
 
 
 class Rank(NamedTuple):

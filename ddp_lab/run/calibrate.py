@@ -27,8 +27,9 @@ def calibrate(runtime: Runtime) -> tuple[Constants, Path]:
         raise ConfigError(f"--calibrate: {name} is unknown; the cards are {', '.join(CARDS)}")
     constants = measure_card(card, device)
     if runtime.world_size > 1:
+        free = runtime.free_memory() if device.type == "cuda" else 0
         runtime.open_group()
-        constants = measure_link(constants, card, device)
+        constants = measure_link(constants, card, device, free)
     path = runtime.agree("constants", lambda: str(save(constants, card)))
     return constants, Path(path)
 

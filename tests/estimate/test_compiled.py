@@ -92,10 +92,10 @@ def test_elementwise_operations_are_fused_and_read_and_write_once():
     def sizes(kernel: Kernel) -> tuple[str, int]:
         return kernel.operation.kind, kernel.operation.nbytes
 
-    assert sizes(before) == ("elementwise", 4 * 8 * (32 + 32))
+    assert sizes(before) == ("fused", 4 * 8 * (32 + 32))
     assert sizes(product) == ("matmul", 4 * (8 * 32 + 32 * 64 + 64 + 8 * 64))
-    assert sizes(after) == ("elementwise", 4 * 8 * (64 + 64)), "tanh's result is not kept, but computed again"
+    assert sizes(after) == ("fused", 4 * 8 * (64 + 64)), "tanh's result is not kept, but computed again"
     assert product.operation.flops == 2 * 8 * 32 * 64
     assert graphs.backward is not None
     kinds = [kernel.operation.kind for kernel in kernels_of(graphs.backward)]
-    assert sorted(kinds) == ["elementwise", "matmul", "reduction"], "tanh's gradient, that of the weight, and that of the bias"
+    assert sorted(kinds) == ["fused", "fused", "matmul"], "tanh's gradient, that of the weight, and that of the bias"

@@ -47,7 +47,16 @@ def test_ranks_measure_card_and_link_and_one_writes_the_file(tmp_path):
     assert all(math.isfinite(value) and value > 0 for key, value in values.items() if key != "source")
     changed = {key for key, value in values.items() if value != getattr(ASSUMED, key)}
     assert {"launch", "step", "float32", "tf32", "bf16", "bandwidth", "link", "latency"} <= changed
-    assert {"tf32_last", "convolution", "convolution_last", "attention", "reduction"} <= changed
+    assert {
+        "tf32_last",
+        "convolution",
+        "convolution_last",
+        "attention",
+        "reduction",
+        "strided",
+        "batch_norm",
+        "start",
+    } <= changed
 
 
 def test_predictions_use_the_measured_constants_of_their_card():

@@ -8,13 +8,16 @@ import torch
 from ddp_lab.estimate.cards import CARDS
 from ddp_lab.estimate.constants import ASSUMED
 from ddp_lab.estimate.recorder import Operation
-from ddp_lab.estimate.step_time import Device, Links, StepTime, Work
+from ddp_lab.estimate.step_time import KERNELS, REST_KERNELS, Device, Links, StepTime, Work
 from ddp_lab.run.advise import Advisor
 from ddp_lab.run.machine import find_machine
 
 CARD = CARDS["H100"]
-RATES = "float32 tf32 tf32_last bf16 convolution convolution_last attention bandwidth reduction"
-IDEAL = replace(ASSUMED, **dict.fromkeys(RATES.split(), 1.0), launch=1e-5, step=0.0, replay=1e-6)
+RATES = (
+    "float32 tf32 tf32_last bf16 convolution convolution_last attention bandwidth strided reduction fused "
+    "batch_norm batch_norm_last batch_norm_bf16 batch_norm_bf16_last"
+)
+IDEAL = replace(ASSUMED, **dict.fromkeys(RATES.split(), 1.0), launch=1e-5, step=0.0, replay=1e-6, start=0.0)
 LINKS = Links(inside=100e9, between=10e9, per_node=4, latency=0.0)
 
 
@@ -30,12 +33,12 @@ def test_launching_counts_only_where_the_device_waits():
     device = Device(CARD, IDEAL)
     assert device.launching(Work(2e-3, 100)) == 0
     assert device.launching(Work(2e-4, 100)) == pytest.approx(8e-4)
-    assert Device(CARD, IDEAL, graph=True).launching(Work(2e-4, 100)) == 0
+    assert Device(CARD, IDEAL, graph=True).launching(Work(2e-4, 100)) == pytest.approx(REST_KERNELS * 1e-6)
 
 
 def test_kernels_of_a_graph_take_at_least_the_time_of_the_shortest_one():
     tiny, large = Operation("elementwise", torch.float32, 0, 1), Operation("elementwise", torch.float32, 0, 3350 * 10**9)
-    assert Device(CARD, IDEAL, graph=True).work([tiny] * 10).seconds == pytest.approx(1e-5)
+    assert Device(CARD, IDEAL, graph=True).work([tiny] * 10).seconds == pytest.approx(KERNELS * 1e-5)
     assert Device(CARD, IDEAL, graph=True).work([large]).seconds == pytest.approx(1)
     assert Device(CARD, IDEAL).work([tiny] * 10).seconds < 1e-7
 
@@ -51,7 +54,13 @@ def test_kernels_of_a_graph_take_at_least_the_time_of_the_shortest_one():
         ("convolution", torch.bfloat16, True, "convolution_last"),
         ("attention", torch.bfloat16, False, "attention"),
         ("elementwise", torch.float32, False, "bandwidth"),
+        ("strided", torch.float32, False, "strided"),
         ("reduction", torch.bfloat16, False, "reduction"),
+        ("fused", torch.float32, False, "fused"),
+        ("batch_norm", torch.float32, False, "batch_norm"),
+        ("batch_norm", torch.float32, True, "batch_norm_last"),
+        ("batch_norm", torch.bfloat16, False, "batch_norm_bf16"),
+        ("batch_norm", torch.bfloat16, True, "batch_norm_bf16_last"),
     ],
 )
 def test_each_kind_of_kernel_has_a_constant_of_its_own(kind, dtype, last, constant):
@@ -59,6 +68,12 @@ def test_each_kind_of_kernel_has_a_constant_of_its_own(kind, dtype, last, consta
     operation = Operation(kind, dtype, 10**12 if computed else 0, 1 if computed else 10**9)
     ideal, half = (Device(CARD, each, channels_last=last) for each in (IDEAL, replace(IDEAL, **{constant: 0.5})))
     assert half.seconds(operation) == pytest.approx(2 * ideal.seconds(operation))
+
+
+def test_small_convolutions_take_the_time_of_their_start_for_each_result():
+    device = Device(CARD, replace(IDEAL, start=1e-5))
+    one, two = (device.seconds(Operation("convolution", torch.float32, 1, 1, passes)) for passes in (1, 2))
+    assert (one, two) == (pytest.approx(1e-5), pytest.approx(2e-5))
 
 
 def test_convolutions_take_longer_than_as_many_flops_of_matrix_multiplications():
