@@ -89,7 +89,7 @@ def test_own_strategy_comes_first_with_its_options():
 
 
 def test_shards_and_checkpointing_take_less_memory():
-    advice = advised(*VIT, "optimizer=adamw", "batch_size=1024", "model.depth=8", gpus="2xH100")
+    advice = advised(*VIT, "optimizer=adamw", "batch_size=1024", "model.depth=8", "speed=off", gpus="2xH100")
     memory = {prediction.name: prediction.memory.allocated for prediction in advice.predictions}
     assert memory["fsdp"] < memory["ddp"] < memory["single"]
     assert memory["fsdp checkpoint_activations=block"] < memory["fsdp checkpoint_activations=selective"] < memory["fsdp"]
@@ -186,7 +186,8 @@ def test_choices_of_speed_auto_are_predicted_without_a_gpu(monkeypatch):
     assert found["fsdp"].chosen == ()
     for before, after in zip(plain.predictions, automatic.predictions, strict=True):
         assert before.chosen == ()
-        assert after.time == before.time or (after.chosen and after.time.total < before.time.total), after.name
+        captured = "cuda_graph" in after.chosen
+        assert after.time.total < before.time.total if captured else after.time.total <= before.time.total, after.name
     assert "speed=auto is predicted to switch on cuda_graph, channels_last" in automatic.conclusion
     assert "speed=auto" not in plain.conclusion.replace("speed=auto strategy", "")
 

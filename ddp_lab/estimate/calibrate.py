@@ -41,7 +41,7 @@ def measure_card(card: Card, device: torch.device) -> Constants:
     """
     large = device.type == "cuda"
     workspace, context = sizes_of_libraries(device) if large else (ASSUMED.workspace, ASSUMED.context)
-    launch, samples = launch_seconds(device), 256 if large else 2
+    launch, samples, tokens = launch_seconds(device), 256 if large else 1, 50_000 if large else 4
     convolutions = [
         Convolutions(dtype, last, device, samples) for dtype in (torch.float32, torch.bfloat16) for last in (False, True)
     ]
@@ -56,7 +56,7 @@ def measure_card(card: Card, device: torch.device) -> Constants:
         replay=replay_seconds(device) if large else ASSUMED.replay,
         start=statistics.mean(each.start for each in convolutions),
         float32=matmul(torch.float32, device, 8192 if large else 256) / card.float32,
-        bf16=linear(device, 196 * samples) / card.bf16,
+        bf16=linear(device, tokens) / card.bf16,
         tf32=convolutions[0].rate / card.tf32,
         tf32_last=convolutions[1].rate / card.tf32,
         convolution=convolutions[2].rate / card.bf16,
@@ -64,7 +64,7 @@ def measure_card(card: Card, device: torch.device) -> Constants:
         attention=attention(device, samples) / card.bf16,
         bandwidth=bandwidth(device, GiB if large else 16 * MiB) / card.bandwidth,
         strided=strided(device, samples) / card.bandwidth,
-        reduction=reductions(device, 196 * samples) / card.bandwidth,
+        reduction=reductions(device, tokens) / card.bandwidth,
         fused=ASSUMED.fused,
         batch_norm=norms[0] / card.bandwidth,
         batch_norm_last=norms[1] / card.bandwidth,

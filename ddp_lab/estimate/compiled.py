@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.func import functional_call
 
 from ddp_lab.estimate.fusion import Kernel, kernels_of, nbytes_of, value_of
-from ddp_lab.estimate.trace import Traced, like_on_meta
+from ddp_lab.estimate.trace import Traced, layout_of, on_meta
 from ddp_lab.strategies.activation_checkpointing import kept
 
 
@@ -68,7 +68,7 @@ def trace_compiled(block: nn.Module, given: torch.Tensor, autocast: bool) -> tup
         forward=tuple(kernel.operation for kernel in forward),
         backward=tuple(kernel.operation for kernel in backward),
     )
-    return record, like_on_meta(result)
+    return record, on_meta(layout_of(result))
 
 
 def graphs_of(block: nn.Module, given: torch.Tensor) -> tuple[Graphs, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 # Input and output channels, image size and stride of a ResNet-18's convolutions on images of 28x28 pixels, one of each kind.
 PLAIN = ((64, 64, 28, 1), (128, 128, 14, 1), (256, 256, 7, 1), (512, 512, 4, 1))
 RESNET = (*PLAIN, (64, 128, 28, 2), (128, 256, 14, 2), (256, 512, 7, 2))
+ON_CPU = ((8, 8, 8, 1),)  # for tests
 MORE = 4  # times as many samples, by which the fixed part of a convolution's time is found
 HEADS, TOKENS, WIDTH = 12, 196, 64  # of a ViT-B/16
 
@@ -68,14 +69,15 @@ class Convolutions:
     """
 
     def __init__(self, dtype: torch.dtype, last: bool, device: torch.device, samples: int):
+        self.layers = RESNET if device.type == "cuda" else ON_CPU
         few, many = (self._seconds(dtype, last, device, number) for number in (samples, MORE * samples))
-        flops = sum(3 * 2 * 9 * samples * (-(-size // stride)) ** 2 * one * two for one, two, size, stride in RESNET)
+        flops = sum(3 * 2 * 9 * samples * (-(-size // stride)) ** 2 * one * two for one, two, size, stride in self.layers)
         self.rate = (MORE - 1) * flops / (many - few) if many > few else MORE * flops / many
-        self.start = max(1e-9, few - flops / self.rate) / (3 * len(RESNET))
+        self.start = max(1e-9, few - flops / self.rate) / (3 * len(self.layers))
 
     def _seconds(self, dtype: torch.dtype, last: bool, device: torch.device, samples: int) -> float:
         kind, taken = torch.channels_last if last else torch.contiguous_format, 0.0
-        for one, two, size, stride in RESNET:
+        for one, two, size, stride in self.layers:
             shapes = (samples, one, size, size), (two, one, 3, 3), (samples, two, -(-size // stride), -(-size // stride))
             images, weight, gradient = (
                 torch.randn(*shape, device=device).to(dtype=dtype, memory_format=kind) for shape in shapes
@@ -127,7 +129,7 @@ def batch_norm(dtype: torch.dtype, last: bool, device: torch.device, samples: in
     def norm(images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.batch_norm(images, None, None, weight, bias, training=True)
 
-    for channels, _, size, _ in PLAIN:
+    for channels, _, size, _ in PLAIN if device.type == "cuda" else ON_CPU:
         shape = (MORE * samples, channels, size, size)
         images, gradient = (torch.randn(*shape, device=device).to(dtype=dtype, memory_format=kind) for _ in range(2))
         weight, bias = torch.ones(channels, device=device), torch.zeros(channels, device=device)

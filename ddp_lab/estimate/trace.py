@@ -89,7 +89,7 @@ def trace(
         forward_peak, forward, kept_by_selective = recorder.peak, recorder.restart(), recorder.kept
         inner = {key: size for key, size in saved.sizes.items() if key not in others | {key_of(output)}}
         keeps_input, keeps_output = key_of(given) in saved.sizes, key_of(output) in saved.sizes
-        like, size = like_on_meta(output), output.untyped_storage().nbytes()
+        layout, size = layout_of(output), output.untyped_storage().nbytes()
         if output.requires_grad:
             end = cast(torch.Tensor, End.apply(output))
             del output
@@ -110,10 +110,18 @@ def trace(
         forward=tuple(forward),
         backward=tuple(backward),
     )
-    return record, like
+    return record, on_meta(layout)
 
 
-def like_on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the same shape, strides and dtype, which requires a gradient if `tensor` does."""
-    shape, strides = tensor.shape, tensor.stride()
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return shape, strides and dtype of a tensor, and whether it requires a gradient."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def on_meta(layout: Layout) -> torch.Tensor:
+    """Return a tensor of a layout on the meta device."""
+    shape, strides, dtype, trained = layout
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=trained)
