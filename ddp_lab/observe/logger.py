@@ -22,6 +22,7 @@ from ddp_lab.observe.prediction_grid import prediction_grid
 
 log = logging.getLogger("ddp_lab")
 T = TypeVar("T")
+LOG_FILES = 8  # the most ranks that have a log file of their own: not a file of each of a thousand ranks
 
 
 class LogFile(logging.FileHandler):
@@ -43,8 +44,8 @@ def surviving_a_full_disk(path: Path) -> Generator[None]:
 def setup_logging(run_dir: Path, rank: int) -> None:
     """Set up the console and the log file of one rank.
 
-    Rank 0 logs INFO and above to stdout and train.log. Other ranks log warnings and errors, prefixed with the rank, to stderr
-    and to train.rank<N>.log, which is created by the first of them.
+    Rank 0 logs INFO and above to stdout and train.log. Other ranks log warnings and errors, prefixed with the rank, to stderr,
+    and the first LOG_FILES ranks also to train.rank<N>.log, which is created by the first of them.
 
     Args:
         run_dir: directory of the log file.
@@ -53,9 +54,12 @@ def setup_logging(run_dir: Path, rank: int) -> None:
     name = f"[rank {rank}] " if rank else ""
     console = logging.StreamHandler(sys.stderr if rank else sys.stdout)
     console.setFormatter(logging.Formatter(f"{name}%(message)s"))
-    file = LogFile(run_dir / (f"train.rank{rank}.log" if rank else "train.log"), delay=True)
-    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
-    logging.basicConfig(handlers=[console, file], level=logging.WARNING, force=True)
+    handlers: list[logging.Handler] = [console]
+    if rank < LOG_FILES:
+        file = LogFile(run_dir / (f"train.rank{rank}.log" if rank else "train.log"), delay=True)
+        file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
+        handlers.append(file)
+    logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)
     log.setLevel(logging.WARNING if rank else logging.INFO)
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first picture would warn about matplotlib's font cache
     logging.captureWarnings(True)

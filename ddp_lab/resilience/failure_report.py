@@ -72,13 +72,28 @@ def report(run_dir: Path, reporter: int, who: Heartbeat, kind: FailureKind, mess
         if path.exists():
             return False
         temporary.write_text(json.dumps(record, indent=1))
-        os.link(temporary, path)  # unlike a rename, this fails if the file exists: only the first failure is reported
-        temporary.unlink()
+        place(temporary, path)
         write_status(run_dir, "failed", who["epoch"], who["step"])
     except FileExistsError:
-        temporary.unlink()
         return False
     except OSError as error:  # a full disk or a removed directory: the failure is only printed
         message += f"\n(failure.json could not be written in {run_dir}: {error.strerror})"
+    finally:
+        temporary.unlink(missing_ok=True)
     show(f"{message}\nDetails: {run_dir}/train*.log, {path}", int(who["since"]) - 1)
     return True
+
+
+def place(temporary: Path, path: Path) -> None:
+    """Give a file its name, which must be new: only the first failure is reported.
+
+    Raises:
+        FileExistsError: the name exists.
+    """
+    try:
+        os.link(temporary, path)  # complete at once, and unlike a rename it fails if the file exists
+    except FileExistsError:
+        raise
+    except OSError:  # some volumes of pods have no hard links
+        with path.open("x") as file:
+            file.write(temporary.read_text())

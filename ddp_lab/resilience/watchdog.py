@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
-from ddp_lab.observe.logger import log
+from ddp_lab.observe.logger import LOG_FILES, log
 from ddp_lab.resilience import failure_report
 from ddp_lab.resilience.failure_report import Others, describe
 from ddp_lab.resilience.hang import HangCheck
@@ -23,7 +23,6 @@ from ddp_lab.resilience.heartbeat import OwnHeartbeat
 from ddp_lab.resilience.node_board import FAILURE, Heartbeat, NodeBoard, memory_folder
 from ddp_lab.resilience.node_link import VANISHED, announce, prepare
 from ddp_lab.resilience.node_watch import BEAT, NodeWatch, find_dead_neighbour
-from ddp_lab.resilience.overview import LISTED
 from ddp_lab.resilience.run_directory import RunDir, write_status
 from ddp_lab.resilience.unchanged import Pace
 from ddp_lab.training.progress import Progress
@@ -31,7 +30,7 @@ from ddp_lab.world.runtime import Runtime
 
 GRACE = 5.0  # seconds for which a rank whose collective failed waits for another rank's report
 NODE_GRACE = VANISHED + GRACE  # the same on several nodes, where the cause may be a node that has vanished
-STORE_GRACE = 3.0  # seconds without the store after which a report of another node is looked for on the disk
+STORE_GRACE = 3.0  # seconds without the store after which a report is looked for on the disk; again after 6, 12, ...
 COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the watchdog's, which can report the rank
 # Errors of torch, gloo and NCCL that another rank's exit causes. They can be recognised by their texts only: they have no type
 # or field of their own.
@@ -57,6 +56,7 @@ class Watchdog:
         self.run_dir, self.runtime, self.timeout, self.folder = run_dir.path, runtime, timeout, folder or memory_folder()
         self.rank = runtime.rank
         self._stop = threading.Event()
+        self._look_at_disk = STORE_GRACE  # seconds without the store
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -141,7 +141,10 @@ class Watchdog:
         if self.board.read(FAILURE):
             return True
         known = self.nodes.failure is not None
-        if self.nodes.silent >= STORE_GRACE:  # whoever failed cannot announce it
+        if self.nodes.silent < STORE_GRACE:
+            self._look_at_disk = STORE_GRACE
+        elif self.nodes.silent >= self._look_at_disk:  # whoever failed cannot announce it
+            self._look_at_disk = 2 * self.nodes.silent  # the disk is shared by all nodes
             known = known or (self.run_dir / failure_report.FILE).exists()
         if known:
             self.board.write(FAILURE, self.nodes.failure or {"rank": None})
@@ -162,7 +165,7 @@ class Watchdog:
             first = self._report(own, "exception", describe(own, what, self._others(own)))
         if not first:
             text = f"Error on rank {self.rank} after another rank's failure, which is in failure.json:\n{text}"
-        if first or self.rank < LISTED:  # not a file of each of a thousand ranks
+        if first or self.rank < LOG_FILES:
             with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open("a") as file:
                 file.write(text)
         if not first and self.runtime.world_size > 1:

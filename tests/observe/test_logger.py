@@ -40,6 +40,17 @@ def test_rank_0_logs_info_and_other_ranks_warn_with_their_rank(tmp_path):
     assert (tmp_path / "train.rank1.log").read_text().endswith("WARNING [rank 1] not quite\n")
 
 
+def test_no_more_than_the_first_ranks_have_a_log_file(tmp_path):
+    run_world(1, warn_as, tmp_path, 7)
+    run_world(1, warn_as, tmp_path, 700)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.rank7.log"]
+
+
+def warn_as(run_dir, rank: int) -> None:
+    setup_logging(run_dir, rank)
+    log.warning("not quite")
+
+
 def test_prediction_grid_shows_wrong_predictions_in_red():
     def red(grid: torch.Tensor) -> int:
         return ((grid[0] == 255) & (grid[1] == 0) & (grid[2] == 0)).sum().item()

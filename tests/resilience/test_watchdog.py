@@ -1,9 +1,11 @@
-"""What the watchdog reports of an exception."""
+"""What the watchdog reports, and how often it looks for reports of others."""
 
 import json
+import os
 from types import SimpleNamespace
 
 from ddp_lab.config.errors import SampleError
+from ddp_lab.resilience import failure_report
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.world.place import Place
 from ddp_lab.world.runtime import Runtime
@@ -18,3 +20,48 @@ def test_sample_that_cannot_be_read_is_reported_without_a_traceback(tmp_path, ca
     assert failure["message"].endswith("epoch 0, step 0, starting: sample 5 cannot be read")
     assert failure["message"] in capsys.readouterr().err
     assert "SampleError: sample 5" in (tmp_path / "train.rank1.log").read_text()
+
+
+class Disk:
+    """A run directory without files, which counts how often a file in it is looked for."""
+
+    looks = 0
+
+    def __truediv__(self, name: str) -> "Disk":
+        return self
+
+    def exists(self) -> bool:
+        self.looks += 1
+        return False
+
+
+def test_disk_is_looked_at_ever_more_rarely_while_the_store_is_silent(tmp_path):
+    watchdog = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu"), 60, tmp_path)
+    watchdog.board = SimpleNamespace(read=lambda page: None)
+    watchdog.run_dir = disk = Disk()
+    looks = {}
+    for half_seconds in range(120):
+        watchdog.nodes = SimpleNamespace(silent=half_seconds / 2, failure=None)
+        watchdog._failed_elsewhere()
+        looks[half_seconds / 2] = disk.looks
+    assert [looks[second] for second in (2.5, 3, 5.5, 6, 11.5, 12, 59.5)] == [0, 1, 1, 2, 2, 3, 5]
+    watchdog.nodes = SimpleNamespace(silent=0.0, failure=None)
+    watchdog._failed_elsewhere()
+    watchdog.nodes = SimpleNamespace(silent=3.0, failure=None)
+    watchdog._failed_elsewhere()
+    assert disk.looks == 6, "it begins again after an answer of the store"
+
+
+def test_first_failure_is_reported_on_volumes_without_hard_links(tmp_path, monkeypatch, capsys):
+    def refuse(*names):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    who = {"rank": 1, "epoch": 1, "step": 2, "since": 0.0}
+    others = failure_report.Others([], None)
+    reports = [failure_report.report(tmp_path, 0, who, "exception", text, others) for text in ("first", "second")]
+    assert reports == [True, False]
+    assert json.loads((tmp_path / "failure.json").read_text())["message"] == "first"
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failure.json", "status.json"]
+    assert "second" not in capsys.readouterr().err
