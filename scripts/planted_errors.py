@@ -365,7 +365,7 @@ ERRORS = [
           'self.collect("launch", own) or [own]', "[own]",
           "tests/world/test_runtime.py::test_launch_whose_first_node_was_replaced_keeps_its_directory"),
     Error("a rank takes the name of an earlier start", "ddp_lab/world/attempt.py",
-          "if store.check([answer]) and store.get(answer).decode() == word:", "if name:",
+          "if name and store.check([answer]) and store.get(answer) == word:", "if name:",
           "tests/world/test_attempt.py::test_ranks_of_a_start_get_one_name_and_never_that_of_an_earlier_start"),
     Error("ranks that have started are reported as late", "ddp_lab/world/attempt.py",
           " if not store.check([key])]", "]",

@@ -29,7 +29,8 @@ class Counts:
     """What all ranks have done.
 
     Attributes:
-        store: operations of the store, by prefix: "" at start and end, "nodes" those of heartbeats and failures.
+        store: operations of the store, by prefix: "attempt" until all ranks have started, "" at start and end, "nodes" those of
+            heartbeats and failures.
         size: bytes of their keys and values.
         files: operations on files in the shared directory, by kind.
         memory: bytes that the processes use and do not share.

@@ -169,7 +169,8 @@ def simulation(
 
 def show(made: Training, seconds: float, ranks: int) -> None:
     """Print what was measured without a fault."""
-    print(f"start: {made.start_seconds:.1f} s, {made.start.operations / ranks:.1f} store operations per rank, ", end="")
+    print(f"start: {made.start_seconds:.1f} s, {made.start.store[''] / ranks:.1f} store operations per rank, ", end="")
+    print(f"{made.start.store['attempt'] / ranks:.1f} more while it waits for others, ", end="")
     print(f"{made.start.size / ranks:,.0f} bytes per rank, {made.start.file_operations:,} file operations")
     print(f"training: {made.training.operations / seconds:,.0f} store operations/s, ", end="")
     print(f"{made.training.size / seconds / 1e3:,.0f} kB/s, {made.training.file_operations:,} file operations", end=", ")

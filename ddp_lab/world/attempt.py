@@ -9,12 +9,14 @@ import time
 import uuid
 from datetime import timedelta
 
-# Documented as torch.distributed.Store etc., but the module does not export them explicitly.
-from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
+# Documented as torch.distributed.DistError, but the module does not export it explicitly.
+from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_lab.config.errors import NodeError
+from ddp_lab.world.store import CountedStore
 
-POLL = 0.01, 1.0  # seconds between the first two looks at the store, which double, and the most
+POLL = 0.01, 1.0  # seconds between the first two looks at the store, which double, and the most within the first 10 s
+LATER = 0.1  # of the time waited so far, the most after that: 60 looks in 10 minutes, and a start that is 10 % later
 LISTED = 8  # the most ranks that the message names
 NEW_TORCHRUN = (
     "If torchrun was started again on one node only, its ranks and those of the other nodes do not find each other: set "
@@ -22,7 +24,7 @@ NEW_TORCHRUN = (
 )
 
 
-def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_attempt(store: CountedStore, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a name that all ranks of this start get, and that no other start had. Collective.
 
     Rank 0 publishes a new name. The name that another rank reads first may still be that of an earlier start. So it answers
@@ -39,21 +41,22 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelt
     word = uuid.uuid4().hex
     if rank == 0:
         return publish(store, word, world_size, timeout)
-    deadline = time.monotonic() + timeout.total_seconds()
-    pause, name = POLL[0], ""
-    while time.monotonic() < deadline:
-        if store.check(["attempt"]) and (published := store.get("attempt").decode()) != name:
+    begin = time.monotonic()
+    pause, waited, name = POLL[0], 0.0, ""
+    while waited < timeout.total_seconds():
+        if (name or store.check(["attempt"])) and (published := store.get("attempt")) != name:
             name = published
             store.set(f"{name}/{rank}", word)
         answer = f"{name}/{rank}/repeated"
-        if store.check([answer]) and store.get(answer).decode() == word:
+        if name and store.check([answer]) and store.get(answer) == word:
             return name
         time.sleep(pause)  # a `wait` that times out would print two warnings
-        pause = min(2 * pause, POLL[1])
+        waited = time.monotonic() - begin
+        pause = min(2 * pause, max(POLL[1], LATER * waited))
     raise not_started("rank 0 or another one", timeout)
 
 
-def publish(store: Store, name: str, world_size: int, timeout: timedelta) -> str:
+def publish(store: CountedStore, name: str, world_size: int, timeout: timedelta) -> str:
     """Publish the name on rank 0, repeat the words of the other ranks, and return the name."""
     store.set("attempt", name)
     keys = [f"{name}/{other}" for other in range(1, world_size)]
@@ -63,7 +66,7 @@ def publish(store: Store, name: str, world_size: int, timeout: timedelta) -> str
         if late := [str(other) for other, key in enumerate(keys, 1) if not store.check([key])]:
             ranks = ", ".join(late[:LISTED]) + ", ..." * (len(late) > LISTED)
             raise not_started(f"rank{'s' * (len(late) > 1)} {ranks}", timeout) from None
-    store.multi_set([f"{key}/repeated" for key in keys], store.multi_get(keys))  # pyright: ignore[reportAttributeAccessIssue]
+    store.multi_set([f"{key}/repeated" for key in keys], store.multi_get(keys))
     return name
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -186,10 +186,11 @@ class Runtime:
                 self._store = CountedStore(HashStore())
             else:
                 store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self.timeout))
-                self._store = CountedStore(PrefixStore(f"attempt_{self._attempt(store)}", store))
+                shared = CountedStore(store, prefix="attempt")  # counted apart: it depends on how long this rank waits
+                self._store = CountedStore(PrefixStore(f"attempt_{self._attempt(shared)}", store), shared.traffic)
         return self._store
 
-    def _attempt(self, store: Store) -> str:
+    def _attempt(self, store: CountedStore) -> str:
         """Return a name of this start: the agent's store outlives a restart, with the dead ranks' addresses in it."""
         if self.agent_keeps_store:
             return agree_on_attempt(store, self.rank, self.world_size, max(self.timeout, START_TIMEOUT))

@@ -59,6 +59,11 @@ class CountedStore:
         self.traffic.add(self.prefix, *keys)
         self.base.wait(list(keys), timeout)
 
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set, without waiting."""
+        self.traffic.add(self.prefix, *keys)
+        return self.base.check(list(keys))
+
     def get(self, key: str) -> str:
         """Return a value. Waits until it is set."""
         value = self.base.get(key)

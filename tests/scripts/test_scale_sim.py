@@ -42,8 +42,11 @@ def test_operations_per_rank_do_not_grow_with_the_number_of_ranks(trained):
             few, some, many = (of(made[ranks]) / ranks for ranks in (2, 8, 32))
             assert many <= max(few, some) * 1.1, part
     assert trained[32].start.store[""] <= 20 * 32
+    for ranks, made in trained.items():
+        looks = 8 + made.start_seconds  # at the name of the start, until the last rank is there
+        assert made.start.store["attempt"] <= (2 * looks + 3) * ranks
     heartbeats = 1000 * trained[32].start.store["nodes"]  # there are more of them if the start is slow
-    assert trained[32].start.size <= 1500 * 32 + heartbeats
+    assert trained[32].start.size <= 1500 * 32 + heartbeats + 200 * trained[32].start.store["attempt"]
     assert trained[32].start.file_operations <= 4 * 32
 
 
@@ -56,6 +59,22 @@ def test_training_uses_the_store_once_per_node_and_second_and_no_shared_file(tra
         assert trained[ranks].training.files.keys() <= {"os.stat"}
         assert trained[ranks].training.file_operations <= ranks // 2
     assert trained[2].training.file_operations == 0
+
+
+def test_operations_after_a_failure_do_not_grow_with_the_number_of_ranks():
+    def fail(ranks: int) -> Failure:
+        with simulation(ranks, ranks // 2, step_seconds=0.2, timeout=TIMEOUT) as simulated:
+            return simulated.fail(FAULTS[0])
+
+    sizes = 2, 8, 32
+    with ThreadPoolExecutor() as pool:
+        failures = dict(zip(sizes, pool.map(fail, sizes), strict=True))
+    for ranks, made in failures.items():
+        nodes = ranks // 2
+        # Only the rank that reports writes. A node that has had no answer of the store for three seconds looks for the report.
+        assert made.counts.file_operations <= 8 + nodes * (made.known_seconds > 3), ranks
+        heartbeats = (2 * nodes + 2) * (made.known_seconds + 2) if nodes > 1 else 0
+        assert made.counts.operations <= heartbeats, ranks
 
 
 @pytest.fixture(scope="module")

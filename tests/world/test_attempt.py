@@ -4,12 +4,15 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 
 from ddp_lab.config.errors import NodeError
+from ddp_lab.world import attempt
 from ddp_lab.world.attempt import agree_on_attempt
+from ddp_lab.world.store import CountedStore
 
 RANKS = 3
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
@@ -26,7 +29,7 @@ def start(server: TCPStore, order: Iterable[int], pause: float = 0.0) -> list[st
         results = {}
         for rank in order:
             client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
-            results[rank] = pool.submit(agree_on_attempt, client, rank, RANKS, LONG)
+            results[rank] = pool.submit(agree_on_attempt, CountedStore(client), rank, RANKS, LONG)
             threading.Event().wait(pause)
         return [results[rank].result() for rank in range(RANKS)]
 
@@ -42,7 +45,8 @@ def test_start_that_failed_before_its_ranks_agreed_leaves_nothing_that_the_next_
     """Rank 0 publishes a name, and rank 1 answers it, but rank 2 does not come."""
     with ThreadPoolExecutor(2) as pool:
         client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
-        waiting = [pool.submit(agree_on_attempt, store, rank, RANKS, SHORT) for rank, store in enumerate((server, client))]
+        stores = CountedStore(server), CountedStore(client)
+        waiting = [pool.submit(agree_on_attempt, store, rank, RANKS, SHORT) for rank, store in enumerate(stores)]
     with pytest.raises(NodeError, match=r"^rank 2 did not start within 1 s after the others\..*TORCH_DISABLE_SHARE_RDZV"):
         waiting[0].result()
     with pytest.raises(NodeError, match=r"^rank 0 or another one did not start within 1 s"):
@@ -51,3 +55,19 @@ def test_start_that_failed_before_its_ranks_agreed_leaves_nothing_that_the_next_
     names = start(server, [1, 2, 0], pause=0.15)
     assert len(set(names)) == 1
     assert names[0] != failed
+
+
+def test_rank_that_waits_for_the_others_asks_the_store_ever_more_rarely(server, monkeypatch):
+    clock = [0.0]
+    pauses = []
+
+    def sleep(pause: float) -> None:
+        clock[0] += pause
+        pauses.append(pause)
+
+    monkeypatch.setattr(attempt, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    store = CountedStore(TCPStore("localhost", server.port, is_master=False, wait_for_workers=False))
+    with pytest.raises(NodeError):
+        agree_on_attempt(store, 1, RANKS, timedelta(seconds=600))
+    assert store.traffic.operations[""] <= 3 * 60 + 2, "three for each look, and one answer"
+    assert max(pauses) <= 60, "it is at most a tenth later than the last rank"
