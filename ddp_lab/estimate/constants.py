@@ -11,7 +11,8 @@ MiB = 2**20
 class Constants:
     """Constants of one card and this version of torch.
 
-    The built-in values were measured on two H200s with torch 2.11 on 2026-11-23: by `--calibrate`, or as the comments say.
+    The built-in values are those of two H200s with torch 2.11 on 2026-11-23: `context`, `communicator`, `float32`, `bandwidth`,
+    `link` and `latency` by `--calibrate`, the others chosen by hand from the times of single kernels and of steps.
 
     Attributes:
         source: "assumed", or the hardware, the version of torch and the date of the measurement.
