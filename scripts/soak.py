@@ -30,16 +30,18 @@ import torch
 OVERRIDES = ["data=synthetic", "data.dataset.train_size=480", "data.dataset.test_size=50", "model=simple_cnn", "batch_size=24"]
 OVERRIDES += ["optimizer.lr=0.01", "epochs=3", "checkpoint.every_steps=5"]
 STEPS = 60  # of the whole run
-TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--max-restarts=3", "--nproc_per_node=2"]
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun"))]
+RESTARTABLE = [sys.executable, "-m", "ddp_lab.torchrun"]
 RANK_FAULTS = ["crash", "segfault", "raise"]
 NODE_FAULTS = ["rank killed", "rank frozen", "node killed", "agent killed"]
 LIMIT = 300  # seconds of a launch
 
 
-def start(options: list[str], runs_dir: str, name: str, *more: str, own_store: bool = False) -> subprocess.Popen[bytes]:
-    """Start an agent with two ranks. `own_store`: their store is not the agent's, as agents that are started again need it."""
-    line = [*TORCHRUN, *options, "train.py", *OVERRIDES, f"runs_dir={runs_dir}", f"name={name}", *more]
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(own_store)), "LOGLEVEL": "INFO"}
+def start(options: list[str], runs_dir: str, name: str, *more: str, restartable: bool = False) -> subprocess.Popen[bytes]:
+    """Start an agent with two ranks. `restartable`: agents that are started again later find it."""
+    line = [*(RESTARTABLE if restartable else TORCHRUN), "--max-restarts=3", "--nproc_per_node=2", *options]
+    line += ["train.py", *OVERRIDES, f"runs_dir={runs_dir}", f"name={name}", *more]
+    environment = os.environ | {"LOGLEVEL": "INFO"}
     with Path(runs_dir, f"{name}.txt").open("a") as output:
         agent = subprocess.Popen(line, env=environment, stdout=output, stderr=output)
     atexit.register(agent.kill)  # its ranks end with it
@@ -64,7 +66,7 @@ def train_on_two_agents(runs_dir: str, name: str, fault: str | None, chance: ran
     step = chance.randint(1, STEPS)
     # At this step the run waits for three seconds, in which the fault occurs. ddp on four ranks resumes up to rounding errors.
     more = ["strategy=scratch", "timeout=20", *([f"inject=slow@rank=0,step={step}"] if fault else [])]
-    launch = partial(start, options, runs_dir, name, *more, own_store=fault == "agent killed")
+    launch = partial(start, options, runs_dir, name, *more, restartable=fault == "agent killed")
     agents = [launch()]
     wait_for(lambda: answers(port))
     agents.append(launch())

@@ -23,7 +23,7 @@ ORDER = [
     "run",
 ]
 # `python -m ddp_lab` and `python -m ddp_lab.NAME`; they may import all rooms, but not each other
-COMMANDS = ["__main__", "advise", "doctor", "evaluate", "export", "merge", "predict"]
+COMMANDS = ["__main__", "advise", "doctor", "evaluate", "export", "merge", "predict", "torchrun"]
 
 
 def room_of(module: str) -> str:

@@ -19,8 +19,8 @@ POLL = 0.01, 1.0  # seconds between the first two looks at the store, which doub
 LATER = 0.1  # of the time waited so far, the most after that: 60 looks in 10 minutes, and a start that is 10 % later
 LISTED = 8  # the most ranks that the message names
 NEW_TORCHRUN = (
-    "If torchrun was started again on one node only, its ranks and those of the other nodes do not find each other: set "
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or start torchrun again on all nodes"
+    "If torchrun was started again on one node only, its ranks and those of the other nodes do not find each other: use "
+    "`python -m ddp_lab.torchrun` in place of torchrun on every node, or start torchrun again on all nodes"
 )
 
 

@@ -12,7 +12,7 @@ from slurm_cluster import wait_for
 
 EPOCHS = 4
 OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}", "checkpoint.every_steps=3"]
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # without it, an agent that is started again cannot join
+RESTARTABLE = "python -m ddp_lab.torchrun"  # an agent of torchrun itself that is started again cannot join
 
 
 class Agents:
@@ -24,14 +24,23 @@ class Agents:
         overrides: Hydra overrides.
         faults: `inject` on the ranks of each agent.
         ranks: number of ranks of each agent.
+        program: what starts an agent.
     """
 
-    def __init__(self, runs: Path, options: str, *overrides: str, faults: tuple[str, str], ranks: tuple[int, int] = (1, 1)):
+    def __init__(
+        self,
+        runs: Path,
+        options: str,
+        *overrides: str,
+        faults: tuple[str, str],
+        ranks: tuple[int, int] = (1, 1),
+        program: str = "torchrun",
+    ):
         self.runs, self.faults, self.ranks = runs, faults, ranks
         with socket.socket() as free:
             free.bind(("localhost", 0))
             endpoint = f"localhost:{free.getsockname()[1]}"
-        self.line = f"torchrun {options} --rdzv-backend=c10d --rdzv-id=agents --rdzv-endpoint={endpoint}"
+        self.line = f"{program} {options} --rdzv-backend=c10d --rdzv-id=agents --rdzv-endpoint={endpoint}"
         self.overrides = [*OVERRIDES, f"runs_dir={runs}", *overrides]
         self.processes = [self.start(0), self.start(1)]
 
@@ -89,9 +98,8 @@ def test_restart_over_two_agents_ends_with_the_same_weights(rank, undisturbed, t
 
 
 @pytest.mark.slow
-def test_agent_that_is_killed_and_started_again_joins_the_run(undisturbed, tmp_path, monkeypatch):
-    monkeypatch.setenv(OWN_STORE, "1")
-    agents = Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=("", "slow@rank=0,step=8"))
+def test_agent_that_is_killed_and_started_again_joins_the_run(undisturbed, tmp_path):
+    agents = Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=("", "slow@rank=0,step=8"), program=RESTARTABLE)
     agents.await_fault(1)
     agents.kill_second()
     agents.processes[1] = agents.start(1)
@@ -99,10 +107,10 @@ def test_agent_that_is_killed_and_started_again_joins_the_run(undisturbed, tmp_p
 
 
 @pytest.mark.slow
-def test_run_continues_without_a_lost_node_and_takes_it_back(undisturbed, tmp_path, monkeypatch):
+def test_run_continues_without_a_lost_node_and_takes_it_back(undisturbed, tmp_path):
     """With --nnodes=1:2. The lost node had rank 0, so the run directory is chosen on three nodes one after another."""
-    monkeypatch.setenv(OWN_STORE, "1")
-    agents = Agents(tmp_path, "--nnodes=1:2 --max-restarts=3", faults=("slow@rank=0,step=14", "slow@rank=0,step=8"))
+    faults = "slow@rank=0,step=14", "slow@rank=0,step=8"
+    agents = Agents(tmp_path, "--nnodes=1:2 --max-restarts=3", faults=faults, program=RESTARTABLE)
     agents.await_fault(1)
     agents.kill_second()
     agents.await_fault(0)  # the remaining rank, which has resumed alone, is rank 0 now
@@ -115,10 +123,9 @@ def test_run_continues_without_a_lost_node_and_takes_it_back(undisturbed, tmp_pa
 
 
 @pytest.mark.slow
-def test_rest_of_the_nodes_whose_ranks_do_not_divide_the_batch_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(OWN_STORE, "1")
-    faults = "", "slow@rank=0,step=3"
-    agents = Agents(tmp_path, "--nnodes=1:2 --max-restarts=1", "batch_size=27", faults=faults, ranks=(2, 1))
+def test_rest_of_the_nodes_whose_ranks_do_not_divide_the_batch_is_refused(tmp_path):
+    options = {"faults": ("", "slow@rank=0,step=3"), "ranks": (2, 1), "program": RESTARTABLE}
+    agents = Agents(tmp_path, "--nnodes=1:2 --max-restarts=1", "batch_size=27", **options)
     agents.await_fault(1)
     agents.kill_second()
     code, output = finish(agents.processes[0], timeout=120)

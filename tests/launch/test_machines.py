@@ -25,7 +25,8 @@ def start_node(machines: list[Machine], node: int, runs: Path):
     options = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=run"
     endpoint = f"--rdzv-endpoint={machines[0].name}:29500 --rdzv-conf=is_host={1 - node}"
     fault = f"inject=slow@rank={node},step={14 - 6 * node}"
-    return machines[node].start(f"torchrun {options} {endpoint} train.py", *OVERRIDES, f"runs_dir={runs}", fault)
+    line = f"python -m ddp_lab.torchrun {options} {endpoint} train.py"
+    return machines[node].start(line, *OVERRIDES, f"runs_dir={runs}", fault)
 
 
 def await_fault(run: Path, fault: str) -> None:
@@ -40,8 +41,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return torch.load(max((run / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
 
 
-def test_run_survives_a_lost_machine_and_resumes_after_a_preemption(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+def test_run_survives_a_lost_machine_and_resumes_after_a_preemption(tmp_path):
     runs, run = tmp_path / "runs", tmp_path / "runs" / "run"
     with two_machines(tmp_path) as machines:
         agents = [start_node(machines, node, runs) for node in (0, 1)]
