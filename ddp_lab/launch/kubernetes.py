@@ -61,10 +61,7 @@ class KubernetesLauncher(SweepLauncher):
             ConfigError: A launcher option is wrong, kubectl is not installed or the cluster does not respond.
             SystemExit: The cluster rejected a TrainJob; raised after the last job.
         """
-        for key in ("numNodes", "numProcPerNode"):
-            value = self.trainer.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"hydra.launcher.trainer.{key}={value}: must be an integer of at least 1")
+        self._check_options()
         jobs = self.jobs(job_overrides)
         manifests = [self.manifest(job) for job in jobs]
         if self.dry_run:
@@ -76,6 +73,18 @@ class KubernetesLauncher(SweepLauncher):
             if not all(accepted):
                 sys.exit(1)
         return [job_return(job.overrides) for job in jobs]
+
+    def _check_options(self) -> None:
+        for key in ("numNodes", "numProcPerNode"):
+            value = self.trainer.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"hydra.launcher.trainer.{key}={value}: must be an integer of at least 1")
+        for key in ("annotations", "labels"):
+            plain(f"metadata.{key}", self.metadata.get(key, {}))
+        for group, keys, of in ((self.metadata, ["name"], "metadata"), (self.trainer, ["command", "args"], "trainer")):
+            for key in keys:
+                if key in group:
+                    raise ConfigError(f"hydra.launcher.{of}.{key}={group[key]}: is that of each job of the sweep; remove it")
 
     def manifest(self, job: Job) -> dict[str, Any]:
         """Return the TrainJob of a job."""

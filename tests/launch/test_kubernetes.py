@@ -201,6 +201,23 @@ def test_missing_kubectl_and_wrong_options_are_reported(tmp_path, monkeypatch):
             make(tmp_path, trainer={"numNodes": value}).launch([], 0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metadata": {"annotations": 3}}, r"hydra\.launcher\.metadata\.annotations=3: must be a dictionary"),
+        ({"metadata": {"labels": "a"}}, r"hydra\.launcher\.metadata\.labels=a: must be a dictionary"),
+        ({"metadata": {"name": "mine"}}, r"hydra\.launcher\.metadata\.name=mine: is that of each job of the sweep; remove it"),
+        (
+            {"trainer": {"args": ["-x"]}},
+            r"hydra\.launcher\.trainer\.args=\['-x'\]: is that of each job of the sweep; remove it",
+        ),
+    ],
+)
+def test_options_that_every_job_sets_itself_are_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        make(tmp_path, **options).launch([], 0)
+
+
 def test_dry_run_of_a_sweep_prints_the_manifests(tmp_path, cluster):
     value = f"a  b 'c' \"d\" \\e $HOME $(touch {tmp_path}/bad); #é"
     options = ["hydra.launcher.dry_run=true", "hydra.launcher.trainer.resourcesPerNode={limits:{nvidia.com/gpu:4}}"]

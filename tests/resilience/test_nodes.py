@@ -260,8 +260,9 @@ def test_silence_of_the_store_while_the_process_group_opens_does_not_count_when_
     for look in range(40):
         if look == 20:
             link.look = lambda: Overview.of([beat(1, node=1)])
-        found.append(watch.look() is not None)
-    assert found == [False] * 34 + [True] * 6
+        found.append(watch.look())
+    assert [one is not None for one in found] == [False] * 34 + [True] * 6
+    assert found[-1][1].startswith("the ranks' store at "), "the message says what is lost"
 
 
 SERVER = """
