@@ -32,7 +32,8 @@ from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, chec
 from ddp_lab.run.job import Job
 from ddp_lab.run.memory import check_memory
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.world.runtime import Runtime, list_devices
+from ddp_lab.world.device import list_devices
+from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
 

@@ -26,7 +26,8 @@ from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run import train
-from ddp_lab.world.runtime import Runtime, list_devices
+from ddp_lab.world.device import list_devices
+from ddp_lab.world.runtime import Runtime
 
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
 CHECKS += ["partition", "loss"]

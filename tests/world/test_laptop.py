@@ -24,8 +24,9 @@ from ddp_lab.strategies.sums import sum_dtype
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.tally import Tally
 from ddp_lab.world import process
+from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.process import is_alive, start_time
-from ddp_lab.world.runtime import Runtime, find_device, list_devices
+from ddp_lab.world.runtime import Runtime
 
 HIDE_PROC = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
 

@@ -1,7 +1,6 @@
-"""Tests of Runtime: agreement of ranks before the process group exists, devices, process group, meshes, precision."""
+"""Tests of Runtime: devices, process group, meshes, precision."""
 
 import math
-import os
 import time
 
 import pytest
@@ -10,93 +9,9 @@ import torch.distributed as dist
 from launches import NARROW, SMALL, main_in_world, only_run, read_metrics
 from worlds import run_world
 
-from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.resilience.run_directory import LAUNCH_FILE, RunDir, find_launch
-from ddp_lab.world.runtime import Runtime, find_device
-
-
-def on_two_nodes() -> Runtime:
-    """Return this rank's runtime as if the first half of the ranks were on one machine and the second half on another."""
-    rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
-    os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": str(rank // half)}
-    return Runtime("cpu", timeout=30)
-
-
-def prepare_once_per_node(folder) -> str:
-    with on_two_nodes() as runtime:
-
-        def prepare() -> str:
-            time.sleep(0.5)
-            path = folder / f"by_rank_{runtime.rank}"
-            path.touch()
-            return str(path)
-
-        path = runtime.agree("data", prepare, per_node=True)
-        assert os.path.exists(path), "the rank did not wait for its node's first rank"
-        return path
-
-
-def test_agree_per_node_runs_once_per_node_and_the_other_ranks_wait(tmp_path):
-    answers = run_world(4, prepare_once_per_node, tmp_path)
-    assert [os.path.basename(path) for path in answers] == ["by_rank_0", "by_rank_0", "by_rank_2", "by_rank_2"]
-    assert sorted(os.listdir(tmp_path)) == ["by_rank_0", "by_rank_2"]
-
-
-def choose_run_dir(runs_dir) -> str:
-    with on_two_nodes() as runtime:
-        return str(RunDir(runtime, runs_dir, name=None, resume="auto", label="label").path)
-
-
-def test_all_nodes_use_the_same_run_directory(tmp_path):
-    chosen = {name for _ in range(3) for name in set(run_world(4, choose_run_dir, tmp_path))}
-    assert len(chosen) == 3, "each launch must have exactly one directory"
-    assert chosen == {str(path) for path in tmp_path.iterdir()}
-
-
-def restart_with(agent: str, runs_dir) -> tuple[str, bool]:
-    """Choose the run directory of a launch whose node 0 has this agent."""
-    with on_two_nodes() as runtime:
-        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "DDP_LAB_LAUNCH": agent if runtime.node == 0 else "always"}
-        run_dir = RunDir(runtime, runs_dir, name=None, resume="never", label="label")
-        return str(run_dir.path), run_dir.restarted
-
-
-def test_launch_whose_first_node_was_replaced_keeps_its_directory(tmp_path):
-    first, second = (set(run_world(2, restart_with, agent, tmp_path)) for agent in ("first", "second"))
-    ((path, restarted),) = first
-    assert not restarted
-    assert second == {(path, True)}
-
-
-def test_find_launch_finds_a_launch_of_which_some_nodes_were_replaced(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LAUNCH_FILE).write_text("node1-1-10\nnode2-1-10")
-    launches = ["node2-1-10", "node2-1-10\nnode3-1-30", "node1-1-50", "node"]
-    assert [find_launch(tmp_path, launch) for launch in launches] == ["run", "run", None, None]
-
-
-def test_find_launch_returns_the_directory_of_this_launch_alone(tmp_path):
-    for name, launch in (("one", "host-1-10"), ("two", "host-2-20")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / LAUNCH_FILE).write_text(launch)
-    found = [find_launch(tmp_path, launch) for launch in ("host-1-10", "host-2-20", "host-3-30")]
-    assert found == ["one", "two", None]
-
-
-def fail_to_agree() -> str:
-    def decide():
-        raise NodeError("no such thing")
-
-    with Runtime("cpu", timeout=30) as runtime:
-        try:
-            runtime.agree("thing", decide)
-        except ConfigError as error:
-            return str(error)
-    return "agreed"
-
-
-def test_agree_raises_the_error_of_the_deciding_rank_on_every_rank():
-    assert run_world(3, fail_to_agree) == ["no such thing"] * 3
+from ddp_lab.config.errors import NodeError
+from ddp_lab.world.device import find_device
+from ddp_lab.world.runtime import Runtime
 
 
 def leak() -> None:
