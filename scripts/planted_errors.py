@@ -43,7 +43,8 @@ class Error:
     test: str
 
 
-JOB, TRAIN, LOOP, STEP = "ddp_lab/run/job.py", "ddp_lab/run/train.py", "ddp_lab/training/loop.py", "ddp_lab/training/step.py"
+JOB, MATERIALIZE, TRAIN = (f"ddp_lab/run/{name}.py" for name in ("job", "materialize", "train"))
+LOOP, STEP = "ddp_lab/training/loop.py", "ddp_lab/training/step.py"
 EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/sums.py"
 MESH = "ddp_lab/strategies/mesh.py"
 EMA, FSDP = "ddp_lab/training/ema.py", "ddp_lab/strategies/fsdp.py"
@@ -75,33 +76,33 @@ ERRORS = [
           "torch.manual_seed(self.cfg.seed)", "torch.manual_seed(0)", BY_HAND.format("lenet")),
     Error("the seed is ignored by the loaders", JOB,
           "seed=self.cfg.seed,", "seed=0,", BY_HAND.format("lenet")),
-    Error("accumulate is ignored by the step", JOB,
+    Error("accumulate is ignored by the step", MATERIALIZE,
           "scheduler, cfg.accumulate,", "scheduler, 1,", BY_HAND.format("batch_norm")),
     Error("accumulate is ignored by the plan", JOB,
           "accumulate=cfg.accumulate", "accumulate=1",
           "tests/launch/test_launch.py::test_user_error_is_reported_once_with_exit_code_2"
           "[strategy=pipeline strategy.num_microbatches=12 batch_size=22 accumulate=2]"),
-    Error("max_grad_norm is ignored", JOB,
+    Error("max_grad_norm is ignored", MATERIALIZE,
           "cfg.max_grad_norm,", "None,", BY_HAND.format("lenet")),
-    Error("on_nan=skip is ignored", JOB,
+    Error("on_nan=skip is ignored", MATERIALIZE,
           'cfg.on_nan == "skip"', "False",
           "tests/resilience/test_faults.py::test_on_nan_skip_continues_after_a_loss_that_is_not_finite[python train.py]"),
-    Error("warmup_epochs is ignored", JOB,
+    Error("warmup_epochs is ignored", MATERIALIZE,
           "round(cfg.warmup_epochs * plan.steps_per_epoch)", "0", BY_HAND.format("lenet")),
     Error("scaling is ignored", JOB,
           "scaling=cfg.scaling", 'scaling="strong"', BY_HAND.format("lenet-ddp")),
-    Error("the loss is ignored", JOB,
+    Error("the loss is ignored", MATERIALIZE,
           "    strategy.loss = job.loss.to(strategy.device)\n", "", BY_HAND.format("lenet")),
-    Error("mixup and cutmix are ignored by the step", JOB,
+    Error("mixup and cutmix are ignored by the step", MATERIALIZE,
           "ema, job.mix,", "ema, None,", BY_HAND.format("lenet")),
-    Error("drop_path is ignored by the step", JOB,
+    Error("drop_path is ignored by the step", MATERIALIZE,
           "job.mix, drop_paths)", "job.mix)",
           "tests/strategies/test_equivalence.py::test_reference_trains_clips_and_augments"),
     Error("the seed is ignored by mixup and cutmix", JOB,
           "seed=cfg.seed,", "seed=0,", BY_HAND.format("lenet")),
-    Error("decay_norms_and_biases is ignored", JOB,
+    Error("decay_norms_and_biases is ignored", MATERIALIZE,
           "strategy.param_groups(cfg.decay_norms_and_biases)", "strategy.param_groups()", BY_HAND.format("lenet")),
-    Error("the schedule counts steps as epochs", JOB,
+    Error("the schedule counts steps as epochs", MATERIALIZE,
           "cfg.epochs, plan.steps_per_epoch,", "cfg.epochs * plan.steps_per_epoch, 1,", BY_HAND.format("batch_norm")),
     Error("the test set is augmented", JOB,
           "evaluated(self.dataset.test, shuffle=False)",

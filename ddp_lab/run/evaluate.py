@@ -9,7 +9,8 @@ from omegaconf import DictConfig
 
 from ddp_lab.launch.preflight.network import check_network
 from ddp_lab.resilience.sharded_files import is_sharded
-from ddp_lab.run.job import place, prepare
+from ddp_lab.run.job import prepare
+from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import compare_data, find_checkpoint, read_shards, read_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress

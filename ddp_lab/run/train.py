@@ -25,7 +25,8 @@ from ddp_lab.resilience.run_directory import RunDir, find_launch
 from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.job import Job, Training, materialize, prepare
+from ddp_lab.run.job import Job, prepare
+from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.memory import check_memory
 from ddp_lab.run.trained import compare_data, record_data
 from ddp_lab.training.loop import is_over

@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ddp_lab.launch.command_line import CONF
-from ddp_lab.run.job import materialize, prepare
+from ddp_lab.run.job import prepare
+from ddp_lab.run.materialize import materialize
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
 

@@ -26,7 +26,8 @@ from worlds import once, run_world
 from ddp_lab.config.build import build
 from ddp_lab.estimate.footprint import Footprint, footprint
 from ddp_lab.estimate.optimizer_state import state_of
-from ddp_lab.run.job import materialize, prepare
+from ddp_lab.run.job import prepare
+from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime

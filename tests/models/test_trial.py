@@ -15,7 +15,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
 from ddp_lab.models.own import build_model
 from ddp_lab.models.trial import freeze_unused, meta_copy, some
-from ddp_lab.run.job import materialize, prepare
+from ddp_lab.run.job import prepare
+from ddp_lab.run.materialize import materialize
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}

@@ -24,7 +24,8 @@ from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.run.job import Job, materialize, prepare
+from ddp_lab.run.job import Job, prepare
+from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP

@@ -1,0 +1,88 @@
+"""From a prepared job to a training: the ranks are connected, and model, optimizer, schedule and step are on the devices."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from ddp_lab.config.build import build
+from ddp_lab.models.drop_path import DropPaths
+from ddp_lab.observe.logger import Logger
+from ddp_lab.run.job import Job
+from ddp_lab.training.ema import EMA
+from ddp_lab.training.hooks import Hooks
+from ddp_lab.training.loop import fit
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import make_scheduler
+from ddp_lab.training.speed.attempts import build_step
+from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.training.step import Step, TrainStep
+
+
+@dataclass
+class Training:
+    """A job whose model is on its devices, with the optimizer, the schedule and the step.
+
+    Attributes:
+        eager_step: The training step in eager mode.
+        ema: The averages of the weights; None without the key `ema`.
+        step: The step that `fit` takes: `eager_step` until `compile` replaces it.
+    """
+
+    job: Job
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    eager_step: Step
+    step: TrainStep
+    ema: EMA | None = None
+
+    def compile(self, steps_left: int) -> Step | GraphStep:
+        """Compile and capture the step as the performance options require, and return it. Collective; called after resuming.
+
+        Args:
+            steps_left: steps until the end of the run.
+        """
+        job = self.job
+        step = build_step(job.options, job.choices, self.eager_step, job.loaders[0], steps_left)
+        # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
+        self.step = cast("TrainStep", step)
+        return step
+
+    def fit(self, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
+        """Train from `progress` to the end of the run, and return the final progress."""
+        cfg = self.job.cfg
+        return fit(self.job.strategy, self.step, *self.job.loaders, logger, hooks, progress, cfg.epochs, cfg.patience, self.ema)
+
+
+def place(job: Job) -> None:
+    """Open the process group and place the model and the loss on their devices. Collective."""
+    strategy = job.strategy
+    if not strategy.one_process:
+        job.runtime.open_group()
+    strategy.loss = job.loss.to(strategy.device)
+    strategy.initial_weights = job.made.initial_weights
+    strategy.setup(job.options.shape(job.model))
+    if strategy.initial_weights is not None:
+        strategy.initial_weights.give({})  # the tensors of a file are not needed any more
+
+
+def materialize(job: Job) -> Training:
+    """Place the model on its devices, and construct optimizer, schedule and step. Collective.
+
+    The random state is that of the replica from here on: replicas draw different dropout masks, the ranks of one the same.
+    """
+    cfg, strategy, plan = job.cfg, job.strategy, job.plan
+    place(job)
+    digest = hashlib.sha256(f"masks {cfg.seed} {strategy.dp_rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
+    groups = strategy.param_groups(cfg.decay_norms_and_biases)
+    fused = job.choices["optimizer.fused"].value is True
+    optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr), strategy.device, fused)
+    warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
+    scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs, plan.steps_per_epoch, warmup_steps)
+    ema = None if cfg.ema is None else EMA(strategy, cfg.ema)
+    drop_paths = DropPaths(strategy.module.modules(), cfg.seed)
+    skip = cfg.on_nan == "skip"
+    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, skip, ema, job.mix, drop_paths)
+    return Training(job, optimizer, scheduler, step, step, ema)
