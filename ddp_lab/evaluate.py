@@ -33,7 +33,7 @@ def main() -> None:
         check_folder(given.json, "--json")
     from ddp_lab.resilience.run_directory import write_json
     from ddp_lab.run.evaluate import evaluate_run
-    from ddp_lab.run.trained import read_config
+    from ddp_lab.run.recorded_config import read_config
     from ddp_lab.world.runtime import Runtime
 
     cfg = read_config(given.run, given.overrides, given.config_dir)

@@ -26,8 +26,10 @@ def arguments() -> argparse.Namespace:
 @user_errors
 def main() -> None:
     given = arguments()
+    from ddp_lab.run.data_record import read_data
     from ddp_lab.run.export import describe_input, find_writer
-    from ddp_lab.run.trained import find_checkpoint, load_model, read_config, read_data
+    from ddp_lab.run.recorded_config import read_config
+    from ddp_lab.run.trained import find_checkpoint, load_model
     from ddp_lab.world.runtime import Runtime
 
     write = find_writer(given.output)

@@ -42,8 +42,10 @@ def main() -> None:
         raise ConfigError("ddp_lab.predict: runs in one process; start it without torchrun")
     if given.output:
         check_output(given.output, given.force)
+    from ddp_lab.run.data_record import read_data
     from ddp_lab.run.predict import Predictor, find_images, write_table
-    from ddp_lab.run.trained import find_checkpoint, load_model, read_config, read_data
+    from ddp_lab.run.recorded_config import read_config
+    from ddp_lab.run.trained import find_checkpoint, load_model
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)

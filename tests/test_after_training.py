@@ -24,11 +24,13 @@ from ddp_lab import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+from ddp_lab.run.data_record import DataRecord
 from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import find_writer, write_pt2
 from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.predict import Predictor, find_images, short_side
-from ddp_lab.run.trained import DataRecord, find_checkpoint, load_model, read_config
+from ddp_lab.run.recorded_config import read_config
+from ddp_lab.run.trained import find_checkpoint, load_model
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.

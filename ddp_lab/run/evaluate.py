@@ -9,9 +9,10 @@ from omegaconf import DictConfig
 
 from ddp_lab.launch.preflight.network import check_network
 from ddp_lab.resilience.sharded_files import is_sharded
+from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import prepare
 from ddp_lab.run.materialize import place
-from ddp_lab.run.trained import compare_data, find_checkpoint, read_shards, read_weights
+from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.run.trained import DataRecord
+from ddp_lab.run.data_record import DataRecord
 
 INPUT, OUTPUT = "images", "logits"
 BATCH = ({0: torch.export.Dim("batch")},)  # dimension 0 of the input may have any size

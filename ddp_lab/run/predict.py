@@ -16,7 +16,7 @@ from ddp_lab.data.decode import ImageError, decode, evaluation_view
 from ddp_lab.data.sharding import scale_and_offset
 from ddp_lab.data.sources import image_options
 from ddp_lab.data.tree import SUFFIXES, find_files
-from ddp_lab.run.trained import DataRecord
+from ddp_lab.run.data_record import DataRecord
 from ddp_lab.world.runtime import Runtime
 
 

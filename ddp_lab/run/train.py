@@ -1,34 +1,26 @@
-"""Execution of a run: prepare it, create its directory, train under the guard and the watchdog, record the outcome."""
+"""Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.record import to_record
-from ddp_lab.data.folder import listed
-from ddp_lab.launch.preflight.finding import Finding, warn
-from ddp_lab.launch.preflight.network import check_network
-from ddp_lab.launch.preflight.storage import check_storage
+from ddp_lab.launch.preflight.finding import warn
 from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
 from ddp_lab.observe.profiler import NEEDED, Profiled
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.resilience.checkpoint_files import load_checkpoint
-from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
-from ddp_lab.resilience.run_directory import RunDir, find_launch
-from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
-from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.job import Job, prepare
+from ddp_lab.run.checks import check_and_prepare
+from ddp_lab.run.data_record import record_data
+from ddp_lab.run.job import Job
 from ddp_lab.run.materialize import Training, materialize
-from ddp_lab.run.memory import check_memory
-from ddp_lab.run.trained import compare_data, record_data
 from ddp_lab.training.loop import is_over
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
@@ -64,69 +56,6 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
         training = materialize(job)
         log.info(job.strategy.describe())
         return train_guarded(training, run_dir, watchdog, decisions, choices)
-
-
-def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Finding]]:
-    """Return the prepared job and the findings of the preflight checks. The run directory is not created.
-
-    Raises:
-        ConfigError: The config cannot be used, or a machine cannot take part in the run.
-    """
-    findings = check_network(runtime)
-    launch = runtime.launch
-    progress = runtime.agree("progress", partial(find_progress, cfg, launch))
-    job = prepare(cfg, runtime, with_weights=progress is None)
-    if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
-        findings.append(Finding("warning", "dataset", text))
-    check_memory(job)
-    size = job.checkpoint_bytes
-    keep, best, on_error = cfg.checkpoint.keep, cfg.checkpoint.best is not None, cfg.checkpoint.on_error
-    findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
-    if skipped := job.dataset.skipped:
-        text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
-        findings.append(Finding("warning", "dataset", text))
-    if cfg.resume not in ("auto", "never"):
-        problem = damage_of_shards(Path(cfg.resume), runtime) if is_sharded(cfg.resume) else None
-        runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes, problem))
-    return job, findings
-
-
-def find_progress(cfg: DictConfig, launch: str) -> str | None:
-    """Return the checkpoint, or the directory of checkpoints, that the run resumes from; None if it begins anew.
-
-    Args:
-        launch: `Runtime.launch`.
-    """
-    if cfg.resume != "auto":
-        return None if cfg.resume == "never" else cfg.resume
-    name = cfg.name or find_launch(Path(cfg.runs_dir), launch)
-    folder = Path(cfg.runs_dir) / name / "checkpoints" if name else None
-    return str(folder) if folder and steps_in(folder) else None
-
-
-def run_of(progress: str) -> Path:
-    """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs to."""
-    path = Path(progress)
-    return path.parent if path.is_dir() and not is_sharded(path) else path.absolute().parents[1]
-
-
-def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]], problem: str | None) -> None:
-    """Check that a checkpoint can be loaded into this model.
-
-    Args:
-        path: The checkpoint, as in resume=PATH.
-        shapes: The shape of each tensor of the unsharded model, by name.
-        problem: What is wrong with the files of a sharded checkpoint.
-
-    Raises:
-        ConfigError: The checkpoint is not valid, or it is not one of this model.
-    """
-    if problem:
-        raise ConfigError(f"resume={path}: the checkpoint is damaged: {problem}. Use another checkpoint")
-    if is_sharded(path):
-        ShardedCheckpoint(path).check(shapes)
-    else:
-        load_checkpoint(path, shapes)
 
 
 def train_guarded(

@@ -10,8 +10,8 @@ from launches import SMALL
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.run.train import check_and_prepare
-from ddp_lab.run.trained import compare_data
+from ddp_lab.run.checks import check_and_prepare
+from ddp_lab.run.data_record import compare_data
 from ddp_lab.world.runtime import Runtime
 
 

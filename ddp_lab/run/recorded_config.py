@@ -1,0 +1,67 @@
+"""The config of a trained run, read from its directory for the commands after training."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.schema import CheckpointConfig, RunConfig
+from ddp_lab.launch.command_line import CONF, compose_config
+
+# Keys of a launch that trains, with their values afterwards.
+AFTERWARDS = {"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None}
+
+
+def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> DictConfig:
+    """Return the config of a run with overrides: choices of a group replace the whole group, other keys are set.
+
+    Args:
+        folder: the run directory.
+        overrides: Hydra overrides.
+        config_dir: directory of further yaml, as in --config-dir.
+
+    Raises:
+        ConfigError: the directory contains no readable config, or the config with the overrides is not allowed.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder}: is not the directory of a run: there is no {path}. Use a directory in runs_dir, runs/NAME"
+        )
+    try:
+        cfg = OmegaConf.load(path)
+        if not isinstance(cfg, DictConfig):
+            raise ConfigError(f"{path}: must be a config, got a list")
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
+    add_new_keys(cfg)
+    groups = {entry.name for entry in CONF.iterdir() if entry.is_dir() and entry.name in cfg}
+    choices = [override for override in overrides if override.partition("=")[0] in groups]
+    if choices:
+        composed = compose_config(choices, config_dir)
+        for group in (choice.partition("=")[0] for choice in choices):
+            cfg[group] = OmegaConf.to_container(composed[group])  # with its references, which now refer to the run's keys
+    others = [override for override in overrides if override not in choices]
+    for override in OverridesParser.create().parse_overrides(others):
+        if override.is_delete() or override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: must be of the form key=value")
+        OmegaConf.update(cfg, override.key_or_group, override.value(), force_add=True)
+    for key, value in AFTERWARDS.items():
+        OmegaConf.update(cfg, key, value)
+    check(cfg)
+    return cfg
+
+
+def add_new_keys(cfg: DictConfig) -> None:
+    """Set the keys that the version of ddp_lab that wrote a config did not have to their defaults, which do what it did."""
+    missing = RunConfig.model_fields.keys() - cfg.keys() - {"data", "model"}
+    if missing or CheckpointConfig.model_fields.keys() - cfg.checkpoint.keys():
+        defaults = cast("dict[str, Any]", OmegaConf.to_container(compose_config([], None)))
+        OmegaConf.update(cfg, "checkpoint", defaults["checkpoint"] | dict(cfg.get("checkpoint", {})))
+        for key in missing:
+            cfg[key] = defaults[key]
