@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 3
 # The tests of a file share worlds and launches, so one process runs all of them. conftest.py starts the longest files first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-QUICK := config data/test_data.py data/test_decode.py data/test_mix.py models/test_models.py observe/test_logger.py
+QUICK := config data/test_data.py data/test_decode.py data/test_mix.py models/test_models.py observe/test_log.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 

@@ -263,7 +263,7 @@ ERRORS = [
     Error("TensorBoard shows the training loss as the test loss", LOGGER,
           'metrics[f"{part}_loss"]', 'metrics["train_loss"]',
           "tests/observe/test_logger.py::test_epoch_is_recorded_under_its_names"),
-    Error("a record that is trained again is kept", LOGGER,
+    Error("a record that is trained again is kept", "ddp_lab/observe/metrics_file.py",
           '["epoch"] < start_epoch', '["epoch"] <= start_epoch',
           "tests/resilience/test_checkpoint.py::test_run_without_its_last_checkpoint_ends_the_same"),
 

@@ -1,11 +1,7 @@
-"""Logging of a run on rank 0: the console, train.log, metrics.jsonl and TensorBoard. Other ranks log only warnings."""
+"""The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, TensorBoard and pictures."""
 
 import json
-import logging
 import math
-import os
-import resource
-import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
@@ -17,19 +13,12 @@ import torch
 from tqdm import tqdm
 
 from ddp_lab.observe.confusion import confusion_picture, write_classes
-from ddp_lab.observe.plot import Curve, Plot, beside, curves
+from ddp_lab.observe.log import log
+from ddp_lab.observe.metrics_file import append_line, draw_metrics, drop_epochs
 from ddp_lab.observe.prediction_grid import prediction_grid
+from ddp_lab.world.device import peak_memory_bytes
 
-log = logging.getLogger("ddp_lab")
 T = TypeVar("T")
-LOG_FILES = 8  # the most ranks that have a log file of their own: not a file of each of a thousand ranks
-
-
-class LogFile(logging.FileHandler):
-    """A log file whose errors, such as a full disk, are ignored."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing: the line is on the console, too."""
 
 
 @contextmanager
@@ -39,38 +28,6 @@ def surviving_a_full_disk(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         log.error(f"{path} could not be written ({error.strerror or error}): its records are incomplete; training continues")
-
-
-def setup_logging(run_dir: Path, rank: int) -> None:
-    """Set up the console and the log file of one rank.
-
-    Rank 0 logs INFO and above to stdout and train.log. Other ranks log warnings and errors, prefixed with the rank, to stderr,
-    and the first LOG_FILES ranks also to train.rank<N>.log, which is created by the first of them.
-
-    Args:
-        run_dir: directory of the log file.
-        rank: this process's global rank.
-    """
-    name = f"[rank {rank}] " if rank else ""
-    console = logging.StreamHandler(sys.stderr if rank else sys.stdout)
-    console.setFormatter(logging.Formatter(f"{name}%(message)s"))
-    handlers: list[logging.Handler] = [console]
-    if rank < LOG_FILES:
-        file = LogFile(run_dir / (f"train.rank{rank}.log" if rank else "train.log"), delay=True)
-        file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
-        handlers.append(file)
-    logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)
-    log.setLevel(logging.WARNING if rank else logging.INFO)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first picture would warn about matplotlib's font cache
-    logging.captureWarnings(True)
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak memory allocated on this process's fullest GPU; without GPUs, the peak resident size of the process."""
-    if torch.cuda.is_initialized():
-        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Logger:
@@ -236,45 +193,3 @@ class FileLogger(Logger):
                 log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
         with surviving_a_full_disk(self.metrics.parent):
             self.board.close()
-
-
-def draw_metrics(metrics: Path, picture: Path) -> None:
-    """Draw the losses and accuracies of metrics.jsonl by epoch. Draw nothing if there is no record."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    plots: list[Plot] = []
-    for kind in ("loss", "accuracy") if records else ():
-        lines: list[Curve] = []
-        for part in ("train", "test"):
-            points = [(r["epoch"], r[f"{part}_{kind}"]) for r in records if r[f"{part}_{kind}"] is not None]
-            lines += [Curve(part, points)] if points else []
-        plots += [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")] if lines else []
-    if plots:
-        beside(plots, picture)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a file completely or, on a full disk, not at all.
-
-    Raises:
-        OSError: the line could not be written completely.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
-    try:
-        size, text = os.fstat(descriptor).st_size, f"{line}\n".encode()
-        if (written := os.write(descriptor, text)) < len(text):
-            os.truncate(descriptor, size)
-            raise OSError(f"only {written} of {len(text)} bytes were written")
-    finally:
-        os.close(descriptor)
-
-
-def drop_epochs(metrics: Path, start_epoch: int) -> None:
-    """Remove the records of `start_epoch` and later epochs.
-
-    An interrupted launch wrote them after the checkpoint from which the run resumes. The last record may be incomplete.
-    """
-    if metrics.exists():
-        complete = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        rest = metrics.with_suffix(".tmp")
-        rest.write_text("".join(line for line in complete if json.loads(line)["epoch"] < start_epoch))
-        rest.replace(metrics)

@@ -22,10 +22,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.logger import Logger, log, peak_memory_bytes
+from ddp_lab.observe.log import log
+from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.plot import beside, stacked
 from ddp_lab.observe.time_split import PARTS, diagnose, split_steps, summarise
 from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
+from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 
 SKIP, RECORD = 5, 11  # steps; the first recorded one is dropped, because the profiler still initialises in it

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.logger import log
+from ddp_lab.observe.log import log
 from ddp_lab.resilience.checkpoint_files import load_checkpoint, write_atomically
 from ddp_lab.resilience.checkpoint_folder import (
     correct_best,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.logger import log
+from ddp_lab.observe.log import log
 from ddp_lab.resilience.checkpoint_files import BEST, damage, digest_of, link_atomically, sha256
 from ddp_lab.resilience.sharded_files import (
     SUFFIX,

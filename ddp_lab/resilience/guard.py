@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.observe.logger import log
+from ddp_lab.observe.log import log
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.decisions import Agreement, Decisions
 from ddp_lab.resilience.replicas import first_difference

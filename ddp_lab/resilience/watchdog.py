@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
-from ddp_lab.observe.logger import LOG_FILES, log
+from ddp_lab.observe.log import LOG_FILES, log
 from ddp_lab.resilience import failure_report
 from ddp_lab.resilience.failure_report import Others, describe
 from ddp_lab.resilience.hang import HangCheck

@@ -9,7 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.record import to_record
 from ddp_lab.launch.preflight.finding import warn
-from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
+from ddp_lab.observe.log import log, setup_logging
+from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.profiler import NEEDED, Profiled
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.decisions import Decisions

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.own import build_model
-from ddp_lab.observe.logger import log
+from ddp_lab.observe.log import log
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.checkpoint_folder import best_in, damage_of, steps_in
 from ddp_lab.resilience.sharded_files import is_sharded

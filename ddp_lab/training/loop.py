@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.sharding import Loader
-from ddp_lab.observe.logger import Logger, log
+from ddp_lab.observe.log import log
+from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.evaluation import evaluate, means

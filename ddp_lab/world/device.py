@@ -1,6 +1,8 @@
-"""The devices of this machine, by name."""
+"""The devices of this machine, and the memory that this process has used of them."""
 
+import resource
 import socket
+import sys
 
 import torch
 
@@ -34,3 +36,11 @@ def find_device(name: str, key: str = "device") -> torch.device:
     if not available:
         raise NodeError(f"{key}={name}: there is no such device on {socket.gethostname()}. Available: {list_devices()}")
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, number)
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak memory allocated on this process's fullest GPU; without GPUs, the peak resident size of the process."""
+    if torch.cuda.is_initialized():
+        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

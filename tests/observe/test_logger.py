@@ -1,7 +1,5 @@
 import inspect
 import json
-import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
-import ddp_lab.observe.logger
-from ddp_lab.observe.logger import FileLogger, Logger, log, setup_logging
+import ddp_lab.observe.metrics_file
+from ddp_lab.observe.log import setup_logging
+from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.plot import beside
 from ddp_lab.observe.prediction_grid import prediction_grid
 
@@ -22,33 +21,6 @@ def test_logger_and_file_logger_have_the_same_methods():
         return {name: list(inspect.signature(function).parameters) for name, function in functions if name[0] != "_"}
 
     assert methods(Logger) == methods(FileLogger)
-
-
-def log_on_every_rank(run_dir) -> None:
-    setup_logging(run_dir, int(os.environ["RANK"]))
-    log.info("all is well")
-    logging.getLogger("somebody.else").info("chatter")
-    if os.environ["RANK"] == "1":
-        log.warning("not quite")
-
-
-def test_rank_0_logs_info_and_other_ranks_warn_with_their_rank(tmp_path):
-    run_world(3, log_on_every_rank, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.log", "train.rank1.log"]
-    assert (tmp_path / "train.log").read_text().endswith("INFO all is well\n")
-    assert (tmp_path / "train.log").read_text().count("\n") == 1
-    assert (tmp_path / "train.rank1.log").read_text().endswith("WARNING [rank 1] not quite\n")
-
-
-def test_no_more_than_the_first_ranks_have_a_log_file(tmp_path):
-    run_world(1, warn_as, tmp_path, 7)
-    run_world(1, warn_as, tmp_path, 700)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.rank7.log"]
-
-
-def warn_as(run_dir, rank: int) -> None:
-    setup_logging(run_dir, rank)
-    log.warning("not quite")
 
 
 def test_prediction_grid_shows_wrong_predictions_in_red():
@@ -82,7 +54,7 @@ def test_full_disk_is_logged_and_training_continues(tmp_path):
 
 
 def draw_and_fail(run_dir) -> None:
-    ddp_lab.observe.logger.beside = beside  # forked processes draw no curves (preload.py)
+    ddp_lab.observe.metrics_file.beside = beside  # forked processes draw no curves (preload.py)
     setup_logging(run_dir, 0)
     options = {"start_epoch": 1, "steps_per_epoch": 1, "constants": {}, "hparams": {}, "config": "", "classes": [], "where": ""}
     logger = FileLogger(run_dir, **options)

@@ -19,7 +19,7 @@ import torch.utils.tensorboard
 
 import ddp_lab
 import ddp_lab.config.check
-import ddp_lab.observe.logger
+import ddp_lab.observe.metrics_file
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -37,7 +37,7 @@ optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
 
 # The curves of a run take 0.2 s to draw, so forked processes write an empty file.
-ddp_lab.observe.logger.beside = lambda plots, picture: picture.touch()
+ddp_lab.observe.metrics_file.beside = lambda plots, picture: picture.touch()
 
 # Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s), which conf/ leaves at null.
 hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None

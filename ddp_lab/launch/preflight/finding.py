@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from ddp_lab.observe.logger import log
+from ddp_lab.observe.log import log
 from ddp_lab.world.runtime import Runtime
 
 

@@ -1,0 +1,39 @@
+"""The log of a run: rank 0 writes to the console and to train.log. Other ranks log only warnings."""
+
+import logging
+import sys
+from pathlib import Path
+
+log = logging.getLogger("ddp_lab")
+LOG_FILES = 8  # the most ranks that have a log file of their own: not a file of each of a thousand ranks
+
+
+class LogFile(logging.FileHandler):
+    """A log file whose errors, such as a full disk, are ignored."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing: the line is on the console, too."""
+
+
+def setup_logging(run_dir: Path, rank: int) -> None:
+    """Set up the console and the log file of one rank.
+
+    Rank 0 logs INFO and above to stdout and train.log. Other ranks log warnings and errors, prefixed with the rank, to stderr,
+    and the first LOG_FILES ranks also to train.rank<N>.log, which is created by the first of them.
+
+    Args:
+        run_dir: directory of the log file.
+        rank: this process's global rank.
+    """
+    name = f"[rank {rank}] " if rank else ""
+    console = logging.StreamHandler(sys.stderr if rank else sys.stdout)
+    console.setFormatter(logging.Formatter(f"{name}%(message)s"))
+    handlers: list[logging.Handler] = [console]
+    if rank < LOG_FILES:
+        file = LogFile(run_dir / (f"train.rank{rank}.log" if rank else "train.log"), delay=True)
+        file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
+        handlers.append(file)
+    logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)
+    log.setLevel(logging.WARNING if rank else logging.INFO)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first picture would warn about matplotlib's font cache
+    logging.captureWarnings(True)
