@@ -44,7 +44,8 @@ sys.path.insert(0, str(ROOT))
 from ddp_lab.launch.command_line import REFUSED  # noqa: E402
 from ddp_lab.launch.sweep import quote  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
-from ddp_lab.observe.plot import Curve, bars, beside, curves, short, stacked  # noqa: E402
+from ddp_lab.observe.axes import short  # noqa: E402
+from ddp_lab.observe.plot import Curve, bars, beside, curves, stacked  # noqa: E402
 from ddp_lab.observe.profiler import mean_split  # noqa: E402
 from ddp_lab.resilience.run_directory import read_json  # noqa: E402
 from scripts.predicted import Comparison, comparison_table, predict  # noqa: E402

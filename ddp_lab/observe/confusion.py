@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ddp_lab.observe.plot import COLOURS, clipped
+from ddp_lab.observe.axes import COLOURS, clipped
 
 LABELLED, NUMBERED = 30, 12  # largest numbers of classes whose names, and whose counts, are drawn
 SIDE, GAP, LINE = 720, 8, 20  # pixels: of a matrix without names, between parts, of a line of text

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_lab.observe.axes import COLOURS
 from ddp_lab.observe.confusion import confusion_picture, write_classes
-from ddp_lab.observe.plot import COLOURS
 
 BLUE = tuple(int(COLOURS[0][i : i + 2], 16) for i in (1, 3, 5))
 

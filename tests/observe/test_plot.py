@@ -12,8 +12,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.text import Text
 from PIL import Image
 
+from ddp_lab.observe.axes import COLOURS, short
 from ddp_lab.observe.plot import (
-    COLOURS,
     STYLE,
     Curve,
     Plot,
@@ -22,10 +22,9 @@ from ddp_lab.observe.plot import (
     curves,
     figure,
     house_style,
-    short,
     stacked,
-    timeline,
 )
+from ddp_lab.observe.timeline import timeline
 
 LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")
