@@ -291,7 +291,7 @@ ERRORS = [
           "self.ema.end_use()  # a preemption may interrupt an evaluation", "pass",
           "tests/resilience/test_checkpoint.py"
           "::test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_places"),
-    Error("the averages in a checkpoint are ignored", CHECKPOINT,
+    Error("the averages in a checkpoint are ignored", "ddp_lab/resilience/whole_state.py",
           'state.get("ema", state["model"])', 'state["model"]',
           "tests/resilience/test_checkpoint.py::test_averages_are_resumed_or_start_from_the_weights[True-2]"),
     Error("the averages of a compiled step's warm-up are kept", "ddp_lab/training/speed/warm_up.py",

@@ -23,13 +23,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training import Case, Outcome, largest_difference, make_model, run_cases
 from worlds import once, run_world
 
-from ddp_lab.resilience.checkpoint import Checkpoints, copied
+from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import damage as problem_of
 from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.resilience.checkpoint_folder import in_order
 from ddp_lab.resilience.decisions import Agreement
 from ddp_lab.resilience.guard import Guard, GuardSettings
 from ddp_lab.resilience.run_directory import write_json
+from ddp_lab.resilience.whole_state import copied
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import next_epoch

@@ -1,0 +1,56 @@
+"""What a whole checkpoint contains: the complete state, collected on rank 0 and copied, so that training can continue."""
+
+import copy
+from collections.abc import Set
+from typing import Any, cast
+
+import torch
+
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.shards import local
+from ddp_lab.training.ema import EMA
+from ddp_lab.training.speed.warm_up import match_strides, state_of
+
+Optimizer = torch.optim.Optimizer
+
+
+def complete_state(
+    strategy: Strategy, optimizer: Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, ema: EMA | None
+) -> dict[str, Any] | None:
+    """Return on rank 0 the complete state of model, optimizer, scheduler and averages; None on the other ranks. Collective.
+
+    Training does not change what is returned.
+    """
+    averages = {} if ema is None else {"ema": ema.state_dict()}
+    state = {"scheduler": scheduler.state_dict(), **strategy.state_dict(optimizer)}
+    if strategy.runtime.rank != 0:
+        return None
+    # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
+    return copied(state, storages_on_host(strategy, optimizer)) | averages
+
+
+def load_into(state: dict[str, Any], strategy: Strategy, optimizer: Optimizer, ema: EMA | None) -> None:
+    """Load a complete state into model, optimizer and averages. Collective. Averages that it lacks begin at its weights."""
+    if ema is not None:
+        ema.load_state_dict(state.get("ema", state["model"]))
+    strategy.load_state_dict(optimizer, state)
+    match_strides(optimizer)
+
+
+def storages_on_host(strategy: Strategy, optimizer: Optimizer) -> set[int]:
+    """Return the addresses of this rank's tensors in host memory that the next step changes."""
+    tensors = [*strategy.module.state_dict().values(), *(value for _, _, value in state_of(optimizer))]
+    own = [local(tensor) for tensor in tensors]
+    return {tensor.untyped_storage().data_ptr() for tensor in own if tensor.device.type == "cpu"}
+
+
+def copied(state: Any, storages: Set[int]) -> Any:
+    """Return a deep copy of a state in which tensors are shared, but for those with one of these storages.
+
+    The tensors of a GPU are copies already, and copying them again takes 0.2 s for ResNet-18 with momentum.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.clone() if state.untyped_storage().data_ptr() in storages else state
+    if isinstance(state, dict):
+        return {key: copied(value, storages) for key, value in cast("dict[Any, Any]", state).items()}
+    return copy.deepcopy(state)
