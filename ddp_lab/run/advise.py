@@ -1,31 +1,24 @@
 """Predictions for the strategies and meshes that can be laid on some GPUs, from the config of a run."""
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.datasets import Dataset
 from ddp_lab.estimate.advice import Advice, Prediction, Refused
-from ddp_lab.estimate.blocks import LOSS, Tracer
-from ddp_lab.estimate.buckets import buckets_of, micro_batches_kept
+from ddp_lab.estimate.blocks import Tracer
 from ddp_lab.estimate.cards import Card, GiB
 from ddp_lab.estimate.constants import ASSUMED, Constants
 from ddp_lab.estimate.constants_file import load
-from ddp_lab.estimate.division import division_of
-from ddp_lab.estimate.exposed import Sizes
-from ddp_lab.estimate.footprint import Footprint, footprint, on_device
-from ddp_lab.estimate.memory import Memory, peak_memory
+from ddp_lab.estimate.footprint import Footprint
+from ddp_lab.estimate.memory import Memory
 from ddp_lab.estimate.planned import PlannedRuntime
-from ddp_lab.estimate.schedule import Passes, micro_batches, step_time
+from ddp_lab.estimate.schedule import step_time
 from ddp_lab.estimate.step_time import Device, Links, StepTime
-from ddp_lab.estimate.temporaries import temporaries_of
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import Made, make_model
@@ -35,7 +28,8 @@ from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_strategy
 from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import Job
 from ddp_lab.run.machine import Machine
-from ddp_lab.run.places import communicators, place_along_pp, places
+from ddp_lab.run.places import places
+from ddp_lab.run.planned_rank import predict_rank
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.training.speed.auto import AUTO, SWITCHED, compile_seconds, earns_compiling
 
@@ -148,51 +142,10 @@ class Advisor:
 
     def _step(self, job: Job, compiled: bool) -> tuple[Memory, Footprint, StepTime]:
         """Return the memory and the held bytes of the rank whose peak is highest, and the time of a step."""
-        ranks = [self._rank(job, rank, compiled) for rank in places(job.strategy)]
+        ranks = [predict_rank(job, rank, compiled, self.tracer, self.constants) for rank in places(job.strategy)]
         memory, held = max(((rank.memory, rank.held) for rank in ranks), key=lambda pair: pair[0].total)
         device = Device(self.machine.card, self.constants, job.options.cuda_graph, job.options.channels_last)
         return memory, held, step_time(job.strategy, [rank.passes for rank in ranks], device, self.links, job.cfg.accumulate)
-
-    def _rank(self, job: Job, rank: int, compiled: bool) -> "Rank":
-        """Return the peak memory of a rank, what it holds and what it computes."""
-        cfg, strategy, constants = job.cfg, job.strategy, self.constants
-        share, make_optimizer = strategy.share(self.model, rank), build(cfg.optimizer)
-        held = footprint(share, self.model, make_optimizer, cfg.ema is not None)
-        here = on_device(held, share)
-        samples = math.ceil(job.plan.samples_at_once / micro_batches(strategy))
-        blocks = self.tracer.blocks(strategy, share, samples, compiled)
-        gradients = dict.fromkeys(blocks, 0)
-        for name, tensor in self.model.named_parameters():
-            if tensor.requires_grad and share.has(name) and not share.offload:
-                gradients[name.split(".")[0] if isinstance(self.model, Chain) else ""] += share.nbytes(name, tensor)
-        device, fused = torch.device("cuda"), job.choices["optimizer.fused"].value is True
-        checkpointing = getattr(strategy, "checkpointing", "none")
-        memory = peak_memory(
-            here,
-            blocks,
-            gradients,
-            buckets_of(strategy, share, self.model, cfg.precision == "bf16"),
-            micro_batches_kept(strategy, place_along_pp(strategy, rank)),
-            checkpointing,
-            temporaries_of(lambda held: job.options.settle(make_optimizer(held), device, fused), strategy.name != "tp")
-            * here.gradients,
-            self._data_bytes(job),
-            constants.context + constants.communicator * communicators(strategy),
-        )
-        computed = {
-            name: torch.Size(share.size(name, tensor)).numel()
-            for name, tensor in self.model.named_parameters()
-            if share.has(name)
-        }
-        sizes = Sizes(
-            gradients=held.gradients,
-            gathered=sum(computed.values()) * (2 if cfg.precision == "bf16" else 4),
-            unsharded=sum(computed.values()) * 4,
-            tensors=len(computed),
-            units=len(blocks) - 1 if LOSS in blocks else len(blocks),
-        )
-        divisions = {name: division_of(strategy, name, block) for name, block in self.tracer.named if name in blocks}
-        return Rank(memory, held, Passes(blocks, divisions, sizes, checkpointing, held.optimizer))
 
     @property
     def links(self) -> Links:
@@ -223,22 +176,6 @@ class Advisor:
             f"images {images}, batch_size={cfg.batch_size}, {cfg.precision}",
             f"Predictions, from data sheets and constants ({self.constants.source}). GiB: peak memory of a GPU",
         ]
-
-    def _data_bytes(self, job: Job) -> float:
-        """Return the bytes of a local batch in float32, of the dataset, if it is on the device, and of cuBLAS's workspace."""
-        train, test = self.dataset.train, self.dataset.test
-        batch = job.plan.samples_at_once * job.cfg.accumulate * (5 * math.prod(train.shape) + 8)
-        whole = sum(split.size * (math.prod(split.shape) + 24) for split in (train, test))
-        threads = 1 if job.options.cuda_graph else 2  # a captured backward pass runs in its caller's thread
-        return batch + threads * self.constants.workspace + (whole if job.choices["data.loader"].value == "device" else 0)
-
-
-class Rank(NamedTuple):
-    """What is predicted for one rank."""
-
-    memory: Memory
-    held: Footprint
-    passes: Passes
 
 
 def advise(overrides: Sequence[str], config_dir: str | None, machine: Machine) -> Advice:
