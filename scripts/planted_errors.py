@@ -53,7 +53,7 @@ SHARDING, WORKERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/workers.p
 TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
 KUBERNETES = "ddp_lab/launch/kubernetes.py"
 MAIN, OUTCOME = "ddp_lab/__main__.py", "ddp_lab/launch/outcome.py"
-COMPARE, LOGGER = "scripts/compare.py", "ddp_lab/observe/logger.py"
+LOGGER = "ddp_lab/observe/logger.py"
 CHECKPOINT, FILES, FOLDER, GUARD, RUN_DIR = (
     f"ddp_lab/resilience/{name}.py"
     for name in ("checkpoint", "checkpoint_files", "checkpoint_folder", "guard", "run_directory")
@@ -247,13 +247,13 @@ ERRORS = [
           ' if record["launch"] == launch else "none"', "",
           "tests/launch/test_slurm.py::test_outcome_is_the_status_of_this_launch_alone"),
 
-    Error("strategies are compared with the last one and not with single", COMPARE,
+    Error("strategies are compared with the last one and not with single", "scripts/comparison/report.py",
           "single = results[0]", "single = results[-1]",
           "tests/scripts/test_compare.py::test_rows_compare_every_strategy_with_single"),
-    Error("the first epoch's weights are reported as the last's", COMPARE,
+    Error("the first epoch's weights are reported as the last's", "scripts/comparison/runs.py",
           "(files[0], files[-1])", "(files[0], files[0])",
           "tests/scripts/test_compare.py::test_table_has_the_numbers_of_records_and_checkpoints"),
-    Error("the speed-up is inverted", COMPARE,
+    Error("the speed-up is inverted", "scripts/comparison/report.py",
           "result.rate / single.rate", "single.rate / result.rate",
           "tests/scripts/test_compare.py::test_rows_compare_every_strategy_with_single"),
 

@@ -11,8 +11,9 @@ from launches import SMALL, launch, read_metrics
 from PIL import Image
 from training import largest_difference
 
-from scripts.compare import Entry, Result, rows
-from scripts.predicted import Comparison, MiB, comparison_table
+from scripts.comparison.predicted import Comparison, MiB, comparison_table
+from scripts.comparison.report import rows
+from scripts.comparison.runs import Entry, Result
 
 STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline"]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ddp_lab.run.advise import Advisor, constants_for
 from ddp_lab.run.candidates import Candidate
 from ddp_lab.run.machine import find_machine
+from scripts.comparison.runs import Result
 
 MiB = 2**20
 
@@ -58,3 +59,18 @@ def comparison_table(comparisons: list[Comparison]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     pairs = [(one.rate[0] < other.rate[0]) == (one.rate[1] < other.rate[1]) for one, other in combinations(comparisons, 2)]
     return [*lines, "", f"{sum(pairs)} of {len(pairs)} pairs of strategies are ranked by speed as measured."]
+
+
+def predictions(results: list[Result], overrides: list[str], gpus: str) -> list[str]:
+    """Return a Markdown table of predicted and measured values of the strategies that ran."""
+    comparisons: list[Comparison] = []
+    for entry, rate, profile in ((result.entry, result.rate, result.profile) for result in results if not result.problem):
+        memory, predicted = predict(entry.name, entry.overrides, entry.ranks, entry.devices, overrides, gpus)
+        measured = max(profile["peak_memory_bytes"]) if profile else None
+        comparisons.append(Comparison(entry.name, entry.devices, (memory, measured), (predicted, rate)))
+    return [
+        "",
+        f"Predicted for {gpus}, and measured:" if gpus != "here" else "Predicted and measured:",
+        "",
+        *comparison_table(comparisons),
+    ]

@@ -1,0 +1,121 @@
+"""The strategies that a machine can run, and one run of each by train.py."""
+
+import json
+import os
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_lab.launch.command_line import REFUSED
+from ddp_lab.launch.sweep import quote
+from ddp_lab.launch.torchrun import world_command
+from ddp_lab.resilience.run_directory import read_json
+
+
+class Entry(NamedTuple):
+    """A strategy to run.
+
+    Attributes:
+        name: name of the strategy.
+        overrides: Hydra overrides that it needs.
+        ranks: number of processes; None runs train.py without torchrun.
+        devices: number of devices it uses.
+        why_not: why it cannot run on this machine; None if it can.
+    """
+
+    name: str
+    overrides: list[str]
+    ranks: int | None
+    devices: int
+    why_not: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the strategy's directory, bar and curve."""
+        return self.name if self.ranks is None else f"{self.name}-{self.ranks}"
+
+
+def entries(counts: list[int], gpus: int) -> list[Entry]:
+    """Return all strategies; those of several processes once for each number of ranks."""
+    one = "cuda:0" if gpus else "cpu"
+    alone = [
+        Entry("single", [f"device={one}"], None, 1),
+        Entry("dp", [], None, max(1, gpus), None if gpus else "without GPUs it has only one replica"),
+        Entry("split", [], None, max(2, gpus) if gpus else 1, "needs two GPUs" if gpus == 1 else None),
+    ]
+    return alone[:1] + [entry for ranks in counts for entry in of_ranks(ranks)] + alone[1:]
+
+
+def of_ranks(ranks: int) -> list[Entry]:
+    """Return the strategies of several processes for one number of ranks."""
+    pairs = None if ranks % 2 == 0 else f"needs an even number of ranks, got {ranks}"
+    fours = None if ranks >= 4 and ranks % 2 == 0 else f"needs an even number of at least 4 ranks, got {ranks}"
+    plain = [Entry(name, [], ranks, ranks) for name in ("scratch", "ddp", "fsdp", "pipeline")]
+    return [
+        *plain,
+        Entry("ddp_pipeline", ["strategy.pp=2"], ranks, ranks, fours),
+        Entry("tp", ["strategy.tp=2"], ranks, ranks, pairs),
+    ]
+
+
+class Result(NamedTuple):
+    """The outcome of one strategy: its records of metrics.jsonl and its weights, or the problem that kept it from running."""
+
+    entry: Entry
+    records: list[dict[str, Any]]
+    weights: list[dict[str, torch.Tensor]]  # after the first epoch, and at the end
+    problem: str | None
+    profile: dict[str, Any] | None = None
+    refused: bool = False  # train.py ended with a config error
+
+    @property
+    def name(self) -> str:
+        return self.entry.label
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of an epoch. The first epoch, which allocates and tunes, counts only if it is the only one."""
+        return statistics.median(record["seconds"] for record in self.records[1:] or self.records)
+
+    @property
+    def rate(self) -> float:
+        """Median samples per second, without the first epoch unless it is the only one."""
+        return statistics.median(record["samples_per_second"] for record in self.records[1:] or self.records)
+
+    def difference(self, other: "Result", when: int) -> float:
+        """Return the largest absolute difference of a weight, after the first epoch (`when` 0) or at the end (1)."""
+        mine, others = self.weights[when], other.weights[when]
+        weights = [
+            name for name, tensor in others.items() if tensor.is_floating_point()
+        ]  # without BatchNorm's num_batches_tracked
+        return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
+
+
+def run(entry: Entry, overrides: list[str], out: Path) -> Result:
+    """Run train.py under one strategy and read what it wrote."""
+    if entry.why_not:
+        return Result(entry, [], [], entry.why_not)
+    run_dir = out / entry.label
+    given = [*overrides, f"strategy={entry.name}", *entry.overrides, f"runs_dir={quote(str(out))}", f"name={entry.label}"]
+    given += ["checkpoint.every_epochs=1", "checkpoint.keep=100000"]
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    start = time.perf_counter()
+    print(f"{entry.label} ...", end=" ", flush=True)
+    command = world_command(given, entry.ranks)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    (run_dir if run_dir.exists() else out).joinpath(f"{entry.label}.output.txt").write_text(done.stdout)
+    if done.returncode:
+        failure = read_json(run_dir / "failure.json")
+        errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
+        reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
+        problem = reason.splitlines()[0].partition("error: ")[2] or reason
+        return Result(entry, [], [], problem, refused=done.returncode == REFUSED)
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    files = sorted((run_dir / "checkpoints").glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
+    weights = [torch.load(path, weights_only=True)["model"] for path in (files[0], files[-1])]
+    return Result(entry, records, weights, None, read_json(run_dir / "profile" / "summary.json"))
