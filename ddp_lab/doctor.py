@@ -24,7 +24,7 @@ from torch.cuda import nccl
 from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.data.datasets import Dataset
+from ddp_lab.data.samples import Dataset
 from ddp_lab.launch.command_line import CONF, record, user_errors
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_host_name, check_master

@@ -14,8 +14,8 @@ import torch
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Fraction, NaturalNumber
-from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.record import Cached, Files, build_record
+from ddp_lab.data.samples import Dataset
 from ddp_lab.data.space import check_space, estimate_bytes, remove_abandoned
 from ddp_lab.data.streamed import Streamed
 from ddp_lab.data.transforms import ImageOptions

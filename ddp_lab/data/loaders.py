@@ -7,7 +7,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment
-from ddp_lab.data.datasets import LabelledImages, Samples
+from ddp_lab.data.samples import LabelledImages, Samples
 from ddp_lab.data.sharding import IGNORE, Loader, LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 

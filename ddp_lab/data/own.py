@@ -11,8 +11,8 @@ from PIL import Image
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.decode import resize, to_tensor
+from ddp_lab.data.samples import Dataset
 from ddp_lab.data.streamed import Streamed
 from ddp_lab.data.transforms import ImageOptions
 

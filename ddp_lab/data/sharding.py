@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw
-from ddp_lab.data.datasets import Samples
+from ddp_lab.data.samples import Samples
 
 IGNORE = -100  # F.cross_entropy's ignore_index
 

@@ -8,8 +8,8 @@ from hydra.utils import get_object
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.datasets import Dataset
 from ddp_lab.data.own import Own
+from ddp_lab.data.samples import Dataset
 from ddp_lab.data.transforms import ImageOptions
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.data.datasets import Samples
+from ddp_lab.data.samples import Samples
 from ddp_lab.data.sharding import Loader, LoaderOptions, Shard
 
 RawBatch = tuple[torch.Tensor, torch.Tensor]

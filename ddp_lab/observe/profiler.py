@@ -26,7 +26,8 @@ from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.plot import beside, stacked
 from ddp_lab.observe.time_split import PARTS, diagnose, split_steps, summarise
-from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, read, union
+from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, read, union
+from ddp_lab.observe.traffic import bytes_per_step
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 

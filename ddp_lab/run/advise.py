@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.datasets import Dataset
+from ddp_lab.data.samples import Dataset
 from ddp_lab.estimate.advice import Advice, Prediction, Refused
 from ddp_lab.estimate.blocks import Tracer
 from ddp_lab.estimate.cards import Card, GiB

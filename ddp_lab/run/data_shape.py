@@ -7,7 +7,8 @@ import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from ddp_lab.data.datasets import Dataset, Digits, Synthetic, Torchvision
+from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
+from ddp_lab.data.samples import Dataset
 
 # Images to train on and to test on, and the shape of an image, of torchvision's datasets.
 KNOWN = {

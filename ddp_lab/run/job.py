@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.data.datasets import Dataset, LabelledImages
 from ddp_lab.data.loaders import LOADERS
 from ddp_lab.data.mix import Mix
+from ddp_lab.data.samples import Dataset, LabelledImages
 from ddp_lab.data.sharding import Loader
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.launch.preflight.storage import checkpoint_bytes

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.data.datasets import Dataset, LabelledImages
+from ddp_lab.data.samples import Dataset, LabelledImages
 from ddp_lab.run.data_shape import Sizes
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.speed.auto import AUTO, SWITCHED, Choice, Facts, choose
