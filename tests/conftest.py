@@ -9,10 +9,11 @@ import torch.distributed as dist
 import warm
 
 # Helper modules with asserts: pytest rewrites them to show the values in a failed assert.
-pytest.register_assert_rewrite("cases", "run_checks")
+pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")
 
 # These files take the longest and therefore start first. Each file runs in a single pytest process.
-FIRST = ["faults", "equivalence", "tutorial", "slurm", "launch", "checkpoint", "sweep", "doctor", "profile", "compare", "speed"]
+FIRST = ["faults", "equivalence", "tutorial", "slurm", "launch", "resume", "resume_by_strategy", "checkpoint", "sweep"]
+FIRST += ["doctor", "profile", "compare", "speed"]
 
 
 gc.set_threshold(20_000)  # by default 700 new objects start a collection, which takes a twentieth of the time

@@ -1,0 +1,164 @@
+"""Sharded checkpoints of several ranks: their memory, and what is left when one of them fails."""
+
+import ctypes
+import gc
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from launches import SMALL, launch, main_in_world, read_metrics
+from sharded import names, resume, tiny
+from torch import nn
+from training import largest_difference
+from worlds import run_world
+
+from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.fault_injection import fill_disk
+from ddp_lab.resilience.sharded_files import damage_of_shards
+from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.ddp import DDP
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import cosine, make_scheduler
+from ddp_lab.world.runtime import Runtime
+
+
+def high_water() -> int:
+    """Return the peak of this process's memory since `reset_high_water`, in bytes."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def reset_high_water() -> int:
+    """Reset the peak of this process's memory, and return the memory in use. What is free is returned to the system first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return high_water()
+
+
+def wide(runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8) -> Checkpoints:
+    """Return the checkpoints of a model with layers of 1 MiB, after a training step."""
+    strategy.input_shape = (512,)
+    strategy.setup(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)), nn.BatchNorm1d(512)))
+    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9)
+    strategy.forward(torch.randn(4, 512)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    shapes = {f"{i}.weight": (512, 512) for i in range(layers)}
+    shapes |= {f"{layers}.{name}": tuple(t.shape) for name, t in nn.BatchNorm1d(512).state_dict().items()}
+    scheduler = make_scheduler(optimizer, cosine, 10, 1, 0)
+    return Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes, best=None, sharded=True)
+
+
+def measure_memory(folder: Path) -> dict[str, int]:
+    """Return how many bytes of memory a save and a resume of fsdp take on this rank."""
+    with Runtime("cpu", timeout=60) as runtime:
+        runtime.open_group()
+        checkpoints = wide(runtime, folder, FSDP(runtime, True, "local", None))
+        checkpoints.save(Progress(step=1))  # the first save loads modules
+        checkpoints.wait()
+        resume(checkpoints)
+        peaks = {}
+        before = reset_high_water()
+        checkpoints.save(Progress(step=2))
+        checkpoints.wait()
+        peaks["save"] = high_water() - before
+        before = reset_high_water()
+        resume(checkpoints)
+        peaks["resume"] = high_water() - before
+        return peaks
+
+
+def fail_in_turn(folder: Path) -> list[str | None]:
+    """Save three times, and let rank 1 fail the second time. Return the problems."""
+    with Runtime("cpu", timeout=60) as runtime:
+        runtime.open_group()
+        checkpoints = wide(runtime, folder, DDP(runtime, "local", 25.0, False, False, "none"), layers=1)
+        checkpoints.strategy.module[1].running_mean.fill_(runtime.rank)  # within an epoch, statistics differ
+        writing, problems = checkpoints.shards.write_share, []
+        for number in (1, 2, 3):
+            checkpoints.shards.write_share = fill_disk if (number, runtime.rank) == (2, 1) else writing
+            checkpoints.save(Progress(step=number))
+            checkpoints.wait()
+            problems.append(checkpoints.problem)
+        return problems
+
+
+def die_while_saving(folder: Path) -> None:
+    """Save, and let rank 1 be killed while the ranks write the next checkpoint."""
+    with Runtime("cpu", timeout=60) as runtime:
+        runtime.open_group()
+        checkpoints = wide(runtime, folder, FSDP(runtime, True, "local", None), layers=1)
+        writing = checkpoints.shards.write_share
+
+        def killed(folder: Path, share):
+            folder.mkdir(exist_ok=True)
+            (folder / "__1_0.distcp").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        for number in (1, 2):
+            checkpoints.shards.write_share = killed if (number, runtime.rank) == (2, 1) else writing
+            checkpoints.save(Progress(step=number))
+        checkpoints.wait()
+
+
+def test_no_rank_needs_more_memory_than_its_share(tmp_path):
+    """The state has 16 MiB, of which each of two ranks has 8. Rank 0 needs 32 MiB for a whole one: gathered and copied."""
+    for peaks in run_world(2, measure_memory, tmp_path):
+        assert 6 * 2**20 < peaks["save"] < 14 * 2**20, "the copy of the share, and at most 6 MiB"
+        assert peaks["resume"] < 6 * 2**20, "one part of a tensor at a time"
+
+
+def test_rank_that_cannot_write_its_share_fails_the_checkpoint(tmp_path):
+    problems, _ = run_world(2, fail_in_turn, tmp_path)
+    assert problems[0] is problems[2] is None
+    assert "step_00000002.sharded could not be written (rank 1: [Errno 28] No space left on device" in problems[1]
+    assert f"the last valid checkpoint is {tmp_path}/step_00000001.sharded" in problems[1]
+    assert names(tmp_path) == ["step_00000001.sharded", "step_00000003.sharded"]
+    statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").whole()["model"]["1.running_mean"]
+    assert statistics.eq(0).all(), "BatchNorm's statistics must be those of replica 0"
+
+
+def test_rank_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
+    with pytest.raises(AssertionError, match="rank 1: died"):
+        run_world(2, die_while_saving, tmp_path)
+    checkpoints = tiny(tmp_path)
+    assert checkpoints.find("auto") == str(tmp_path / "step_00000001.sharded")
+    assert names(tmp_path) == ["step_00000001.sharded"]
+
+
+@pytest.mark.slow
+def test_preempted_run_resumes_under_another_strategy_to_the_same_end(tmp_path):
+    """The signal is received by one rank, within an epoch."""
+    line = [*SMALL, "epochs=3", "ema=0.8", f"runs_dir={tmp_path}"]
+    sharded = [*line, "name=sharded", "checkpoint.format=sharded"]
+    fsdp = "torchrun --standalone --nproc_per_node=2 train.py strategy=fsdp inject=sigterm@rank=1,step=8"
+    code, output = launch(fsdp, *sharded)
+    assert "preempted at epoch 2" in output, (code, output)
+    run_world(1, main_in_world, *sharded)
+    run_world(1, main_in_world, *line, "name=whole")
+    folder = tmp_path / "sharded" / "checkpoints"
+    assert names(folder)[1:] == ["step_00000010.sharded", "step_00000015.sharded"]
+    assert names(folder)[0].startswith("best_")
+    state = ShardedCheckpoint(folder / "step_00000015.sharded").whole()
+    expected = torch.load(tmp_path / "whole" / "checkpoints" / "step_00000015.pt", weights_only=True)
+    for part in ("model", "ema"):
+        assert largest_difference(state[part], expected[part]) <= 1e-6
+    records = [[record["epoch"] for record in read_metrics(tmp_path / name)] for name in ("sharded", "whole")]
+    assert records[0] == records[1] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_full_disk_of_any_rank_ends_the_run_and_keeps_the_last_valid_checkpoint(rank, tmp_path):
+    line = [*SMALL, "epochs=3", f"runs_dir={tmp_path}", "name=full", "checkpoint.format=sharded", "strategy=fsdp"]
+    code, output = launch("torchrun --standalone --nproc_per_node=2 train.py", *line, f"inject=disk_full@rank={rank},step=8")
+    good = tmp_path / "full" / "checkpoints" / "step_00000005.sharded"
+    assert code == 1
+    assert f"rank {rank}: [Errno 28] No space left on device" in output
+    assert f"the last valid checkpoint is {good}" in output
+    assert damage_of_shards(good, Runtime("cpu")) is None
+    assert not list(good.parent.glob("*.tmp"))
