@@ -96,6 +96,34 @@ def test_shards_and_checkpointing_take_less_memory():
     assert memory["mesh tp=2 sequence_parallel=true"] < memory["mesh tp=2"]
 
 
+def test_warm_up_before_a_capture_copies_weights_and_momenta():
+    """Before a compiled step, which warms up once, the optimizer has no state that would be copied."""
+    one = {
+        speed: advised(*VIT, "strategy=single", f"speed={speed.strip()}", *more, gpus="1xH100").predictions[0]
+        for speed, more in {"off": [], "auto": ["compile=false"], "off ": ["compile=true"]}.items()
+    }
+    held = one["off"].held
+    assert [one[speed].memory.copies for speed in one] == [
+        0,
+        held.parameters + held.optimizer + held.buffers,
+        held.parameters + held.buffers,
+    ]
+
+
+def test_gradients_of_several_micro_batches_are_added_up():
+    once, twice = (
+        {
+            each.name: each
+            for each in advised(*VIT, "speed=off", "batch_size=64", f"accumulate={number}", gpus="2xH100").predictions
+        }
+        for number in (1, 2)
+    )
+    whole = once["single"].held.parameters
+    assert once["fsdp"].memory.gradients < once["fsdp"].held.parameters
+    assert twice["fsdp"].memory.gradients == whole, "gradients are not scattered before the last step"
+    assert twice["single"].memory.gradients == whole > once["single"].memory.gradients
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_not_recommended():
     card = CARDS["H100"]

@@ -20,6 +20,7 @@ from ddp_lab.estimate.rates import (
     batch_norm,
     linear,
     matmul,
+    pooling,
     reductions,
     seconds,
     strided,
@@ -65,6 +66,7 @@ def measure_card(card: Card, device: torch.device) -> Constants:
         bandwidth=bandwidth(device, GiB if large else 16 * MiB) / card.bandwidth,
         strided=strided(device, samples) / card.bandwidth,
         reduction=reductions(device, tokens) / card.bandwidth,
+        pooling=pooling(device, samples) / card.bandwidth,
         fused=ASSUMED.fused,
         batch_norm=norms[0] / card.bandwidth,
         batch_norm_last=norms[1] / card.bandwidth,
@@ -81,7 +83,7 @@ def describe(device: torch.device) -> str:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Return the seconds of an operation in eager mode, forward and backward, whose computation takes no time."""
+    """Return the seconds of a launch: of an average operation in eager mode, forward and backward, that computes nothing."""
     kinds = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()
     network = nn.Sequential(*(copy.deepcopy(kind) for _ in range(LAYERS) for kind in kinds)).to(device)
     inputs = torch.zeros(2, 8, 8, 8, device=device)
@@ -92,7 +94,7 @@ def launch_seconds(device: torch.device) -> float:
 
     with Recorder() as recorder:
         step()
-    return seconds(step, device, 20) / len(recorder.operations)
+    return seconds(step, device, 20) / sum(operation.launches for operation in recorder.operations)
 
 
 def replay_seconds(device: torch.device, kernels: int = 200) -> float:

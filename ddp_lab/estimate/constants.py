@@ -31,6 +31,7 @@ class Constants:
         bandwidth: fraction of the memory bandwidth that large elementwise operations achieve.
         strided: the same of tensors whose strides differ, such as those of a transposed and a contiguous one.
         reduction: the same of layer normalizations and sums.
+        pooling: the same of average pooling, forward and backward.
         fused: the same of the kernels that torch.compile generates.
         batch_norm, batch_norm_last: the same of BatchNorm in float32, and in the channels-last memory format.
         batch_norm_bf16, batch_norm_bf16_last: the same in bf16.
@@ -44,7 +45,7 @@ class Constants:
     communicator: float = 0.82 * GiB
     # From two measured steps of 256 images on an H200, eager, torch 2.11, 2026-11-22: LeNet 2.65 ms, ResNet-18 10.5 ms.
     launch: float = 45e-6
-    step: float = 1e-3
+    step: float = 1.3e-3
     replay: float = 4.3e-6
     start: float = 12e-6
     float32: float = 0.76
@@ -57,6 +58,7 @@ class Constants:
     bandwidth: float = 0.87
     strided: float = 0.36  # from the kernels of an eager ViT-S/16, whose tokens are transposed; so are `reduction` and `fused`
     reduction: float = 0.35
+    pooling: float = 0.044  # LeNet's, in traces of its captured step
     fused: float = 0.6
     batch_norm: float = 0.27
     batch_norm_last: float = 0.82

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from ddp_lab.estimate.recorder import COMPUTED, REDUCTIONS, Operation, flops_of, kind_of, tensors_in
+from ddp_lab.estimate.recorder import COMPUTED, REDUCTIONS, Operation, flops_of, kind_of, padding_of, tensors_in
 
 VIEWS = "view permute alias expand unsqueeze squeeze slice select t transpose as_strided detach split"
 MANY = 4  # tensors; Inductor's realize_reads_threshold
+COMPILED = 0.25  # launches of a kernel that a compiled graph calls: no autograd and no dispatcher; chosen by hand
 LIBRARIES = ("pool", "index", "scatter", "rand")  # parts of the names of other operations that are not fused
 
 
@@ -165,10 +166,11 @@ def operation_of(group: list[fx.Node], reads: Iterable[fx.Node], writes: Iterabl
     nbytes = sum(nbytes_of(value) for value in {*reads, *writes} if has_tensor(value))
     first = group[0]
     if kind_of(first.target) not in COMPUTED:
-        return Operation("fused", torch.float32, 0, nbytes)
+        return Operation("fused", torch.float32, 0, nbytes, launches=COMPILED)
     args, kwargs, result = tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (first.args, first.kwargs, first)
     )
     dtype = next(tensor.dtype for tensor in (result if isinstance(result, tuple | list) else [result]) if tensor is not None)
     passes = sum(args[-1][:2]) if name_of(first) == "convolution_backward" else 1
-    return Operation(kind_of(first.target), dtype, flops_of(first.target, args, kwargs, result), nbytes, passes)
+    flops = round(flops_of(first.target, args, kwargs, result) * padding_of(first.target, args))
+    return Operation(kind_of(first.target), dtype, flops, nbytes, passes, COMPILED)

@@ -21,6 +21,7 @@ class Memory:
         parameters, gradients, optimizer, averages, buffers: of its part of the model; gradients are those at this moment.
         activations: what is kept for the backward pass, and temporary results.
         buckets: copies of gradients or parameters that the strategy sends or has gathered.
+        copies: of weights and optimizer state, which the warm-up before compiling or capturing restores.
         data: the batch and, with data.loader=device, the dataset.
         libraries: the CUDA context, workspaces and NCCL's buffers, which torch does not count as allocated.
     """
@@ -32,6 +33,7 @@ class Memory:
     buffers: float
     activations: float
     buckets: float
+    copies: float
     data: float
     libraries: float
 
@@ -51,8 +53,10 @@ def peak_memory(
     gradients: dict[str, int],
     buckets: Buckets,
     micro_batches: float,
+    added: float,
     checkpointing: str,
     temporary: float,
+    copies: float,
     data: float,
     libraries: float,
 ) -> Memory:
@@ -64,17 +68,19 @@ def peak_memory(
         gradients: bytes of each block's gradients as the rank keeps them.
         buckets: what the strategy sends or gathers.
         micro_batches: number of micro-batches whose activations are kept at a time.
+        added: bytes of the gradients to which those of another micro-batch or accumulation step are added; 0 if there is one.
         checkpointing: none, block or selective.
         temporary: bytes that the optimizer's step allocates.
+        copies: bytes of copies of weights and optimizer state.
         data: bytes of the batch and the dataset.
         libraries: bytes of libraries.
     """
-    base = Memory(held.parameters, 0, held.optimizer, held.averages, held.buffers, 0, buckets.constant, data, libraries)
+    base = Memory(held.parameters, 0, held.optimizer, held.averages, held.buffers, 0, buckets.constant, copies, data, libraries)
     names, kept = list(blocks), kept_by(list(blocks.values()), checkpointing)
     before = [0.0, *accumulate(kept)]
     waiting = (micro_batches - 1) * before[-1]  # other micro-batches, which have passed forward and not yet backward
     later = list(accumulate([gradients.get(name, 0) for name in reversed(names)], initial=0))[::-1][1:]
-    fixed = held.gradients if buckets.gradients_stay or micro_batches > 1 else 0
+    fixed = max(added, held.gradients if buckets.gradients_stay else 0)
     moments = [
         replace(
             base,

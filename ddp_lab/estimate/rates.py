@@ -122,6 +122,14 @@ def reductions(device: torch.device, tokens: int) -> float:
     return 6 * values.nbytes / taken  # read and written; read twice and written; read
 
 
+def pooling(device: torch.device, samples: int) -> float:
+    """Return the same of LeNet's first pooling, forward and backward, which reads and writes two sizes of images each time."""
+    images = torch.randn(samples, 6, 28, 28, device=device).to(memory_format=torch.channels_last)
+    pooled = F.avg_pool2d(images, 2)
+    taken = seconds(partial(forward_backward, partial(F.avg_pool2d, kernel_size=2), (images,), pooled), device, 4)
+    return (3 * images.nbytes + 2 * pooled.nbytes) / taken
+
+
 def batch_norm(dtype: torch.dtype, last: bool, device: torch.device, samples: int) -> float:
     """Return the same of BatchNorm, forward and backward, which read everything twice."""
     kind, nbytes, taken = torch.channels_last if last else torch.contiguous_format, 0, 0.0

@@ -11,19 +11,26 @@ from torch.utils.flop_counter import flop_registry
 
 COMPUTED = ("convolution", "matmul", "attention")  # the kinds that have FLOPs
 REDUCTIONS = ("sum", "mean", "var_mean", "amax", "amin")
+# Python's work for an operation of a kind in eager mode, relative to the mean of the layers that `--calibrate` times.
+# Single layers, forward and backward, on a machine with H200s, torch 2.11, 2026-11-23: a convolution 124 us, BatchNorm 117,
+# LayerNorm 94, a linear layer 149 and with autocast 181, ReLU 44.
+LAUNCHES = {"convolution": 1.5, "batch_norm": 1.4, "attention": 1.5, "elementwise": 0.5, "strided": 0.5, "pooling": 0.5}
+CAST = 0.5
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)  # they run no kernel
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class Operation(NamedTuple):
     """One kernel.
 
     Attributes:
-        kind: "convolution", "matmul", "attention", "batch_norm", "reduction" (also other normalizations), "fused" (by
-            torch.compile), "strided" (elementwise, of tensors with different strides) or "elementwise" (all others).
+        kind: "convolution", "matmul", "attention", "batch_norm", "pooling", "reduction" (also other normalizations), "fused"
+            (by torch.compile), "strided" (elementwise, of tensors with different strides) or "elementwise" (all others).
         dtype: of its result.
-        flops: floating-point operations of a matrix multiplication, convolution or attention; 0 for others.
+        flops: floating-point operations that a matrix multiplication, convolution or attention computes; 0 for others.
         nbytes: bytes that it reads and writes.
         passes: number of results that are computed one after the other: two in the backward pass of most convolutions.
+        launches: what Python and torch do for it in eager mode, as a multiple of `Constants.launch`.
     """
 
     kind: str
@@ -31,6 +38,7 @@ class Operation(NamedTuple):
     flops: int
     nbytes: int
     passes: int = 1
+    launches: float = 1.0
 
 
 class Recorder(TorchDispatchMode):
@@ -76,7 +84,9 @@ class Recorder(TorchDispatchMode):
             kind, passes = kind_of(func), sum(args[-1][:2]) if "convolution_backward" in str(func) else 1
             if kind == "elementwise" and not same_strides([*tensors_in((args, kwargs)), *outputs]):
                 kind = "strided"
-            self.operations.append(Operation(kind, dtype, flops_of(func, args, kwargs, result), nbytes, passes))
+            launches = CAST if func in CASTS else LAUNCHES.get(kind, 1.0)
+            flops = round(flops_of(func, args, kwargs, result) * padding_of(func, args))
+            self.operations.append(Operation(kind, dtype, flops, nbytes, passes, launches))
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -113,6 +123,8 @@ def kind_of(func: Any) -> str:
         return "matmul"
     if "batch_norm" in name:
         return "batch_norm"
+    if "pool" in name:
+        return "pooling"
     return "reduction" if name in REDUCTIONS or "_norm" in name or "softmax" in name else "elementwise"
 
 
@@ -133,3 +145,15 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return (10 if backward else 4) * batch * heads * tokens * key.shape[-2] * width
     formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+def padding_of(func: Any, args: tuple[Any, ...]) -> float:
+    """Return how many times as many FLOPs as it needs a convolution of few channels computes.
+
+    Its kernels multiply tiles, whose missing channels are zero: 32 channels of the inputs, and 8 of the outputs, for which
+    cuDNN copies the weights into larger ones.
+    """
+    if "convolution" not in func._overloadpacket.__name__:
+        return 1.0
+    outputs, inputs = args[2 if "backward" in func._overloadpacket.__name__ else 1].shape[:2]
+    return (-inputs % 32 + inputs) / inputs * (-outputs % 8 + outputs) / outputs

@@ -16,10 +16,11 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.split import Split
 
 # Python's work in eager mode, in launches. From steps of LeNet and ResNet-18 on two H200s, torch 2.11, 2026-11-23.
-SHARDED_KERNELS = 72  # with which fully_shard gathers a block twice, and sums and scatters its gradients
+SHARDED_KERNELS, SHARDED_EACH = 48, 3  # with which fully_shard gathers, sums and scatters a unit, and for each parameter of it
+HOOKS_KERNELS, HOOKS_EACH = 8, 2  # of a unit that stays gathered, each micro-batch; in bf16 each gradient is added in float32
 RANKS_KERNELS = 20  # of a step whose gradients are summed over ranks
 SCRATCH_KERNELS = 1  # for each gradient that `scratch` copies into a bucket and back
-PIPELINE_KERNELS = 28  # of a micro-batch: the schedule, sends and receives
+PIPELINE_KERNELS = 32  # of a micro-batch: the schedule, sends and receives
 HOST = 25e9  # assumed bytes per second of copies to and from host memory, and of the CPU's share of its bandwidth
 OPTIMIZER_KERNELS = 0.3  # launches of a foreach optimizer for each parameter
 
@@ -60,7 +61,7 @@ def step_time(strategy: Strategy, ranks: list[Passes], device: Device, links: Li
     computed = (forward + backward) * rounds
     kernels = computed + updates(rank, device)
     if isinstance(strategy, FSDP | Mesh):
-        kernels += Work(0, SHARDED_KERNELS * rank.sizes.units * accumulate)
+        kernels += sharding(strategy, rank.sizes, rounds, accumulate)
     elif strategy.dp_size > 1:
         kernels += Work(0, RANKS_KERNELS + SCRATCH_KERNELS * rank.sizes.tensors * isinstance(strategy, Scratch))
     if isinstance(strategy, Pipeline) and strategy.axes["pp"] > 1:
@@ -84,6 +85,22 @@ def step_time(strategy: Strategy, ranks: list[Passes], device: Device, links: Li
         along_pp = (rounds + stages - 1) * 2 * of_rank * links.send(cut, links.per_node // stages or links.per_node)
     to_host = offloaded(rank) if getattr(strategy, "offload", False) else 0.0
     return StepTime(kernels.seconds, launching, in_dp + in_tp + along_pp + to_host, bubble)
+
+
+def sharding(strategy: FSDP | Mesh, sizes: Sizes, rounds: int, accumulate: int) -> Work:
+    """Return Python's work in fully_shard: of each block, and of the model or stage, which contains them.
+
+    Args:
+        sizes: of the rank.
+        rounds, accumulate: number of micro-batches in all, and of gradient-accumulation steps.
+    """
+    units, each = sizes.units + 1, sizes.tensors
+    launches = 0
+    if strategy.dp_size > 1:  # without other ranks along dp there are no collectives
+        launches += (SHARDED_KERNELS * units + SHARDED_EACH * each) * accumulate
+    if rounds > accumulate:
+        launches += (HOOKS_KERNELS * units + HOOKS_EACH * each * (sizes.gathered < sizes.unsharded)) * rounds
+    return Work(0, launches)
 
 
 def micro_batches(strategy: Strategy) -> int:

@@ -43,7 +43,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Work:
-    """Kernels of a part of a step: their seconds on the device and their number."""
+    """Kernels of a part of a step: their seconds on the device, and what launching them takes, in launches."""
 
     seconds: float = 0.0
     kernels: float = 0
@@ -75,7 +75,7 @@ class Device:
         shortest = self.constants.replay if self.graph else 0.0
         for operation in operations:
             least = shortest * (1 if operation.kind == "fused" else KERNELS)
-            total += Work(max(self.seconds(operation), least), 1)
+            total += Work(max(self.seconds(operation), least), operation.launches)
         return total
 
     def seconds(self, operation: Operation) -> float:
@@ -87,7 +87,7 @@ class Device:
 
     def achieved(self, operation: Operation) -> float:
         """Return the fraction of the memory bandwidth that a kernel achieves."""
-        name = operation.kind if operation.kind in ("strided", "reduction", "fused") else "bandwidth"
+        name = operation.kind if operation.kind in ("strided", "reduction", "pooling", "fused") else "bandwidth"
         if operation.kind == "batch_norm":
             mixed = operation.dtype == torch.bfloat16
             name = "batch_norm" + "_bf16" * mixed + "_last" * self.channels_last

@@ -14,10 +14,15 @@ from ddp_lab.estimate.exposed import Sizes
 from ddp_lab.estimate.footprint import Footprint, footprint, on_device
 from ddp_lab.estimate.memory import Memory, peak_memory
 from ddp_lab.estimate.schedule import Passes, micro_batches
+from ddp_lab.estimate.stage_buffers import cast_images, stage_buffers
 from ddp_lab.estimate.temporaries import temporaries_of
+from ddp_lab.estimate.trace import Traced
 from ddp_lab.models.chain import Chain
 from ddp_lab.run.job import Job
 from ddp_lab.run.places import communicators, place_along_pp
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.mesh import Mesh
+from ddp_lab.strategies.share import Share
 
 
 class PlannedRank(NamedTuple):
@@ -38,48 +43,76 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
         tracer: traces the blocks of the model.
         constants: of the GPU.
     """
-    cfg, strategy, model = job.cfg, job.strategy, job.model
-    share, make_optimizer = strategy.share(model, rank), build(cfg.optimizer)
-    held = footprint(share, model, make_optimizer, cfg.ema is not None)
-    here = on_device(held, share)
-    samples = math.ceil(job.plan.samples_at_once / micro_batches(strategy))
-    blocks = tracer.blocks(strategy, share, samples, compiled)
-    gradients = dict.fromkeys(blocks, 0)
-    for name, tensor in model.named_parameters():
-        if tensor.requires_grad and share.has(name) and not share.offload:
-            gradients[name.split(".")[0] if isinstance(model, Chain) else ""] += share.nbytes(name, tensor)
-    device, fused = torch.device("cuda"), job.choices["optimizer.fused"].value is True
-    checkpointing = getattr(strategy, "checkpointing", "none")
+    cfg, strategy, bf16 = job.cfg, job.strategy, job.cfg.precision == "bf16"
+    share, make_optimizer = strategy.share(job.model, rank), build(cfg.optimizer)
+    held = footprint(share, job.model, make_optimizer, cfg.ema is not None)
+    here, place = on_device(held, share), place_along_pp(strategy, rank)
+    samples, kept = job.plan.samples_at_once, micro_batches_kept(strategy, place)
+    blocks = tracer.blocks(strategy, share, math.ceil(samples / micro_batches(strategy)), compiled)
+    sizes = sizes_of(job, share, held, blocks.keys() - {LOSS})
+    several = cfg.accumulate * micro_batches(strategy) > 1
+    fused = job.choices["optimizer.fused"].value is True
     memory = peak_memory(
         here,
         blocks,
-        gradients,
-        buckets_of(strategy, share, model, cfg.precision == "bf16"),
-        micro_batches_kept(strategy, place_along_pp(strategy, rank)),
-        checkpointing,
-        temporaries_of(lambda held: job.options.settle(make_optimizer(held), device, fused), strategy.name != "tp")
-        * here.gradients,
-        data_bytes(job, constants),
-        constants.context + constants.communicator * communicators(strategy),
-    )
-    computed = {
-        name: torch.Size(share.size(name, tensor)).numel() for name, tensor in model.named_parameters() if share.has(name)
-    }
-    sizes = Sizes(
-        gradients=held.gradients,
-        gathered=sum(computed.values()) * (2 if cfg.precision == "bf16" else 4),
-        unsharded=sum(computed.values()) * 4,
-        tensors=len(computed),
-        units=len(blocks) - 1 if LOSS in blocks else len(blocks),
+        gradients_of(job, share, blocks),
+        buckets_of(strategy, share, job.model, bf16),
+        kept,
+        several * (sizes.unsharded if isinstance(strategy, FSDP | Mesh) else here.gradients),
+        checkpointing := getattr(strategy, "checkpointing", "none"),
+        temporary=here.gradients
+        * temporaries_of(
+            lambda held: job.options.settle(make_optimizer(held), torch.device("cuda"), fused), strategy.name != "tp"
+        ),
+        copies=copies_of(job, here, compiled),
+        data=data_bytes(job)
+        + workspaces(job, constants, any(each.kind == "matmul" for block in blocks.values() for each in block.forward))
+        + stage_buffers(strategy, place, samples, blocks, kept, bf16)
+        + cast_images(strategy, blocks.get(tracer.named[0][0]), kept, bf16),
+        libraries=constants.context + constants.communicator * communicators(strategy),
     )
     divisions = {name: division_of(strategy, name, block) for name, block in tracer.named if name in blocks}
     return PlannedRank(memory, held, Passes(blocks, divisions, sizes, checkpointing, held.optimizer))
 
 
-def data_bytes(job: Job, constants: Constants) -> float:
-    """Return the bytes of a local batch in float32, of the dataset, if it is on the device, and of cuBLAS's workspace."""
+def sizes_of(job: Job, share: Share, held: Footprint, blocks: set[str]) -> Sizes:
+    """Return what the rank sends from."""
+    computed = [
+        torch.Size(share.size(name, tensor)).numel() for name, tensor in job.model.named_parameters() if share.has(name)
+    ]
+    width = 2 if job.cfg.precision == "bf16" else 4
+    return Sizes(held.gradients, width * sum(computed), 4 * sum(computed), len(computed), len(blocks))
+
+
+def gradients_of(job: Job, share: Share, blocks: dict[str, Traced]) -> dict[str, int]:
+    """Return the bytes of each block's gradients that the rank keeps on its GPU."""
+    gradients = dict.fromkeys(blocks, 0)
+    for name, tensor in job.model.named_parameters():
+        if tensor.requires_grad and share.has(name) and not share.offload:
+            gradients[name.split(".")[0] if isinstance(job.model, Chain) else ""] += share.nbytes(name, tensor)
+    return gradients
+
+
+def copies_of(job: Job, here: Footprint, compiled: bool) -> int:
+    """Return the bytes of what a warm-up restores: of the optimizer's state only before a capture, which warms up twice."""
+    if not (compiled or job.options.cuda_graph):
+        return 0
+    return here.parameters + here.buffers + here.averages + (here.optimizer if job.options.cuda_graph else 0)
+
+
+def data_bytes(job: Job) -> float:
+    """Return the bytes of a local batch in uint8 and float32, and of the dataset, if it is on the device."""
     train, test = job.dataset.train, job.dataset.test
     batch = job.plan.samples_at_once * job.cfg.accumulate * (5 * math.prod(train.shape) + 8)
     whole = sum(split.size * (math.prod(split.shape) + 24) for split in (train, test))
+    return batch + (whole if job.choices["data.loader"].value == "device" else 0)
+
+
+def workspaces(job: Job, constants: Constants, multiplies: bool) -> float:
+    """Return the bytes of cuBLAS's workspaces, of which each thread has one.
+
+    Args:
+        multiplies: whether the rank has layers that cuBLAS computes, which allocates a workspace when it is first used.
+    """
     threads = 1 if job.options.cuda_graph else 2  # a captured backward pass runs in its caller's thread
-    return batch + threads * constants.workspace + (whole if job.choices["data.loader"].value == "device" else 0)
+    return threads * constants.workspace if multiplies else 0

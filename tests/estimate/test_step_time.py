@@ -7,14 +7,14 @@ import torch
 
 from ddp_lab.estimate.cards import CARDS
 from ddp_lab.estimate.constants import ASSUMED
-from ddp_lab.estimate.recorder import Operation
+from ddp_lab.estimate.recorder import CAST, Operation, Recorder
 from ddp_lab.estimate.step_time import KERNELS, REST_KERNELS, Device, Links, StepTime, Work
 from ddp_lab.run.advise import Advisor
 from ddp_lab.run.machine import find_machine
 
 CARD = CARDS["H100"]
 RATES = (
-    "float32 tf32 tf32_last bf16 convolution convolution_last attention bandwidth strided reduction fused "
+    "float32 tf32 tf32_last bf16 convolution convolution_last attention bandwidth strided reduction pooling fused "
     "batch_norm batch_norm_last batch_norm_bf16 batch_norm_bf16_last"
 )
 IDEAL = replace(ASSUMED, **dict.fromkeys(RATES.split(), 1.0), launch=1e-5, step=0.0, replay=1e-6, start=0.0)
@@ -56,6 +56,7 @@ def test_kernels_of_a_graph_take_at_least_the_time_of_the_shortest_one():
         ("elementwise", torch.float32, False, "bandwidth"),
         ("strided", torch.float32, False, "strided"),
         ("reduction", torch.bfloat16, False, "reduction"),
+        ("pooling", torch.float32, True, "pooling"),
         ("fused", torch.float32, False, "fused"),
         ("batch_norm", torch.float32, False, "batch_norm"),
         ("batch_norm", torch.float32, True, "batch_norm_last"),
@@ -80,6 +81,30 @@ def test_convolutions_take_longer_than_as_many_flops_of_matrix_multiplications()
     device = Device(CARD, ASSUMED)
     product, convolution = (device.seconds(Operation(kind, torch.bfloat16, 10**12, 1)) for kind in ("matmul", "convolution"))
     assert convolution > 2 * product
+
+
+def test_operations_count_by_the_launches_of_their_kind():
+    layers, images = (
+        torch.nn.Sequential(torch.nn.Conv2d(8, 8, 1), torch.nn.ReLU(), torch.nn.AvgPool2d(2)),
+        torch.zeros(2, 8, 4, 4),
+    )
+    with torch.no_grad(), Recorder() as recorder:
+        layers(images).to(torch.bfloat16)
+    assert [operation.kind for operation in recorder.operations] == ["convolution", "elementwise", "pooling", "elementwise"]
+    assert [operation.launches for operation in recorder.operations] == [1.5, 0.5, 0.5, CAST]
+    work = Device(CARD, IDEAL).work(recorder.operations)
+    assert Device(CARD, IDEAL).launching(work) == pytest.approx((2.5 + CAST) * 1e-5 - work.seconds)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "times"), [(64, 64, 1), (1, 64, 32), (1, 6, 32 * 8 / 6), (48, 8, 64 / 48)])
+def test_convolutions_of_few_channels_compute_padded_tiles(inputs, outputs, times):
+    images = torch.zeros(2, inputs, 4, 4, requires_grad=True)
+    layer = torch.nn.Conv2d(inputs, outputs, 1)
+    with Recorder() as recorder:
+        layer(images).sum().backward()
+    forward, backward = (operation for operation in recorder.operations if operation.kind == "convolution")
+    assert forward.flops == pytest.approx(times * 2 * 2 * 16 * inputs * outputs, abs=1)
+    assert backward.flops == pytest.approx(2 * forward.flops, abs=2)
 
 
 def test_collectives_take_the_time_of_the_bytes_that_a_rank_sends():
@@ -119,6 +144,22 @@ def test_bubble_shrinks_with_micro_batches_and_launches_grow():
     assert few.bubble / few.total == pytest.approx(1 / 3, abs=0.05)
     assert many.bubble / many.total < 0.08
     assert many.launching > few.launching
+
+
+def test_fully_shard_costs_launches_for_each_unit_parameter_and_micro_batch():
+    names = (
+        "strategy=ddp",
+        "strategy=pipeline",
+        "strategy=fsdp",
+        "strategy=mesh strategy.shard=2",
+        "strategy=mesh strategy.pp=2",
+    )
+    ddp, pipeline, fsdp, shard, pp = (
+        time_of("2xH100", each, "speed=off", "batch_size=64", *each.split()).launching for each in names
+    )
+    assert fsdp == pytest.approx(shard)
+    assert fsdp > 2 * ddp
+    assert pp > 1.1 * pipeline > ddp
 
 
 def test_links_between_machines_expose_communication():
