@@ -23,6 +23,7 @@ from ddp_lab.run.places import communicators, place_along_pp
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.share import Share
+from ddp_lab.training.speed.auto import AUTO
 
 
 class PlannedRank(NamedTuple):
@@ -94,10 +95,11 @@ def gradients_of(job: Job, share: Share, blocks: dict[str, Traced]) -> dict[str,
 
 
 def copies_of(job: Job, here: Footprint, compiled: bool) -> int:
-    """Return the bytes of what a warm-up restores: of the optimizer's state only before a capture, which warms up twice."""
-    if not (compiled or job.options.cuda_graph):
+    """Return the bytes of what a warm-up restores: of the optimizer's state only in a second one, as the first creates it."""
+    twice = job.options.cuda_graph or job.options.compile == AUTO  # to capture, or to time the step
+    if not (compiled or twice):
         return 0
-    return here.parameters + here.buffers + here.averages + (here.optimizer if job.options.cuda_graph else 0)
+    return here.parameters + here.buffers + here.averages + twice * here.optimizer
 
 
 def data_bytes(job: Job) -> float:
