@@ -30,6 +30,7 @@ from ddp_lab.estimate.recorder import Recorder
 # For tests: a CPU has no data sheet here. The fractions that it achieves of these peaks mean nothing.
 CPU = Card("cpu", 8 * GiB, 20 * GB, 0.1 * TERA, 0.1 * TERA, 0.1 * TERA, 1 * GB, "cpu")
 LAYERS = 6  # of each kind in the network whose launches are timed
+MANY = 4  # times as many images for convolutions, which Python would otherwise launch more slowly than they compute
 STEP = ASSUMED.step / ASSUMED.launch  # a step's own Python, in launches
 
 
@@ -44,7 +45,7 @@ def measure_card(card: Card, device: torch.device) -> Constants:
     workspace, context = sizes_of_libraries(device) if large else (ASSUMED.workspace, ASSUMED.context)
     launch, samples, tokens = launch_seconds(device), 256 if large else 1, 50_000 if large else 4
     convolutions = [
-        Convolutions(dtype, last, device, samples) for dtype in (torch.float32, torch.bfloat16) for last in (False, True)
+        Convolutions(dtype, last, device, MANY * samples) for dtype in (torch.float32, torch.bfloat16) for last in (False, True)
     ]
     norms = [batch_norm(dtype, last, device, samples) for dtype in (torch.float32, torch.bfloat16) for last in (False, True)]
     return Constants(

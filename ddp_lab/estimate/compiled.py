@@ -6,7 +6,6 @@ rest.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import fx, nn
 from torch.func import functional_call
 
 from ddp_lab.estimate.fusion import Kernel, kernels_of, nbytes_of, value_of
-from ddp_lab.estimate.trace import Traced, layout_of, on_meta
+from ddp_lab.estimate.trace import Traced, layout_of, mixed_precision, on_meta
 from ddp_lab.strategies.activation_checkpointing import kept
 
 
@@ -48,8 +47,7 @@ def trace_compiled(block: nn.Module, given: torch.Tensor, autocast: bool) -> tup
         given: its input, fake, which requires a gradient unless nothing before it is trained.
         autocast: whether the forward pass runs in bf16 by autocast.
     """
-    mixed: Any = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
-    with mixed:
+    with mixed_precision(autocast):
         graphs, result = graphs_of(block, given)
     made, output = graphs.kept(), graphs.output()
     stored = {value: nbytes_of(value) for value in made.values() if value.op != "placeholder"}

@@ -73,7 +73,8 @@ def groups_of(reads: dict[fx.Node, frozenset[fx.Node]], owner: dict[fx.Node, fx.
     They have as many unfused kernels before them, so that no kernel needs a result of itself through another one.
     """
     level, group, found = dict[fx.Node, int](), dict[fx.Node, list[fx.Node]](), dict[Any, fx.Node]()
-    for root, given in reads.items():
+    for root, read in reads.items():
+        given = sorted(read, key=lambda value: value.name)  # the order of a set differs from run to run
         before = [owner[value] for value in given if value in owner]
         level[root] = max((level[other] + is_alone(other) for other in before), default=0)
         mine = [root]
@@ -173,4 +174,4 @@ def operation_of(group: list[fx.Node], reads: Iterable[fx.Node], writes: Iterabl
     dtype = next(tensor.dtype for tensor in (result if isinstance(result, tuple | list) else [result]) if tensor is not None)
     passes = sum(args[-1][:2]) if name_of(first) == "convolution_backward" else 1
     flops = round(flops_of(first.target, args, kwargs, result) * padding_of(first.target, args))
-    return Operation(kind_of(first.target), dtype, flops, nbytes, passes, COMPILED)
+    return Operation(kind_of(first.target), dtype, flops, nbytes, passes, launches=COMPILED)

@@ -18,7 +18,7 @@ from ddp_lab.strategies.split import Split
 # Python's work in eager mode, in launches. From steps of LeNet and ResNet-18 on two H200s, torch 2.11, 2026-11-23.
 SHARDED_KERNELS, SHARDED_EACH = 48, 3  # with which fully_shard gathers, sums and scatters a unit, and for each parameter of it
 HOOKS_KERNELS, HOOKS_EACH = 8, 2  # of a unit that stays gathered, each micro-batch; in bf16 each gradient is added in float32
-RANKS_KERNELS = 20  # of a step whose gradients are summed over ranks
+RANKS_KERNELS = 12  # of a step whose gradients are summed over ranks
 SCRATCH_KERNELS = 1  # for each gradient that `scratch` copies into a bucket and back
 PIPELINE_KERNELS = 32  # of a micro-batch: the schedule, sends and receives
 HOST = 25e9  # assumed bytes per second of copies to and from host memory, and of the CPU's share of its bandwidth
@@ -79,8 +79,8 @@ def step_time(strategy: Strategy, ranks: list[Passes], device: Device, links: Li
     if is_cut(strategy):
         stages = len(ranks)
         of_rank = strategy.num_stages // stages if isinstance(strategy, Pipeline) else 1
-        once = (computed.seconds + launching) / rounds
-        bubble = accumulate * once * (stages - 1) / of_rank
+        # Python does not wait for other ranks: it launches a stage's kernels before their inputs have arrived.
+        bubble = accumulate * computed.seconds / rounds * (stages - 1) / of_rank
         cut = max((list(each.blocks.values())[-1].output for each in ranks[:-1]), default=0)
         along_pp = (rounds + stages - 1) * 2 * of_rank * links.send(cut, links.per_node // stages or links.per_node)
     to_host = offloaded(rank) if getattr(strategy, "offload", False) else 0.0

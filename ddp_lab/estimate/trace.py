@@ -1,11 +1,14 @@
 """A forward and backward pass of a block on fake tensors: what it saves, allocates and computes."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ddp_lab.estimate.recorder import Operation, Recorder, key_of
 from ddp_lab.strategies.activation_checkpointing import kept
@@ -67,6 +70,29 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
 
+class Float32Norms(TorchFunctionMode):
+    """Lets layer normalizations and softmax compute in float32, as autocast does on CUDA and not on the CPU."""
+
+    functions = (F.layer_norm, F.group_norm, F.softmax, F.log_softmax)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.functions:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.float(), (args, kwargs))
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def mixed_precision(autocast: bool) -> Generator[None]:
+    """Compute in bf16 as autocast does on CUDA, with tensors on the CPU; without `autocast` do nothing."""
+    if not autocast:
+        yield
+        return
+    with torch.autocast("cpu", torch.bfloat16), Float32Norms():
+        yield
+
+
 def trace(
     run: Callable[[torch.Tensor], torch.Tensor], own: Sequence[torch.Tensor], given: torch.Tensor, autocast: bool
 ) -> tuple[Traced, torch.Tensor]:
@@ -82,9 +108,8 @@ def trace(
         The record, and a tensor like the output on the meta device.
     """
     others, saved = {key_of(tensor) for tensor in [*own, given]}, Saved()
-    mixed: Any = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with Recorder(kept()) as recorder:
-        with saved.hooks(), mixed:
+        with saved.hooks(), mixed_precision(autocast):
             output = run(given)
         forward_peak, forward, kept_by_selective = recorder.peak, recorder.restart(), recorder.kept
         inner = {key: size for key, size in saved.sizes.items() if key not in others | {key_of(output)}}

@@ -20,6 +20,7 @@ from ddp_lab.estimate.trace import Traced
 from ddp_lab.models.chain import Chain
 from ddp_lab.run.job import Job
 from ddp_lab.run.places import communicators, place_along_pp
+from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.share import Share
@@ -51,7 +52,9 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
     samples, kept = job.plan.samples_at_once, micro_batches_kept(strategy, place)
     blocks = tracer.blocks(strategy, share, math.ceil(samples / micro_batches(strategy)), compiled)
     sizes = sizes_of(job, share, held, blocks.keys() - {LOSS})
-    several = cfg.accumulate * micro_batches(strategy) > 1
+    sharded = isinstance(strategy, FSDP | Mesh)
+    # A warm-up begins with a pass without collectives; shards' gradients of it stay unsharded until the next pass.
+    several = cfg.accumulate * micro_batches(strategy) > 1 or (sharded and warms_up(job, compiled))
     fused = job.choices["optimizer.fused"].value is True
     memory = peak_memory(
         here,
@@ -59,7 +62,7 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
         gradients_of(job, share, blocks),
         buckets_of(strategy, share, job.model, bf16),
         kept,
-        several * (sizes.unsharded if isinstance(strategy, FSDP | Mesh) else here.gradients),
+        several * (sizes.unsharded if sharded else here.gradients),
         checkpointing := getattr(strategy, "checkpointing", "none"),
         temporary=here.gradients
         * temporaries_of(
@@ -94,11 +97,16 @@ def gradients_of(job: Job, share: Share, blocks: dict[str, Traced]) -> dict[str,
     return gradients
 
 
+def warms_up(job: Job, compiled: bool) -> bool:
+    """Return whether steps whose effects are undone come before the first one: to compile, to capture or to time it."""
+    return compiled or job.options.cuda_graph or job.options.compile == AUTO
+
+
 def copies_of(job: Job, here: Footprint, compiled: bool) -> int:
     """Return the bytes of what a warm-up restores: of the optimizer's state only in a second one, as the first creates it."""
-    twice = job.options.cuda_graph or job.options.compile == AUTO  # to capture, or to time the step
-    if not (compiled or twice):
+    if not warms_up(job, compiled):
         return 0
+    twice = job.options.cuda_graph or job.options.compile == AUTO  # to capture, or to time the step
     return here.parameters + here.buffers + here.averages + twice * here.optimizer
 
 
@@ -116,5 +124,6 @@ def workspaces(job: Job, constants: Constants, multiplies: bool) -> float:
     Args:
         multiplies: whether the rank has layers that cuBLAS computes, which allocates a workspace when it is first used.
     """
-    threads = 1 if job.options.cuda_graph else 2  # a captured backward pass runs in its caller's thread
+    # A captured backward pass runs in its caller's thread. Under DDP there was one more workspace (H200s, 2026-11-23).
+    threads = 1 if job.options.cuda_graph and not isinstance(job.strategy, DDP) else 2
     return threads * constants.workspace if multiplies else 0

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training import MODELS, make_model
 
 from ddp_lab.estimate.blocks import Tracer
 from ddp_lab.estimate.memory import kept_by
 from ddp_lab.estimate.planned import PlannedRuntime
 from ddp_lab.estimate.recorder import Recorder, key_of
+from ddp_lab.estimate.trace import mixed_precision, trace
 from ddp_lab.strategies.activation_checkpointing import checkpointed
 from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.share import Share
@@ -60,7 +62,7 @@ def saved(name: str, precision: str) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        with mixed_precision(precision == "bf16"):
             logits = model(images)
         loss = CrossEntropy()(logits, targets)
     others = {key_of(tensor) for tensor in [*model.parameters(), images, targets]}
@@ -101,6 +103,16 @@ def test_peak_of_the_backward_pass_is_that_of_real_tensors(name):
     with Recorder() as recorder:
         CrossEntropy()(model(images), targets).backward()
     assert highest == pytest.approx(recorder.peak, rel=0.05)
+
+
+def test_norms_keep_their_inputs_in_float32_as_autocast_on_cuda_does():
+    layer, tokens = nn.LayerNorm(8), torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mixed, _ = trace(layer, list(layer.parameters()), tokens, autocast=True)
+        plain, _ = trace(layer.to(torch.bfloat16), list(layer.parameters()), tokens, autocast=False)
+    assert (mixed.output, plain.output) == (4 * 8 * 4, 4 * 8 * 2)
+    assert mixed.saved - plain.saved >= 4 * 8 * 4
+    assert (mixed.keeps_input, plain.keeps_input) == (False, True)
 
 
 def test_equal_blocks_are_traced_once():

@@ -12,7 +12,7 @@ from ddp_lab.estimate.fusion import Kernel, kernels_of
 from ddp_lab.estimate.memory import kept_by
 from ddp_lab.estimate.planned import PlannedRuntime
 from ddp_lab.estimate.recorder import key_of
-from ddp_lab.estimate.trace import Traced
+from ddp_lab.estimate.trace import Traced, mixed_precision
 from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.single import Single
@@ -39,8 +39,7 @@ def saved(name: str, precision: str) -> int:
     torch.compiler.reset()
     for block in model.children():
         block.compile(backend="aot_eager_decomp_partition")
-    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), mixed:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), mixed_precision(precision == "bf16"):
         assert model(images).requires_grad
     others = {key_of(tensor) for tensor in [*model.parameters(), images]}
     return sum({key_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept if key_of(tensor) not in others}.values())
@@ -63,6 +62,11 @@ def test_compiled_transformer_keeps_and_moves_less_than_an_eager_one():
     assert traffic[1] < 0.8 * traffic[0]
     flops = [sum(operation.flops for operation in (*record.forward, *record.backward)) for record in (eager, compiled)]
     assert flops[0] == flops[1]
+
+
+def test_fusion_is_the_same_each_time():
+    first, second = (records("vit", "bf16", compiled=True)["block0"] for _ in range(2))
+    assert (first.forward, first.backward) == (second.forward, second.backward)
 
 
 def test_blocks_that_cannot_be_traced_are_predicted_as_in_eager_mode(monkeypatch):

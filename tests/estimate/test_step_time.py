@@ -7,8 +7,8 @@ import torch
 
 from ddp_lab.estimate.cards import CARDS
 from ddp_lab.estimate.constants import ASSUMED
-from ddp_lab.estimate.recorder import CAST, Operation, Recorder
-from ddp_lab.estimate.step_time import KERNELS, REST_KERNELS, Device, Links, StepTime, Work
+from ddp_lab.estimate.recorder import CAST, FEW_ROWS, Operation, Recorder
+from ddp_lab.estimate.step_time import KERNELS, REDUCTION, REST_KERNELS, ROW, Device, Links, StepTime, Work
 from ddp_lab.run.advise import Advisor
 from ddp_lab.run.machine import find_machine
 
@@ -68,7 +68,8 @@ def test_each_kind_of_kernel_has_a_constant_of_its_own(kind, dtype, last, consta
     computed = kind in ("matmul", "convolution", "attention")
     operation = Operation(kind, dtype, 10**12 if computed else 0, 1 if computed else 10**9)
     ideal, half = (Device(CARD, each, channels_last=last) for each in (IDEAL, replace(IDEAL, **{constant: 0.5})))
-    assert half.seconds(operation) == pytest.approx(2 * ideal.seconds(operation))
+    always = REDUCTION if kind == "reduction" else 0
+    assert half.seconds(operation) - always == pytest.approx(2 * (ideal.seconds(operation) - always))
 
 
 def test_small_convolutions_take_the_time_of_their_start_for_each_result():
@@ -94,6 +95,27 @@ def test_operations_count_by_the_launches_of_their_kind():
     assert [operation.launches for operation in recorder.operations] == [1.5, 0.5, 0.5, CAST]
     work = Device(CARD, IDEAL).work(recorder.operations)
     assert Device(CARD, IDEAL).launching(work) == pytest.approx((2.5 + CAST) * 1e-5 - work.seconds)
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
+def test_gradient_of_a_norms_weight_is_slow_for_few_rows(rows):
+    device, layer = Device(CARD, IDEAL), torch.nn.LayerNorm(4, dtype=torch.bfloat16)
+    tokens = torch.zeros(rows, 4, dtype=torch.bfloat16, requires_grad=True)
+    with Recorder() as recorder:
+        layer(tokens).backward(tokens)
+    forward, backward = (recorder.operations[0], next(each for each in recorder.operations if each.kind == "norm"))
+    size = rows * 4 * 4  # as in float32
+    assert forward.nbytes == 2 * size
+    assert device.seconds(forward) == pytest.approx(REDUCTION + 2 * size / CARD.bandwidth)
+    slow = rows * ROW if rows == FEW_ROWS else 0
+    assert device.seconds(backward) == pytest.approx((3 if slow else 5) * size / CARD.bandwidth + slow)
+
+
+def test_casts_to_wider_numbers_are_not_vectorized():
+    values = torch.zeros(8)
+    with Recorder() as recorder:
+        values.to(torch.bfloat16).float()
+    assert [operation.kind for operation in recorder.operations] == ["elementwise", "strided"]
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "times"), [(64, 64, 1), (1, 64, 32), (1, 6, 32 * 8 / 6), (48, 8, 64 / 48)])
