@@ -19,10 +19,10 @@ class Constants:
         context: bytes of the CUDA context and of the loaded kernels, which torch does not count as allocated.
         workspace: bytes that cuBLAS allocates through torch for a thread; forward and backward pass are two threads.
         communicator: bytes of NCCL's buffers for the first group of ranks.
-        launch: seconds that Python and torch take for one operation of a block in eager mode, forward or backward.
+        launch: seconds that Python and torch take for an average operation of a block in eager mode, forward or backward.
         step: seconds that they take for the rest of a step: the batch, the metrics, the schedule.
         replay: seconds of a small kernel in a CUDA graph, with the pause after it.
-        start: seconds that a convolution takes however few FLOPs it has.
+        start: seconds that a convolution takes, whatever its size, besides those of its FLOPs.
         float32, bf16: fraction of the card's peak that matrix multiplications achieve.
         tf32, tf32_last: fraction of the peak in TF32 that the convolutions of a ResNet achieve in float32, forward and
             backward, and that they achieve in the channels-last memory format.

@@ -15,10 +15,10 @@ REDUCTIONS = ("sum", "mean", "var_mean", "amax", "amin")
 # Single layers, forward and backward, on a machine with H200s, torch 2.11, 2026-11-23: a convolution 124 us, BatchNorm 117,
 # LayerNorm 94, a linear layer 149 and with autocast 181, ReLU 44.
 LAUNCHES = {"convolution": 1.5, "batch_norm": 1.4, "attention": 1.5, "elementwise": 0.5, "strided": 0.5, "pooling": 0.5}
-CAST = 0.15
+CAST = 0.15  # the same for a change of the dtype
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)  # they run no kernel
-FEW_ROWS = 65_536
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+FEW_ROWS = 65_536  # up to which few multiprocessors compute the gradient of a layer normalization's weight
 
 
 class Operation(NamedTuple):

@@ -15,9 +15,10 @@ from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.split import Split
 
-# Python's work in eager mode, in launches. From steps of LeNet and ResNet-18 on two H200s, torch 2.11, 2026-11-23.
+# Python's work in eager mode, in launches. From steps of LeNet, ResNet-18 and ViT-S/16 on two H200s, torch 2.11, 2026-11-23.
 SHARDED_KERNELS, SHARDED_EACH = 48, 3  # with which fully_shard gathers, sums and scatters a unit, and for each parameter of it
 HOOKS_KERNELS, HOOKS_EACH = 8, 2  # of a unit that stays gathered, each micro-batch; in bf16 each gradient is added in float32
+COPIES, COPIES_EACH = 20e-6, 4e-6  # seconds of its copies for a unit, and for each parameter, whose kernels are small
 RANKS_KERNELS = 12  # of a step whose gradients are summed over ranks
 SCRATCH_KERNELS = 1  # for each gradient that `scratch` copies into a bucket and back
 PIPELINE_KERNELS = 32  # of a micro-batch: the schedule, sends and receives
@@ -88,19 +89,20 @@ def step_time(strategy: Strategy, ranks: list[Passes], device: Device, links: Li
 
 
 def sharding(strategy: FSDP | Mesh, sizes: Sizes, rounds: int, accumulate: int) -> Work:
-    """Return Python's work in fully_shard: of each block, and of the model or stage, which contains them.
+    """Return the work of fully_shard: of each block, and of the model or stage, which contains them.
 
     Args:
         sizes: of the rank.
         rounds, accumulate: number of micro-batches in all, and of gradient-accumulation steps.
     """
     units, each = sizes.units + 1, sizes.tensors
-    launches = 0
+    total = Work()
     if strategy.dp_size > 1:  # without other ranks along dp there are no collectives
-        launches += (SHARDED_KERNELS * units + SHARDED_EACH * each) * accumulate
+        copies = COPIES * units + COPIES_EACH * each
+        total += Work(copies, SHARDED_KERNELS * units + SHARDED_EACH * each) * accumulate
     if rounds > accumulate:
-        launches += (HOOKS_KERNELS * units + HOOKS_EACH * each * (sizes.gathered < sizes.unsharded)) * rounds
-    return Work(0, launches)
+        total += Work(0, HOOKS_KERNELS * units + HOOKS_EACH * each * (sizes.gathered < sizes.unsharded)) * rounds
+    return total
 
 
 def micro_batches(strategy: Strategy) -> int:
