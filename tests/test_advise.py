@@ -18,6 +18,9 @@ from ddp_lab.estimate.report import as_json, best_of, memory_plot, table
 from ddp_lab.run.advise import advise
 from ddp_lab.run.candidates import candidates
 from ddp_lab.run.machine import Machine, find_machine
+from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.tp import TP
 
 SYNTHETIC = ["data=synthetic", "data.dataset.image_size=28"]
 VIT = ["model=vit", *SYNTHETIC]
@@ -211,7 +214,9 @@ def test_choices_of_speed_auto_are_predicted_without_a_gpu(monkeypatch):
     plain, automatic = (advised(*run, f"speed={speed}", gpus="2xH200") for speed in ("off", "auto"))
     found = {each.name: each for each in automatic.predictions}
     assert found["ddp"].chosen == ("cuda_graph", "channels_last", "optimizer.fused")
-    assert found["fsdp"].chosen == ()
+    for each, strategy in {"fsdp": FSDP, "tp tp=2": TP, "pipeline": Pipeline}.items():  # the strategy says what it supports
+        assert set(found[each].chosen) <= strategy.performance_options
+        assert ("cuda_graph" in found[each].chosen) == ("cuda_graph" in strategy.performance_options)
     for before, after in zip(plain.predictions, automatic.predictions, strict=True):
         assert before.chosen == ()
         captured = "cuda_graph" in after.chosen
