@@ -21,6 +21,33 @@ from ddp_lab.models.drop_path import DropPath
 EPS = 1e-6  # of the layer normalizations, as in torchvision's models
 
 
+class Patches(nn.Conv2d):
+    """The convolution of patches that do not overlap, as one matrix multiplication with the pixels of every patch.
+
+    On an H200 cuDNN needed 20 times as long for the gradient of the weight (docs/benchmarks-log.md), and its outputs are
+    transposed tokens.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return [b, width, rows, columns], channels last, for images [b, c, height, width]."""
+        size = self.weight.shape[-1]
+        pixels = input.unflatten(2, (-1, size)).unflatten(4, (-1, size))  # [b, c, rows, size, columns, size]
+        pixels, weight = pixels.permute(0, 2, 4, 1, 3, 5), self.weight
+        if weight.stride(1) == 1:  # channels last: its gradient must get the same strides, for DDP's buckets
+            pixels, weight = pixels.permute(0, 1, 2, 4, 5, 3), weight.permute(0, 2, 3, 1)
+        return F.linear(pixels.flatten(3), weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class Norm(nn.LayerNorm):
+    """A layer normalization whose outputs have the dtype of the inputs.
+
+    Under autocast it computes in float32, and each layer after it would round the outputs for itself.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).to(input.dtype)
+
+
 class Embed(nn.Module):
     """The patch embedding: one linear map of every patch, a class token if there is one, and learned positions.
 
@@ -34,7 +61,7 @@ class Embed(nn.Module):
 
     def __init__(self, in_channels: int, patches: int, patch_size: int, width: int, class_token: bool):
         super().__init__()
-        self.patches = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
+        self.patches = Patches(in_channels, width, patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if class_token else None
         self.positions = nn.Parameter(torch.empty(1, patches + class_token, width))
         self.reset_parameters()
@@ -49,10 +76,12 @@ class Embed(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the tokens, [b, n, width], of the images, [b, in_channels, height, width]."""
-        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        # All sums of a block keep the layout and the dtype of these tokens. Under autocast, positions in float32 would make all
+        # of them float32; fully_shard rounds them, too.
+        tokens = self.patches(images).flatten(2).transpose(1, 2).contiguous()
         if self.class_token is not None:
-            tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], 1)
-        return tokens + self.positions
+            tokens = torch.cat([self.class_token.to(tokens.dtype).expand(len(tokens), -1, -1), tokens], 1)
+        return tokens + self.positions.to(tokens.dtype)
 
 
 class Attention(nn.Module):
@@ -103,9 +132,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, hidden: int, drop_path: float, name: str):
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, EPS)
+        self.norm1 = Norm(width, EPS)
         self.attn = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, EPS)
+        self.norm2 = Norm(width, EPS)
         self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.drop1, self.drop2 = (DropPath(drop_path, f"{name}.drop{i}") if drop_path > 0 else nn.Identity() for i in (1, 2))
         self.reset_parameters()
@@ -138,7 +167,7 @@ class Head(nn.Module):
 
     def __init__(self, width: int, num_classes: int, pool: Literal["mean", "token"]):
         super().__init__()
-        self.norm, self.linear, self.pool = nn.LayerNorm(width, EPS), nn.Linear(width, num_classes), pool
+        self.norm, self.linear, self.pool = Norm(width, EPS), nn.Linear(width, num_classes), pool
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

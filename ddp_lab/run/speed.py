@@ -7,6 +7,7 @@ from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.samples import Dataset, LabelledImages
+from ddp_lab.models.vit import Patches
 from ddp_lab.run.data_shape import Sizes
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.speed.auto import AUTO, SWITCHED, Choice, Facts, choose
@@ -38,7 +39,7 @@ def find_refusals(cfg: DictConfig, strategy: Strategy, model: nn.Module) -> dict
     reasons = {key: why_not(key, strategy, "device", model) for key in ("cuda_graph", "compile", "channels_last")}
     if (hook := cfg.strategy.get("comm_hook", "none")) != "none":
         reasons["cuda_graph"] = f"strategy.comm_hook={hook} was never captured"
-    if not any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
+    if not any(isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()):
         reasons["channels_last"] = reasons["channels_last"] or "the model has no convolutions"
     if "fused" not in strategy.performance_options:
         reasons["optimizer.fused"] = f"not with strategy={strategy.name}, except for AdamW"
