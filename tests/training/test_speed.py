@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from operator import call
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -105,46 +106,75 @@ def test_step_in_another_thread_produces_the_same_weights():
 
 
 class StandIn:
-    """A stand-in for a CUDA graph and the events around its replays, which take milliseconds[index of the graph]."""
+    """A stand-in for CUDA graphs, whose replays take `milliseconds[index of the graph]`, as other work takes `work`.
+
+    Attributes:
+        replays: number of replays of all graphs.
+    """
 
     milliseconds: ClassVar[list[float]]
-    made: ClassVar[list] = []
-    replayed: ClassVar["StandIn"]
+    work: ClassVar[float]
+    made: ClassVar[list["StandIn"]]
+    replays: ClassVar[int]
 
     def __init__(self):
         self.thread = threading.get_ident()
         self.made.append(self)
 
     def replay(self) -> None:
-        StandIn.replayed = self
+        StandIn.replays += 1
 
-    def elapsed_time(self, end) -> float:
-        return self.milliseconds[self.made.index(self.replayed)]
+    @classmethod
+    def duration(cls, work, times: int = 1) -> float:
+        for _ in range(times):
+            work()
+        graph = getattr(work, "__self__", None)
+        return cls.work if graph is None else cls.milliseconds[cls.made.index(graph)] * times
 
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
 
-
-@pytest.mark.parametrize("best", [0, 2, kernel_choice.MOST_THREADS - 1])
-def test_fastest_thread_keeps_the_thread_with_the_fastest_kernels(best, monkeypatch):
-    count, before = kernel_choice.MOST_THREADS, threading.active_count()
-    monkeypatch.setattr(StandIn, "milliseconds", [1.0 if place == best else 2.0 for place in range(count)], raising=False)
-    monkeypatch.setattr(StandIn, "made", [])
+@pytest.fixture
+def graphs(monkeypatch):
+    """Let `fastest_thread` work without a GPU."""
+    for name, value in {"made": [], "replays": 0, "work": 1.0, "milliseconds": []}.items():
+        monkeypatch.setattr(StandIn, name, value, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: StandIn.__new__(StandIn))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(kernel_choice, "capturing", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(kernel_choice, "duration", StandIn.duration)
+    return StandIn
+
+
+@pytest.mark.parametrize("best", [0, 2, kernel_choice.MOST_THREADS - 1])
+def test_fastest_thread_keeps_the_thread_with_the_fastest_kernels(best, graphs):
+    count, before = kernel_choice.MOST_THREADS, threading.active_count()
+    graphs.milliseconds = [1.0 if place == best else 2.0 for place in range(count)]
     worked = []
     thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
-    chosen, recorded = worked[: count - 1], [graph.thread for graph in StandIn.made]
-    assert recorded == [threading.get_ident(), *chosen] == [threading.get_ident(), *dict.fromkeys(chosen)]
-    assert worked[count - 1 :] == recorded
+    timed, *chosen = worked[:count]
+    recorded = [graph.thread for graph in graphs.made]
+    assert timed == threading.get_ident()
+    assert recorded == [timed, *chosen] == [timed, *dict.fromkeys(chosen)]
+    assert worked[count:] == recorded
     assert thread(threading.get_ident) == recorded[best]
     assert threading.active_count() == before + (best > 0)
     if best:
         thread.close()
+
+
+def test_kernels_of_long_work_are_not_chosen_again(graphs):
+    graphs.work = kernel_choice.LONGEST + 1
+    assert kernel_choice.fastest_thread(lambda: None, seconds=60) is call
+    assert not graphs.made
+
+
+@pytest.mark.parametrize("milliseconds", [0.01, 1.0, 15.0])
+def test_comparison_of_graphs_ends_in_time(milliseconds, graphs):
+    graphs.milliseconds = [milliseconds] * 4
+    kernel_choice.quickest([graphs() for _ in range(4)])
+    assert graphs.replays >= 4 * (1 + 5)
+    assert graphs.replays * milliseconds <= kernel_choice.COMPARING + 4 * milliseconds
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 MOST_THREADS = 16  # each choosing thread keeps a cuBLAS workspace allocated, 32 MiB on an H200
+LONGEST = 20.0  # milliseconds; a single run of the kernels of longer work is measurement enough
+COMPARING = 500.0  # milliseconds in which the graphs are compared
 
 Thread = Callable[[Callable[[], Any]], Any]  # calls a function in a certain thread; `operator.call` uses the current thread
 
@@ -41,26 +43,32 @@ class NewThread:
         self.executor.shutdown()
 
 
-def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int = 20) -> int:
-    """Return the index of the graph with the shortest median time over all rounds.
+def duration(work: Callable[[], None], times: int = 1) -> float:
+    """Return how many milliseconds the device needs for `times` calls of `work`, which queues its work there."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5) -> int:
+    """Return the index of the graph with the shortest median time over all rounds, which take about COMPARING together.
 
     The rounds are needed because a GPU is faster for a while after it was idle.
 
     Args:
         graphs: at least one.
         rounds: number of measurements of each graph.
-        replays: number of replays in a measurement.
     """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    once = max(duration(graph.replay) for graph in graphs)
+    replays = max(1, min(20, int(COMPARING / (rounds * len(graphs) * once))))
     milliseconds: list[list[float]] = [[] for _ in graphs]
     for _ in range(rounds):
         for graph, taken in zip(graphs, milliseconds, strict=True):
-            start.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            taken.append(start.elapsed_time(end))
+            taken.append(duration(graph.replay, replays))
     medians = [statistics.median(taken) for taken in milliseconds]
     return medians.index(min(medians))
 
@@ -68,12 +76,15 @@ def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5, replays: int =
 def fastest_thread(work: Callable[[], None], seconds: float) -> Thread:
     """Return the thread whose kernels are the fastest for `work`: the current one, with the choice already made, or a new one.
 
-    The backward pass must run in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`).
+    Work that takes longer than LONGEST stays in the current thread. The backward pass must run in the thread that calls it
+    (`torch.autograd.set_multithreading_enabled(False)`).
 
     Args:
         work: queues work that a CUDA graph can capture. It has no collectives, because each rank chooses for itself.
         seconds: how long new threads are started; a thread started in that time completes its work.
     """
+    if duration(work) > LONGEST:
+        return call
     threads: list[Thread] = [call]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end and len(threads) < MOST_THREADS:
