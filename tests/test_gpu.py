@@ -45,9 +45,11 @@ from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.dp import DP
 from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
+from ddp_lab.strategies.tp import TP
 from ddp_lab.training.speed import auto, kernel_choice, options
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep
@@ -222,6 +224,18 @@ TOGETHER = [
     *with_options(
         GRAPH, *ALGORITHMS, ddp(), ddp(view=False, static=True), ddp(**CLIPPED, accumulate=3), ddp(**MOVED), ddp(**RECIPE)
     ),
+    *with_options(
+        GRAPH,
+        fsdp(),
+        fsdp(reshard=False, samples=97),
+        fsdp(accumulate=2, **CLIPPED),
+        fsdp(**RECIPE),
+        mesh(shard=None, accumulate=2, **CLIPPED),
+        mesh(tp=2, sequence=True, **CLIPPED),
+        mesh(tp=2, **ADAMW | {"optimizer": "fused_adamw"}),
+        tp(2, **CLIPPED),
+    ),
+    *with_options(BOTH, fsdp(**EXACT_VIT, **CLIPPED), mesh(tp=2, sequence=True, **EXACT_VIT)),
     *with_options(FUSED, scratch("bucketed"), ddp()),
     *with_options(BOTH, scratch("flat"), scratch("bucketed", samples=97, **RECIPE), ddp(**CLIPPED)),
 ]
@@ -349,7 +363,10 @@ AUTO_COMPILED = with_options(AUTO, ddp(epochs=1), scratch("bucketed", epochs=1),
 
 
 def captured_by_auto(case: Case) -> bool:
-    return case.strategy in (Single, Scratch, DDP) and case.loader == "device"
+    options = dict(case.options)
+    on_host = options.get("offload", False) or options.get("checkpoint_activations", "none") != "none"
+    captured = case.strategy in (Single, Scratch, DDP, FSDP, TP) or (case.strategy is Mesh and options["pp"] == 1)
+    return captured and not on_host and case.loader == "device"
 
 
 def run_automatically(cases: list[Case], device: str, gain: float) -> dict:

@@ -56,6 +56,8 @@ class Strategy(SavedState, ABC):
         sharded: whether the ranks of dp_group hold shards of the model instead of replicas.
         supports_mps: whether the strategy can train on a Mac's GPU.
         performance_options: the supported ones of cuda_graph, compile, channels_last, and fused: optimizers' fused kernels.
+        collective_passes: whether forward and backward contain collectives other than those of gradients, so that no rank can
+            run them alone.
         reports: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
         replicas: number of copies of the model that share a global batch.
@@ -74,6 +76,7 @@ class Strategy(SavedState, ABC):
     supports_mps: ClassVar[bool] = False
     sharded: bool = False
     performance_options: ClassVar[frozenset[str]] = frozenset()
+    collective_passes: ClassVar[bool] = False
 
     forward: nn.Module
     input_shape: tuple[int, ...]
@@ -172,6 +175,10 @@ class Strategy(SavedState, ABC):
 
     def why_not_compile(self, model: nn.Module) -> str | None:
         """Return why `compile` does not support the model, or None if it does."""
+        return None
+
+    def why_not_capture(self) -> str | None:
+        """Return why a step with these options cannot be captured as a CUDA graph, or None if it can."""
         return None
 
     def compile(self, fuse: Fuse) -> str:

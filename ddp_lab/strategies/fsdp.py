@@ -113,6 +113,15 @@ def forget_order(module: nn.Module) -> None:
         part._get_fsdp_state()._comm_ctx.post_forward_order.clear()  # pyright: ignore[reportPrivateUsage]
 
 
+def not_captured(checkpointing: Checkpointing, offload: bool) -> str | None:
+    """Return why the step of a sharded model cannot be captured as a CUDA graph, or None if it can."""
+    if offload:
+        return "with strategy.offload=true the optimizer's step is on the CPU"
+    if checkpointing != "none":
+        return f"strategy.checkpoint_activations={checkpointing} keeps the state of the random generators on the host"
+    return None
+
+
 class FSDP(Strategy):
     """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the complete model.
 
@@ -130,7 +139,8 @@ class FSDP(Strategy):
     """
 
     sharded = True
-    performance_options = frozenset({"compile"})
+    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    collective_passes = True
 
     def __init__(
         self,
@@ -189,6 +199,9 @@ class FSDP(Strategy):
                 f"strategy.wrap={self.wrap} gathers modules within blocks, which would divide a compiled block into many parts"
             )
         return no_blocks(self.name, model) or not_selective(self.checkpointing)
+
+    def why_not_capture(self) -> str | None:
+        return not_captured(self.checkpointing, self.offload)
 
     def compile_model(self, fuse: Fuse) -> str:
         return compile_blocks(self.module.children(), fuse)

@@ -32,7 +32,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.fill import PresentWeights, fill
-from ddp_lab.strategies.fsdp import forget_order, shard, sharded_in, without_sync
+from ddp_lab.strategies.fsdp import forget_order, not_captured, shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, picture
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.pipeline import Pipeline
@@ -69,6 +69,8 @@ class Mesh(Pipeline):
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
     """
 
+    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    collective_passes = True
     save_options = {}  # each rank returns its shards; `gather` makes full tensors of them
 
     def __init__(
@@ -152,6 +154,11 @@ class Mesh(Pipeline):
         held = torch.zeros(self.num_devices, dtype=torch.int64, device=self.device)
         held[self.runtime.rank] = sum(local(parameter).nbytes for parameter in self.module.parameters())
         self.picture = picture(self.axes, self.parts, sizes, self.runtime.all_reduce(held).tolist())
+
+    def why_not_capture(self) -> str | None:
+        if self.axes["pp"] > 1:
+            return f"the stages of a pipeline (strategy.pp={self.axes['pp']}) were never captured"
+        return not_captured(self.checkpointing, self.offload)
 
     def place(self, stage: Stage) -> nn.Module:
         """Divide a stage over the ranks of its pp. Every rank has the complete stage only on the CPU."""

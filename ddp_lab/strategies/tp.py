@@ -83,7 +83,8 @@ class TP(Strategy):
     """
 
     needs_chain = True
-    performance_options = frozenset({"compile"})
+    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    collective_passes = True
 
     def __init__(
         self, runtime: Runtime, tp: Count | None, plan: dict[str, Literal["shard", "replicate"]] | None, batch_norm: BatchNorm
@@ -158,7 +159,8 @@ class TP(Strategy):
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.
         gradients = gradients_of(self.parameters())
-        sharded = get_total_norm([gradient for gradient in gradients if isinstance(gradient, DTensor)])
-        replicated = get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.device) for norm in (sharded, replicated)]
-        return torch.stack(norms).norm()
+        sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        replicated = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        norms = [get_total_norm(kind) for kind in (sharded, replicated) if kind]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        return torch.stack([torch.zeros((), device=self.device), *norms]).norm()  # all parameters here may be frozen

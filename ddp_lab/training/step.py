@@ -14,6 +14,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.compilation import Fuse
 from ddp_lab.strategies.shards import local
 from ddp_lab.training.ema import EMA
+from ddp_lab.training.on_shards import has_shards, step_of
 from ddp_lab.training.tally import Tally
 
 
@@ -75,15 +76,17 @@ class Step:
         self.ema, self.mix, self.drop_paths = ema, mix, drop_paths
         self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
         self.tally = Tally(strategy.device, skip_not_finite)
-        self._optimize = optimizer.step
+        self._optimize = step_of(optimizer)
         self.lr = 0.0
 
     def compile(self, fuse: Fuse) -> None:
         """Compile the optimizer's step, with torch.compile's default options, and the tally, with `fuse`.
 
-        The learning rate must be a tensor: if it were a number, the optimizer would be recompiled whenever it changes.
+        An optimizer of shards is not compiled. The learning rate of others must be a tensor: if it were a number, they would be
+        recompiled whenever it changes.
         """
-        self._optimize = torch.compile(self.optimizer.step)
+        if not has_shards(self.optimizer):
+            self._optimize = torch.compile(self.optimizer.step)
         self.tally.compile(fuse)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:

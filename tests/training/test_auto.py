@@ -15,7 +15,6 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run.job import Job
 from ddp_lab.run.speed import find_choices, free_bytes
-from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
 from ddp_lab.training.speed.attempts import build_step
@@ -228,15 +227,34 @@ def test_speed_auto_chooses_all_options_on_a_gpu(monkeypatch):
 
 
 def test_refusals_of_a_strategy_are_the_reasons(monkeypatch):
-    cfg, dataset = config("speed=auto", "strategy=fsdp"), Synthetic(8, 8, 1, 28, 10).load()
+    cfg, dataset = config("speed=auto", "strategy=pipeline"), Synthetic(8, 8, 1, 28, 10).load()
     strategy = on_gpu(build(cfg.strategy, Runtime("cpu")), monkeypatch)
-    assert isinstance(strategy, FSDP)
     choices = find_choices(cfg, strategy, dataset, lenet(1, 28, 10, None))
     assert values(choices)["data.loader"] == "device"
     for key in ("cuda_graph", "channels_last"):
-        supported = key in strategy.performance_options
-        assert choices[key].reason == ("" if supported else "not supported by strategy=fsdp")
-    assert choices["optimizer.fused"] == Choice(None, "not with strategy=fsdp, except for AdamW")
+        assert choices[key] == Choice(False, "not supported by strategy=pipeline")
+    assert choices["optimizer.fused"] == Choice(None, "not with strategy=pipeline, except for AdamW")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        ("fsdp", ""),
+        ("fsdp strategy.offload=true", "with strategy.offload=true the optimizer's step is on the CPU"),
+        (
+            "mesh strategy.checkpoint_activations=block",
+            "strategy.checkpoint_activations=block keeps the state of the random generators on the host",
+        ),
+        ("mesh", ""),
+        ("tp", ""),
+    ],
+)
+def test_steps_of_sharded_models_are_captured_unless_the_host_is_part_of_them(strategy, reason, monkeypatch):
+    cfg = config("speed=auto", *f"strategy={strategy}".split())
+    chosen = on_gpu(build(cfg.strategy, Runtime("cpu")), monkeypatch)
+    choices = find_choices(cfg, chosen, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))
+    assert choices["cuda_graph"] == Choice(not reason, reason)
+    assert choices["optimizer.fused"].value is True
 
 
 def test_communication_hooks_are_not_captured(monkeypatch):

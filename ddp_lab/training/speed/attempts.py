@@ -9,6 +9,7 @@ import torch
 
 from ddp_lab.data.sharding import Loader
 from ddp_lab.observe.logger import log
+from ddp_lab.training.on_shards import has_shards
 from ddp_lab.training.speed.auto import AUTO, Choice, compile_seconds, earns_compiling, notice
 from ddp_lab.training.speed.cache import leave_mark, mark_of
 from ddp_lab.training.speed.cuda_graph import GraphStep
@@ -60,7 +61,7 @@ def compile_or_not(plain: PerformanceOptions, choices: Mapping[str, Choice], ste
     """Return the step with `plain` options and compiled or, if it cannot be compiled, without that. Collective."""
     reset(step)
     mark, fused = mark_of(step, loader), choices["optimizer.fused"]
-    if plain.cuda_graph and fused.automatic:
+    if plain.cuda_graph and fused.automatic and not has_shards(step.optimizer):
         set_fused(step, None)  # the optimizer is compiled, too
     compiled, checked = plain._replace(compile=True), choices["cuda_graph"].automatic
     torch.compiler.set_stance("eager_on_recompile")  # until `PerformanceOptions.switches` ends

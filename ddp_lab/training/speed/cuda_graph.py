@@ -41,7 +41,8 @@ class GraphStep:
     def __init__(self, step: Step, loader: DeviceLoader):
         self.step, self.loader, self.tally = step, loader, step.tally
         self.tally.in_graph = True
-        self.rate = torch.zeros((), device=step.strategy.device)
+        fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
+        self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
         self.graphs: dict[Turn, torch.cuda.CUDAGraph] = {}
 
     @property
@@ -49,12 +50,12 @@ class GraphStep:
         """The learning rate of the last step."""
         return self.step.lr
 
-    def capture(self, choosing: float, first: str, checked: bool = False) -> None:
+    def capture(self, choosing: float | None, first: str, checked: bool = False) -> None:
         """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads; 0: the step is not compiled, and
-                cuDNN's first choice is kept.
+            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads, unless passes contain collectives;
+                None: the step is not compiled, and cuDNN's first choice is kept.
             first: text of the notice about the first steps, which compile or warm up.
             checked: whether a step that waits for the GPU raises an error before the capture begins.
         """
@@ -63,10 +64,10 @@ class GraphStep:
         # Backward uses its caller's thread and its kernels.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             # Warm up in this thread first: torch.compile compiles only in the thread that imported it (asserted in torch 2.11).
-            with working(first), compiling() if choosing else nullcontext():
+            with working(first), compiling() if choosing is not None else nullcontext():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used
-            if choosing:
+            if choosing is not None and not self.step.strategy.collective_passes:
                 with working("choosing cuDNN's kernels"), unchanged(self.step):
                     self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), choosing)
             with working("capturing the training step as a CUDA graph"):

@@ -11,6 +11,7 @@ from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Loader
 from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.on_shards import has_shards
 from ddp_lab.training.speed.auto import AUTO, needs_device_loader
 from ddp_lab.training.speed.cache import kept_kernels
 from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step
@@ -81,7 +82,8 @@ class PerformanceOptions(NamedTuple):
             device: the device of this rank.
             fused: whether to fuse another optimizer, too; a graph of a step that is not compiled always has a fused one.
         """
-        compiled = self.cuda_graph and self.compile in (True, "tuned")  # with the step; a kernel of torch's would not be
+        # A captured step is compiled with its optimizer, except for a fused kernel or shards.
+        compiled = self.cuda_graph and self.compile in (True, "tuned") and not has_shards(optimizer)
         if isinstance(optimizer, torch.optim.AdamW) and device.type == "cuda" and not compiled:
             for group in optimizer.param_groups:
                 if group["fused"] is None and group["foreach"] is None:  # tp sets foreach
@@ -110,7 +112,7 @@ class PerformanceOptions(NamedTuple):
             notice = f"compiling the training step (compile={str(self.compile).lower()}): {what}"
         if self.cuda_graph and device_loader is not None:
             graph = GraphStep(step, device_loader)
-            graph.capture(CHOOSING if self.compile else 0, notice, checked)
+            graph.capture(CHOOSING if self.compile else None, notice, checked)
             return graph
         if self.compile:
             loader.set_epoch(1)
@@ -126,6 +128,8 @@ def why_not(name: str, strategy: Strategy, loader: str, model: nn.Module) -> str
     if name not in strategy.performance_options:
         return f"not supported by strategy={strategy.name}"
     if name == "compile" and (reason := strategy.why_not_compile(model)):
+        return reason
+    if name == "cuda_graph" and (reason := strategy.why_not_capture()):
         return reason
     device = strategy.device.type
     if name == "cuda_graph" and device != "cuda":

@@ -1,0 +1,66 @@
+"""An optimizer's step on the local shards of DTensors.
+
+torch's fused SGD does not support DTensors, and a learning rate on the device, as a CUDA graph needs it, is a plain tensor.
+Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from ddp_lab.strategies.shards import local, sharded_as
+
+ELEMENTWISE = (SGD, Adam, AdamW)  # others may compute norms of complete tensors
+
+
+def has_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether DTensors are among the optimizer's parameters."""
+    return any(hasattr(parameter, "to_local") for group in optimizer.param_groups for parameter in group["params"])
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return the optimizer's step; on shards if it updates each element by itself and has DTensors."""
+    if type(optimizer) not in ELEMENTWISE or not has_shards(optimizer):
+        return optimizer.step
+
+    def step() -> None:
+        with on_shards(optimizer):
+            optimizer.step()
+
+    return step
+
+
+@contextmanager
+def on_shards(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Let the optimizer have this rank's shards as its parameters and state. Its new state becomes DTensors at the end."""
+    groups, state = optimizer.param_groups, optimizer.state
+    wholes: list[list[nn.Parameter]] = [group["params"] for group in groups]
+    shards = {whole: shard_of(whole) for group in wholes for whole in group}
+    for group, held in zip(groups, wholes, strict=True):
+        group["params"] = [shards[whole] for whole in held]
+    optimizer.state = defaultdict(dict)
+    for whole, kept in cast("dict[nn.Parameter, dict[str, Any]]", state).items():
+        optimizer.state[shards[whole]] = {key: local(value) for key, value in kept.items()}
+    try:
+        yield
+    finally:
+        for whole, shard in shards.items():
+            for key, value in optimizer.state[shard].items():
+                if key not in state[whole]:
+                    same = isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim() > 0
+                    state[whole][key] = sharded_as(whole, value) if same else value
+        for group, held in zip(groups, wholes, strict=True):
+            group["params"] = held
+        optimizer.state = state
+
+
+def shard_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return this rank's shard of a parameter with its gradient; it shares their memory."""
+    shard = nn.Parameter(local(parameter.detach()), parameter.requires_grad)
+    shard.grad = None if parameter.grad is None else local(parameter.grad)
+    return shard
