@@ -25,7 +25,7 @@ from ddp_lab.launch.preflight import storage
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.run import train
+from ddp_lab.run import checks
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
@@ -328,7 +328,7 @@ def timed_main(line: str) -> float:
 
         return clocked
 
-    train.check_network, train.check_storage = timed(train.check_network), timed(train.check_storage)
+    checks.check_network, checks.check_storage = timed(checks.check_network), timed(checks.check_storage)
     main_with_overrides(line)
     assert spent > 0, "train.py did not run the checks"
     return spent
