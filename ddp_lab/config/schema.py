@@ -119,8 +119,8 @@ class RunConfig(Keys):
         "gives the reasons. off: auto means false, and device for data.loader, as it does on other devices.",
     )
     cuda_graph: bool | Literal["auto"] = Field(
-        description="Whether a whole step runs as one CUDA graph (single, scratch, ddp; needs data.loader=device); auto: see "
-        "speed."
+        description="Whether a whole step runs as one CUDA graph (not under pipelines, dp and split; needs data.loader=device);"
+        " auto: see speed."
     )
     compile: bool | Literal["tuned", "auto"] = Field(
         description="Whether to use torch.compile (not under dp); tuned also times more kernels, which takes minutes; auto: if "

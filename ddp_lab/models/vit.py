@@ -24,8 +24,7 @@ EPS = 1e-6  # of the layer normalizations, as in torchvision's models
 class Patches(nn.Conv2d):
     """The convolution of patches that do not overlap, as one matrix multiplication with the pixels of every patch.
 
-    On an H200 cuDNN needed 20 times as long for the gradient of the weight (docs/benchmarks-log.md), and its outputs are
-    transposed tokens.
+    cuDNN's outputs would be transposed tokens, and the gradient of its weight took a tenth of ViT-S/16's compiled step (H200).
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

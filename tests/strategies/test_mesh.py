@@ -153,7 +153,7 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
             {"tp": 2},
             "fc2 must be one of column, heads, row, tokens, gather, got rows",
         ),
-        (with_block(Misplaced(16, 4, 32, 0.0, "block1")), {"tp": 2}, "norm1 is column, which must be a Linear, got LayerNorm"),
+        (with_block(Misplaced(16, 4, 32, 0.0, "block1")), {"tp": 2}, "norm1 is column, which must be a Linear, got Norm"),
         (
             with_block(Incomplete(16, 4, 32, 0.0, "block1")),
             {"tp": 2},
