@@ -1,7 +1,5 @@
 """The facts of a run on which speed=auto depends, and its choices."""
 
-import inspect
-
 from omegaconf import DictConfig
 from torch import nn
 
@@ -10,6 +8,7 @@ from ddp_lab.data.samples import Dataset, LabelledImages
 from ddp_lab.models.vit import Patches
 from ddp_lab.run.data_shape import Sizes
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.on_shards import ELEMENTWISE
 from ddp_lab.training.speed.auto import AUTO, SWITCHED, Choice, Facts, choose
 from ddp_lab.training.speed.options import why_not
 from ddp_lab.world.runtime import Runtime
@@ -43,8 +42,8 @@ def find_refusals(cfg: DictConfig, strategy: Strategy, model: nn.Module) -> dict
         reasons["channels_last"] = reasons["channels_last"] or "the model has no convolutions"
     if "fused" not in strategy.performance_options:
         reasons["optimizer.fused"] = f"not with strategy={strategy.name}, except for AdamW"
-    elif "fused" not in inspect.signature(build(cfg.optimizer).func).parameters:
-        reasons["optimizer.fused"] = f"{cfg.optimizer._target_} has no fused kernel"
+    elif not (isinstance(made := build(cfg.optimizer).func, type) and issubclass(made, ELEMENTWISE)):
+        reasons["optimizer.fused"] = f"{cfg.optimizer._target_} has no fused kernel for GPUs"
     return {key: reason for key, reason in reasons.items() if reason}
 
 

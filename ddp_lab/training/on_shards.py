@@ -15,12 +15,17 @@ from torch.optim import SGD, Adam, AdamW
 
 from ddp_lab.strategies.shards import local, sharded_as
 
-ELEMENTWISE = (SGD, Adam, AdamW)  # others may compute norms of complete tensors
+ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
 
 
 def has_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether DTensors are among the optimizer's parameters."""
     return any(hasattr(parameter, "to_local") for group in optimizer.param_groups for parameter in group["params"])
+
+
+def can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch has a fused kernel of the optimizer for GPUs. A subclass may need the complete tensors of shards."""
+    return type(optimizer) in ELEMENTWISE or (isinstance(optimizer, ELEMENTWISE) and not has_shards(optimizer))
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -200,6 +200,8 @@ def test_only_speed_auto_fuses_an_optimizer_that_was_not_fused_before(device, cu
     for make, fused in ((torch.optim.SGD, sgd), (torch.optim.AdamW, adamw)):
         optimizer = options.settle(make([weight], lr=0.1), torch.device(device))
         assert optimizer.param_groups[0]["fused"] is fused
+    adagrad = options.settle(torch.optim.Adagrad([weight], lr=0.1), torch.device(device), fused=True)
+    assert adagrad.param_groups[0]["fused"] is None, "torch's fused kernel is for CPUs only"
 
 
 def test_speed_off_logs_nothing(parts, monkeypatch, caplog):
@@ -223,7 +225,7 @@ def test_speed_auto_chooses_all_options_on_a_gpu(monkeypatch):
     rprop = config("speed=auto", "optimizer._target_=torch.optim.Rprop")
     linear = find_choices(rprop, strategy, dataset, torch.nn.Linear(1, 1))
     assert linear["channels_last"] == Choice(False, "the model has no convolutions")
-    assert linear["optimizer.fused"] == Choice(None, "torch.optim.Rprop has no fused kernel")
+    assert linear["optimizer.fused"] == Choice(None, "torch.optim.Rprop has no fused kernel for GPUs")
 
 
 def test_refusals_of_a_strategy_are_the_reasons(monkeypatch):

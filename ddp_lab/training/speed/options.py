@@ -11,7 +11,7 @@ from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Loader
 from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.on_shards import has_shards
+from ddp_lab.training.on_shards import can_be_fused, has_shards
 from ddp_lab.training.speed.auto import AUTO, needs_device_loader
 from ddp_lab.training.speed.cache import kept_kernels
 from ddp_lab.training.speed.cuda_graph import GraphStep, compile_step
@@ -91,7 +91,7 @@ class PerformanceOptions(NamedTuple):
         for group in optimizer.param_groups:
             if self.cuda_graph and "capturable" in group:
                 group["capturable"] = True
-            if "fused" in group and (self.cuda_graph or fused) and not compiled:
+            if can_be_fused(optimizer) and (self.cuda_graph or fused) and not compiled:
                 group["fused"] = True
         return optimizer
 
