@@ -5,7 +5,8 @@ from datetime import timedelta
 
 import torch
 
-from ddp_lab.world.runtime import Answer, Runtime
+from ddp_lab.world.ranks import Answer
+from ddp_lab.world.runtime import Runtime
 
 
 class PlannedRuntime(Runtime):

@@ -8,7 +8,8 @@ from torch import nn
 
 from ddp_lab.config.types import DeviceName
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.world.runtime import Runtime, find_device
+from ddp_lab.world.device import find_device
+from ddp_lab.world.runtime import Runtime
 
 
 class DP(Strategy):

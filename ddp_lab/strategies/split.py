@@ -26,7 +26,8 @@ from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
-from ddp_lab.world.runtime import Runtime, find_device
+from ddp_lab.world.device import find_device
+from ddp_lab.world.runtime import Runtime
 
 
 class Split(Strategy):
