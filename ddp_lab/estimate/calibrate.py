@@ -1,6 +1,5 @@
-"""Measurement of the constants on a card of this machine, in about ten seconds; on several ranks also of their connection."""
+"""Measurement of a card's constants, but for Python's (run/launching.py); on several ranks also of their connection."""
 
-import copy
 import platform
 import statistics
 from dataclasses import replace
@@ -9,7 +8,6 @@ from datetime import date
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 from ddp_lab.estimate.cards import GB, TERA, Card, GiB
 from ddp_lab.estimate.constants import ASSUMED, Constants, MiB
@@ -18,6 +16,7 @@ from ddp_lab.estimate.rates import (
     attention,
     bandwidth,
     batch_norm,
+    kernel_seconds,
     linear,
     matmul,
     pooling,
@@ -25,17 +24,15 @@ from ddp_lab.estimate.rates import (
     seconds,
     strided,
 )
-from ddp_lab.estimate.recorder import Recorder
 
 # For tests: a CPU has no data sheet here. The fractions that it achieves of these peaks mean nothing.
 CPU = Card("cpu", 8 * GiB, 20 * GB, 0.1 * TERA, 0.1 * TERA, 0.1 * TERA, 1 * GB, "cpu")
-LAYERS = 6  # of each kind in the network whose launches are timed
-MANY = 4  # times as many images for convolutions, which Python would otherwise launch more slowly than they compute
-STEP = ASSUMED.step / ASSUMED.launch  # a step's own Python, in launches
 
 
 def measure_card(card: Card, device: torch.device) -> Constants:
-    """Return the constants of a card; those of the connection are assumed, and `fused`, which would need minutes to compile.
+    """Return the constants of a card.
+
+    Assumed are those of Python, of the connection, and `fused`, because compiling kernels would take longer than all the rest.
 
     Args:
         card: its data sheet.
@@ -43,9 +40,9 @@ def measure_card(card: Card, device: torch.device) -> Constants:
     """
     large = device.type == "cuda"
     workspace, context = sizes_of_libraries(device) if large else (ASSUMED.workspace, ASSUMED.context)
-    launch, samples, tokens = launch_seconds(device), 256 if large else 1, 50_000 if large else 4
+    samples, tokens = 256 if large else 1, 50_000 if large else 4
     convolutions = [
-        Convolutions(dtype, last, device, MANY * samples) for dtype in (torch.float32, torch.bfloat16) for last in (False, True)
+        Convolutions(dtype, last, device, samples) for dtype in (torch.float32, torch.bfloat16) for last in (False, True)
     ]
     norms = [batch_norm(dtype, last, device, samples) for dtype in (torch.float32, torch.bfloat16) for last in (False, True)]
     return Constants(
@@ -53,8 +50,8 @@ def measure_card(card: Card, device: torch.device) -> Constants:
         context=context,
         workspace=workspace,
         communicator=ASSUMED.communicator,
-        launch=launch,
-        step=STEP * launch,
+        launch=ASSUMED.launch,
+        step=ASSUMED.step,
         replay=replay_seconds(device) if large else ASSUMED.replay,
         start=statistics.mean(each.start for each in convolutions),
         float32=matmul(torch.float32, device, 8192 if large else 256) / card.float32,
@@ -83,31 +80,10 @@ def describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU ({platform.machine()})"
 
 
-def launch_seconds(device: torch.device) -> float:
-    """Return the seconds of a launch: of an average operation in eager mode, forward and backward, that computes nothing."""
-    kinds = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()
-    network = nn.Sequential(*(copy.deepcopy(kind) for _ in range(LAYERS) for kind in kinds)).to(device)
-    inputs = torch.zeros(2, 8, 8, 8, device=device)
-
-    def step() -> None:
-        network(inputs).sum().backward()
-        network.zero_grad()
-
-    with Recorder() as recorder:
-        step()
-    return seconds(step, device, 20) / sum(operation.launches for operation in recorder.operations)
-
-
 def replay_seconds(device: torch.device, kernels: int = 200) -> float:
     """Return the seconds of a small convolution in a CUDA graph."""
     images, weight = torch.zeros(2, 8, 8, 8, device=device), torch.zeros(8, 8, 3, 3, device=device)
-    graph = torch.cuda.CUDAGraph()
-    F.conv2d(images, weight)
-    torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph):
-        for _ in range(kernels):
-            F.conv2d(images, weight)
-    return seconds(graph.replay, device, 10) / kernels
+    return kernel_seconds(lambda: [F.conv2d(images, weight) for _ in range(kernels)], device, 10) / kernels
 
 
 def sizes_of_libraries(device: torch.device) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 COMPUTED = ("convolution", "matmul", "attention")  # the kinds that have FLOPs
 REDUCTIONS = ("sum", "mean", "var_mean", "amax", "amin")
-# Python's work for an operation of a kind in eager mode, relative to the mean of the layers that `--calibrate` times.
+# Python's work for an operation of a kind in eager mode, in launches (`Constants.launch`): chosen by hand.
 # Single layers, forward and backward, on a machine with H200s, torch 2.11, 2026-11-23: a convolution 124 us, BatchNorm 117,
 # LayerNorm 94, a linear layer 149 and with autocast 181, ReLU 44.
 LAUNCHES = {"convolution": 1.5, "batch_norm": 1.4, "attention": 1.5, "elementwise": 0.5, "strided": 0.5, "pooling": 0.5}

@@ -1,7 +1,7 @@
 """The calibration of the card that a config names, on one rank or on several."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from ddp_lab.estimate.calibrate import CPU, measure_card, measure_link
 from ddp_lab.estimate.cards import CARDS, card_called
 from ddp_lab.estimate.constants import Constants
 from ddp_lab.estimate.constants_file import save
+from ddp_lab.run.launching import launch_seconds
 from ddp_lab.world.runtime import Runtime
 
 
@@ -25,7 +26,9 @@ def calibrate(runtime: Runtime) -> tuple[Constants, Path]:
     card = card_called(name) if device.type == "cuda" else CPU
     if card is None:
         raise ConfigError(f"--calibrate: {name} is unknown; the cards are {', '.join(CARDS)}")
-    constants = measure_card(card, device)
+    constants = measure_card(card, device)  # before steps load more libraries than a small one needs
+    launch, step = launch_seconds(card, device)
+    constants = replace(constants, launch=launch, step=step)
     if runtime.world_size > 1:
         free = runtime.free_memory() if device.type == "cuda" else 0
         runtime.open_group()

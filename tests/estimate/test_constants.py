@@ -16,8 +16,10 @@ from ddp_lab.estimate.calibrate import CPU
 from ddp_lab.estimate.cards import CARDS, card_called, parse_gpus
 from ddp_lab.estimate.constants import ASSUMED, Constants
 from ddp_lab.estimate.constants_file import load, path_of, save
+from ddp_lab.estimate.rates import Convolutions
 from ddp_lab.run.advise import advise
 from ddp_lab.run.calibrate import calibrate
+from ddp_lab.run.launching import LEAST, fit, launches
 from ddp_lab.run.machine import find_machine
 from ddp_lab.world.runtime import Runtime
 
@@ -69,6 +71,37 @@ def test_predictions_use_the_measured_constants_of_their_card():
     assert after.predictions[0].time.total > 5 * before.predictions[0].time.total
     assert after.predictions[0].memory.libraries == 2**30
     assert "assumed" in advise(run, None, find_machine("1xL4", 1, None)).head[1], "these are the constants of another card"
+
+
+def test_launches_that_are_counted_predict_the_times_they_were_fitted_to():
+    """Steps of small batches, which no kernel makes longer."""
+    runs = [[f"model={model}", "batch_size=8", "strategy=single", "speed=off"] for model in ("lenet", "resnet18", "vit")]
+    counts = [launches(run, H100) for run in runs]
+    assert counts[0] < 40 < 100 < min(counts[1:])
+    launch, step = fit(counts, [30e-6 * count + 1e-3 for count in counts])
+    assert (launch, step) == pytest.approx((30e-6, 1e-3))
+    save(replace(ASSUMED, launch=launch, step=step), H100)
+    for run, count in zip(runs, counts, strict=True):
+        assert advise(run, None, find_machine("1xH100", 1, None)).predictions[0].time.total == pytest.approx(
+            30e-6 * count + 1e-3
+        )
+
+
+@pytest.mark.parametrize("times", [[1e-4, 1e-3, 8e-3], [4e-3, 3e-3, 2e-3]], ids=["no rest", "shorter with more launches"])
+def test_times_without_two_parts_are_all_launches(times):
+    launch, step = fit([10, 40, 80], times)
+    assert launch > 0
+    assert step == LEAST
+
+
+@pytest.mark.parametrize(("each", "fixed"), [(2e-6, 1e-3), (2e-6, 0), (2e-6, -1e-4)], ids=["both", "no start", "cached"])
+def test_convolutions_have_a_rate_and_a_start(monkeypatch, each, fixed):
+    """With a time that is linear in the number of samples, both are found; the rate explains all where nothing is left."""
+    monkeypatch.setattr(Convolutions, "_seconds", lambda self, dtype, last, device, samples: fixed + each * samples)
+    found = Convolutions(torch.float32, False, torch.device("cpu"), 256)
+    flops = 3 * 2 * 9 * 8 * 8 * 8 * 8  # of a sample of the one small convolution
+    assert found.start == pytest.approx(max(fixed, 1e-9) / 3)
+    assert flops * 1024 / found.rate + 3 * found.start == pytest.approx(fixed + 1024 * each)
 
 
 def test_command_measures_the_device_and_prints_its_file(tmp_path):
