@@ -392,7 +392,7 @@ ERRORS = [
     Error("fsdp clips by the norm of a rank's shards if they are on the host", "ddp_lab/strategies/fsdp.py",
           "self.runtime.all_reduce(torch.stack(squares).sum().to(self.device))", "torch.stack(squares).sum()",
           MATRIX.format("FSDP-True-local-None-True-48 samples-accumulate 2-clipped-vit-on-2")),
-    Error("fully_shard sums gradients in bf16", "ddp_lab/strategies/fsdp.py",
+    Error("fully_shard sums gradients in bf16", "ddp_lab/strategies/fully_shard.py",
           "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16",
           "tests/strategies/test_state_memory.py::test_bf16_computes_with_copies_of_weights_that_are_kept_and_summed_in_float32[fsdp]"),
     Error("selective checkpointing keeps nothing", "ddp_lab/strategies/activation_checkpointing.py",

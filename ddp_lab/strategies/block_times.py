@@ -21,7 +21,7 @@ from torch import nn
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.observe.logger import log
+from ddp_lab.observe.log import log
 from ddp_lab.strategies.compilation import kind
 from ddp_lab.world.runtime import Runtime
 

@@ -9,14 +9,11 @@ gradients are summed and scattered, so that each rank gets the sum of its own sh
 arXiv:1910.02054). As under ddp, every rank computes its own local batch; only the memory is sharded.
 """
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
@@ -24,102 +21,15 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
+from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.compilation import Fuse, compile_blocks, no_blocks
+from ddp_lab.strategies.fully_shard import forget_order, not_captured, shard, sharded_in, without_sync
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.shardable import require_dimensions, tied
 from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.share import Share
+from ddp_lab.strategies.units import units
 from ddp_lab.world.runtime import Runtime
-
-
-def is_list(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks: a ModuleList, or an nn.Sequential with several blocks of one class.
-
-    A block has modules of its own and is no nn.Sequential. An nn.Sequential of such lists is a list, too.
-    """
-    if not isinstance(module, nn.Sequential):
-        return isinstance(module, nn.ModuleList)
-    blocks = [child for child in module.children() if not isinstance(child, nn.Sequential) and any(child.children())]
-    return len({type(block) for block in blocks}) < len(blocks) or any(map(is_list, module.children()))
-
-
-def units(model: nn.Module, wrap: list[str] | None) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together, inner modules before those that contain them.
-
-    Args:
-        wrap: names of their classes; None: the children of the model and of its lists of blocks that have parameters.
-    """
-    if wrap is not None:
-        found = [module for module in model.modules() if type(module).__name__ in wrap and module is not model]
-    else:
-        parents = [model, *filter(is_list, model.modules())]
-        found = [child for parent in parents for child in parent.children() if any(True for _ in child.parameters())]
-        found = [child for child in found if not is_list(child)]
-    depth = {module: name.count(".") for name, module in model.named_modules()}
-    return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
-
-
-def shard(
-    parts: list[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool, precision: str, offload: OffloadPolicy
-) -> None:
-    """Shard the parameters of each part over the ranks of `mesh`, in place.
-
-    Args:
-        parts: inner modules before those that contain them; the last one contains all others.
-        mesh: of one dimension; or of two, along the first of which the shards are replicated.
-        reshard_after_forward: whether to free a part's gathered parameters between its forward and its backward pass.
-        precision: float32 or bf16, in which the parts then compute, with float32 shards and sums of gradients.
-        offload: whether the shards are in host memory.
-    """
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
-        for layer in filter(is_batch_norm, parts[-1].modules()):
-            keep = MixedPrecisionPolicy(cast_forward_inputs=False)
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
-    for part in parts:
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload)
-
-
-def sharded_in(module: nn.Module) -> list[FSDPModule]:
-    """Return the parts of `module`, and the module itself, that `shard` has sharded."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-@contextmanager
-def without_sync(module: nn.Module) -> Generator[None]:
-    """Let backward passes of a sharded module leave its gradients unsharded, until a pass outside of this context.
-
-    Every rank keeps unsharded gradients meanwhile, so gradient accumulation costs the memory that sharding them saves.
-    """
-    assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
-
-
-def forget_order(module: nn.Module) -> None:
-    """Let torch forget in which order the parts of `module` ran forward; called after a forward pass without a backward pass.
-
-    A backward pass gathers parts in advance, in the reverse order of all forward passes since the last one. With those of an
-    evaluation before it, it gathers one part too many, whose buffer torch frees early: the next forward pass then computed with
-    wrong parameters if it followed at once, as in gradient accumulation (torch 2.11, two H200s). There is no public function.
-    """
-    for part in sharded_in(module):
-        part._get_fsdp_state()._comm_ctx.post_forward_order.clear()  # pyright: ignore[reportPrivateUsage]
-
-
-def not_captured(checkpointing: Checkpointing, offload: bool) -> str | None:
-    """Return why the step of a sharded model cannot be captured as a CUDA graph, or None if it can."""
-    if offload:
-        return "with strategy.offload=true the optimizer's step is on the CPU"
-    if checkpointing != "none":
-        return f"strategy.checkpoint_activations={checkpointing} keeps the state of the random generators on the host"
-    return None
 
 
 class FSDP(Strategy):

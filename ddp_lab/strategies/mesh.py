@@ -32,7 +32,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.fill import PresentWeights, fill
-from ddp_lab.strategies.fsdp import forget_order, not_captured, shard, sharded_in, without_sync
+from ddp_lab.strategies.fully_shard import forget_order, not_captured, shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, picture
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.pipeline import Pipeline

@@ -15,7 +15,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.own import build_model, key_of, require_chain
-from ddp_lab.strategies.fsdp import units
+from ddp_lab.strategies.units import units
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
