@@ -5,7 +5,7 @@ from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.samples import Dataset, LabelledImages
-from ddp_lab.models.vit import Patches
+from ddp_lab.models.vit_layers import Patches
 from ddp_lab.run.data_shape import Sizes
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.on_shards import ELEMENTWISE
