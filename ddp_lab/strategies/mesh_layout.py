@@ -1,9 +1,28 @@
-"""The layout of the strategy `mesh`: the sizes of its axes, and its picture in the log."""
+"""The layout of ranks on a mesh: the sizes of its axes, and the picture of the strategy `mesh` in the log."""
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.partition import Partition
 
 MOST_LINES = 8  # of a stage, and ranks on a line, that the picture shows
+
+
+def require_division(ranks: int, inner: dict[str, int]) -> None:
+    """Check that the axes within a replica divide the ranks.
+
+    Args:
+        ranks: number of ranks.
+        inner: sizes of the axes by name.
+
+    Raises:
+        ConfigError: the number of ranks is not divisible by one of the sizes.
+    """
+    for axis, size in inner.items():
+        if ranks % size:
+            fitting = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise ConfigError(
+                f"strategy.{axis}={size}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x {axis}, because "
+                f"{ranks} is not divisible by {size}; use {fitting}, or start a multiple of {size} ranks"
+            )
 
 
 def arrange(ranks: int, dp: int | None, shard: int | None, tp: int, pp: int) -> dict[str, int]:

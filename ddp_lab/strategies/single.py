@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
 
 
 class Single(Strategy):
