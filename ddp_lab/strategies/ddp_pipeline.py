@@ -10,7 +10,7 @@ micro-batch.
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,11 @@ def ddp_stage_class() -> type:
     return DDPStage
 
 
+def make_ddp_stage(accumulation: Accumulation, *args: Any, **options: Any) -> Any:
+    """Return torch's stage of a module that DDP wraps. The other arguments are those of PipelineStage."""
+    return ddp_stage_class()(*args, accumulation=accumulation, **options)
+
+
 class DDPPipeline(Pipeline):
     """Several pipelines of `pp` ranks each. The other options are those of Pipeline.
 
@@ -86,6 +91,7 @@ class DDPPipeline(Pipeline):
         self.lay_out(pp=pp)
         self.batch_norm = batch_norm
         self.accumulation = Accumulation()
+        self.make_stage = partial(make_ddp_stage, self.accumulation)
 
     def place(self, stage: Stage) -> nn.Module:
         super().place(stage)
@@ -96,9 +102,6 @@ class DDPPipeline(Pipeline):
         wrapped = DistributedDataParallel(stage, device_ids=device_ids, process_group=self.dp_group)
         wrapped.broadcast_buffers = False
         return wrapped
-
-    def make_stage(self, *args: Any, **options: Any) -> Any:
-        return ddp_stage_class()(*args, accumulation=self.accumulation, **options)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

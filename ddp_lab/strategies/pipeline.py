@@ -12,8 +12,8 @@ that of gpipe, and schedules.py describes them all.
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,13 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
-from ddp_lab.strategies.saved_state import merge
-from ddp_lab.strategies.schedules import Schedule, count_stages, expected_bubble, has_one_stage
+from ddp_lab.strategies.saved_state import gather_states, merge
+from ddp_lab.strategies.schedules import Schedule, count_stages, describe, expected_bubble
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.stage import MicroBatchLoss, Stage
 from ddp_lab.strategies.sums import add_up
+from ddp_lab.strategies.torch_schedules import TorchSchedule, TorchSchedules, boundaries_of, make_stage
 from ddp_lab.world.runtime import Runtime
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-TorchSchedule: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
 
 
 class Pipeline(Strategy):
@@ -80,15 +76,7 @@ class Pipeline(Strategy):
         self.requested_stages = num_stages
         self.stage_autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.checkpointing: Checkpointing = "none"
-        self.schedules: dict[tuple[int, bool], TorchSchedule] = {}  # by size of a micro-batch, and whether it is for training
-
-    @cached_property
-    def make_schedule(self) -> Callable[..., TorchSchedule]:
-        """torch's class of the schedule."""
-        # Not at the top of the file, because torch's pipelining takes 1.2 s to import (it imports torch._dynamo).
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
-        return get_schedule_class(self.schedule_name)
+        self.make_stage: Callable[..., Any] = make_stage
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
@@ -120,12 +108,18 @@ class Pipeline(Strategy):
         self.reports = self.has_loss = rank == ranks - 1  # the last rank has the last stage, and so the loss
         self.has_batch_norm = any(map(is_batch_norm, model.modules()))
         blocks = list(model.named_children())
+        shapes = [*(self.shapes[part.start] for part in self.parts.parts), self.shapes[-1]]
+        boundaries = boundaries_of(shapes, self.runtime.precision)
         stages: dict[int, Stage] = {}
         for index in range(rank, self.num_stages, ranks):
             own_blocks = OrderedDict(blocks[i] for i in self.parts.parts[index])
-            stages[index] = Stage(own_blocks, self.stage_autocast, self._dtypes(index)[1], self.checkpointing)
+            stages[index] = Stage(own_blocks, self.stage_autocast, boundaries[index + 1].dtype, self.checkpointing)
         self.stages = {index: self.place(stage) for index, stage in stages.items()}
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
+        make = partial(self.make_stage, device=self.device, group=self.pp_group)
+        self.schedules = TorchSchedules(
+            self.schedule_name, self.stages, boundaries, self.num_microbatches, self.micro_batch_loss, make
+        )
 
     def why_not_compile(self, model: nn.Module) -> str | None:
         if "zerobubble" in self.schedule_name:
@@ -148,12 +142,6 @@ class Pipeline(Strategy):
         """
         return self.to_device(stage)
 
-    def make_stage(self, *args: Any, **options: Any) -> Any:
-        """Return torch's PipelineStage for one stage. The arguments are those of PipelineStage."""
-        from torch.distributed.pipelining import PipelineStage
-
-        return PipelineStage(*args, **options)
-
     def bubble(self) -> float | None:
         return expected_bubble(self.axes["pp"], self.num_stages, self.num_microbatches)
 
@@ -164,55 +152,12 @@ class Pipeline(Strategy):
 
     def describe_schedule(self) -> str:
         """Return lines about the balance of the stages, the schedule and BatchNorm, for the log."""
-        p, m, shares = self.axes["pp"], self.num_microbatches, self.parts.shares
-        v, bubble = self.num_stages // p, expected_bubble(p, self.num_stages, m)
-        busiest = max(sum(shares[rank::p]) for rank in range(p))
-        below = "below " if "zerobubble" in self.schedule_name else ""  # the formula ignores the cut of the backward pass
-        lines = [
-            f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
-            f"{self.schedule_name}, {m} micro-batches, expected bubble of equally busy ranks {below}"
-            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {bubble:.0%} of the time, p={p}"
-            + (f", v={v} stages a rank" if v > 1 else ""),
-        ]
-        if self.has_batch_norm and m > 1:
+        lines = describe(self.schedule_name, self.axes["pp"], self.num_stages, self.num_microbatches, self.parts.shares)
+        if self.has_batch_norm and self.num_microbatches > 1:
             lines.append(
                 "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches"
             )
         return "\n".join(lines)
-
-    def _dtypes(self, stage: int) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of a stage's input and of its output."""
-        outside = torch.get_default_dtype()  # of the images and the logits
-        boundary = torch.bfloat16 if self.runtime.precision == "bf16" else outside
-        return outside if stage == 0 else boundary, outside if stage == self.num_stages - 1 else boundary
-
-    def _schedule(self, size: int, training: bool) -> TorchSchedule:
-        """Return torch's schedule for micro-batches of `size` samples.
-
-        A schedule has static shapes. There is therefore one for each size, of which a partial last batch has its own.
-        Training and evaluation have separate schedules, because only training computes a loss.
-        """
-        key = size, training
-        if key not in self.schedules:
-            stages: list[Any] = []
-            for index, module in self.stages.items():
-                indices = self.parts.parts[index]
-                shapes = self.shapes[indices.start], self.shapes[indices.stop]
-                inputs, outputs = (
-                    torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=grad)
-                    for shape, dtype, grad in zip(shapes, self._dtypes(index), (index > 0, True), strict=True)
-                )
-                stage = self.make_stage(
-                    module, index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.pp_group
-                )
-                stages.append(stage)
-            self.schedules[key] = self.make_schedule(
-                stages[0] if has_one_stage(self.schedule_name) else stages,
-                self.num_microbatches,
-                loss_fn=self.micro_batch_loss if training else None,
-                scale_grads=False,
-            )
-        return self.schedules[key]
 
     def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[TorchSchedule, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Pad a batch, [b, channels, height, width], so that it can be divided into equal micro-batches.
@@ -223,7 +168,7 @@ class Pipeline(Strategy):
         """
         size = -(-len(inputs) // self.num_microbatches)
         rows = torch.arange(size * self.num_microbatches, device=inputs.device) % len(inputs)
-        return self._schedule(size, training), rows, (inputs[rows],) if 0 in self.stages else ()
+        return self.schedules.get(size, training), rows, (inputs[rows],) if 0 in self.stages else ()
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         schedule, rows, arguments = self._prepare(inputs, training=True)
@@ -256,13 +201,5 @@ class Pipeline(Strategy):
         return {name: tensor for state in self.gather(super().model_state()) for name, tensor in state.items()}
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the states of the stages of all ranks of the first pipeline on rank 0, and nothing on the other ranks.
-
-        Args:
-            own: the state of this rank's stages.
-        """
-        if 0 not in dist.get_process_group_ranks(self.pp_group):
-            return []
-        states: list[dict[str, Any]] | None = [{} for _ in range(self.axes["pp"])] if self.runtime.rank == 0 else None
-        dist.gather_object(own, states, dst=0, group=self.pp_group)
-        return states or []
+        """Return the states of the stages of all ranks of the first pipeline on rank 0; as `gather_states`."""
+        return gather_states(own, self.pp_group)

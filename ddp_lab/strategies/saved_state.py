@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, TypedDict, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.strategies.all_reduce import trainable
@@ -93,6 +94,21 @@ class SavedState:
             optim_state_dict=state["optimizer"] | {"param_groups": groups},
             options=StateDictOptions(**self.load_options),
         )
+
+
+def gather_states(own: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Return the states of all ranks of a pipeline on rank 0, if it is the first pipeline, and nothing on the other ranks.
+
+    Args:
+        own: the state of this rank's stages.
+        group: the ranks of this rank's pipeline.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if 0 not in ranks:
+        return []
+    states: list[dict[str, Any]] | None = [{} for _ in ranks] if dist.get_rank() == 0 else None
+    dist.gather_object(own, states, dst=0, group=group)
+    return states or []
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:

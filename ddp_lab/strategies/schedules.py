@@ -68,3 +68,20 @@ def expected_bubble(ranks: int, stages: int, num_microbatches: int) -> float:
     of micro-batches.
     """
     return (ranks - 1) / (stages // ranks * num_microbatches + ranks - 1)
+
+
+def describe(schedule: Schedule, ranks: int, stages: int, num_microbatches: int, shares: list[float]) -> list[str]:
+    """Return lines about the balance of a pipeline's ranks and about its schedule, for the log.
+
+    Args:
+        shares: the fraction of the work that each stage has.
+    """
+    p, m, v = ranks, num_microbatches, stages // ranks
+    busiest = max(sum(shares[rank::p]) for rank in range(p))
+    below = "below " if "zerobubble" in schedule else ""  # the formula ignores the cut of the backward pass
+    return [
+        f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
+        f"{schedule}, {m} micro-batches, expected bubble of equally busy ranks {below}"
+        f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {expected_bubble(p, stages, m):.0%} of the time, p={p}"
+        + (f", v={v} stages a rank" if v > 1 else ""),
+    ]

@@ -45,7 +45,7 @@ def compare(runtime: Runtime, case: Case) -> tuple[float, float]:
     job.loaders[0].set_epoch(1)
     inputs, targets, count = next(iter(job.loaders[0]))
     strategy.forward_backward(inputs, targets, count)
-    (schedule,) = strategy.schedules.values()
+    (schedule,) = strategy.schedules.made.values()
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     received = [
         info.buffer
