@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from ddp_lab.estimate.division import Division
 from ddp_lab.estimate.step_time import Links
 from ddp_lab.estimate.trace import Traced
-from ddp_lab.strategies.all_reduce import MiB
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.ddp_pipeline import DDPPipeline
 from ddp_lab.strategies.dp import DP

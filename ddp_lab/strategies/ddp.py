@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import MiB
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.compilation import Fuse, no_blocks
 from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
 from ddp_lab.world.runtime import Runtime

@@ -8,7 +8,8 @@ Every rank holds a complete copy of the model. One step:
     rank k:  local batch -> forward -> backward -> gradients --+
 
 Every rank then takes the same optimizer step, from the same weights with the same gradients. The copies therefore stay equal,
-and the weights are sent only once, at the beginning. The algorithms that compute the sum are in all_reduce.py.
+and the weights are sent only once, at the beginning. The algorithms that compute the sum are in all_reduce.py and
+buckets.py.
 """
 
 from collections.abc import Generator
@@ -21,9 +22,10 @@ from torch import nn
 
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, Buckets, MiB, fill_buckets, gradients_of, set_gradients
+from ddp_lab.strategies.all_reduce import ALGORITHMS, gradients_of, set_gradients
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
 from ddp_lab.strategies.compilation import Fuse, no_blocks
 from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
 from ddp_lab.world.runtime import Runtime

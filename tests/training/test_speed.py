@@ -28,7 +28,8 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.resilience.fault_injection import Fault
-from ddp_lab.strategies.all_reduce import Buckets, MiB, flatten, unflatten
+from ddp_lab.strategies.all_reduce import flatten, unflatten
+from ddp_lab.strategies.buckets import Buckets, MiB
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler

@@ -1,0 +1,74 @@
+"""Buckets of gradients, each of which is summed over the ranks in one collective while the backward pass computes the next."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.strategies.all_reduce import flatten, gradients_of, set_gradients, trainable, unflatten
+
+MiB = 2**20
+
+
+class Bucket:
+    """Parameters whose gradients are summed in one collective.
+
+    Attributes:
+        missing: number of their gradients that the current backward pass has not computed yet.
+        pending: the flattened gradients and the collective that sums them; None until it is launched.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self.pending: tuple[torch.Tensor, dist.Work] | None = None
+
+
+class Buckets:
+    """Buckets of gradients that are summed while the backward pass still computes the gradients of earlier layers.
+
+    A hook on each parameter runs when its gradient is complete. The last gradient of a bucket launches the bucket's
+    all-reduce. The backward pass goes from the last layer to the first, so the last layers' bucket is complete first. Only the
+    all-reduce of the first layers' bucket has no computation left that could hide it.
+
+    Args:
+        groups: parameters of each bucket. Frozen parameters are left out, and then groups without parameters.
+
+    Attributes:
+        active: whether gradients are counted and sent; False during gradient accumulation (`Strategy.no_sync`).
+    """
+
+    def __init__(self, groups: Iterable[list[nn.Parameter]]):
+        self.active = True
+        self.buckets = [Bucket(trained) for parameters in groups if (trained := list(trainable(parameters)))]
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._count(bucket))
+
+    def _count(self, bucket: Bucket) -> None:
+        if not self.active:
+            return
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            flattened = flatten(gradients_of(bucket.parameters))
+            bucket.pending = flattened, dist.all_reduce(flattened, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for all collectives and replace the gradients by the sums. Call it after the backward pass."""
+        for bucket in self.buckets:
+            assert bucket.pending is not None, f"{bucket.missing} parameters of a bucket got no gradient in this step"
+            flattened, work = bucket.pending
+            work.wait()
+            set_gradients(bucket.parameters, unflatten(flattened, gradients_of(bucket.parameters)))
+            bucket.missing, bucket.pending = len(bucket.parameters), None
+
+
+def fill_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
+    """Divide the parameters, from the last to the first, into buckets of at least `size` bytes; the last one may be smaller."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    for parameter in reversed(parameters):
+        if sum(held.nbytes for held in buckets[-1]) >= size:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets
