@@ -40,8 +40,8 @@ from ddp_lab.strategies.shardable import require_dimensions, require_own_paramet
 from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.share import Share, planned
 from ddp_lab.strategies.stage import Stage
-from ddp_lab.strategies.tensor_parallel import ALL, OWN, parallelize
-from ddp_lab.strategies.tensor_parallel_plan import check_plans, plan_of
+from ddp_lab.strategies.tensor_parallel import OWN, parallelize, token_layouts
+from ddp_lab.strategies.tensor_parallel_plan import check_plans
 from ddp_lab.strategies.whole import complete
 from ddp_lab.world.runtime import Runtime
 
@@ -124,9 +124,7 @@ class Mesh(Pipeline):
             )
         if tp > 1:
             check_plans(model, self.shapes, tp, self.sequence_parallel)
-        # Between two blocks the ranks along tp share the tokens if one of the two has a plan.
-        shared = [self.sequence_parallel and plan_of(block) is not None for block in model]
-        self.tokens = [OWN if any(pair) else ALL for pair in zip([False, *shared], [*shared, False], strict=True)]
+        self.tokens = token_layouts(model, self.sequence_parallel)
         self.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
             for shape, tokens in zip(self.shapes, self.tokens, strict=True)

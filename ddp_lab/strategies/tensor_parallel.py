@@ -28,10 +28,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.tensor_parallel_plan import plan_of
 
 ALL = Replicate()  # each rank has all tokens
 OWN = Shard(1)  # each rank has 1/tp of the tokens: [b, tokens / tp, width]
+
+
+def token_layouts(model: Chain, sequence_parallel: bool) -> list[Placement]:
+    """Return which tokens the ranks along tp have before each block, and after the last one.
+
+    With sequence parallelism they share the tokens between two blocks if one of the two has a plan.
+    """
+    shared = [sequence_parallel and plan_of(block) is not None for block in model]
+    return [OWN if any(pair) else ALL for pair in zip([False, *shared], [*shared, False], strict=True)]
 
 
 class ReplicatedConv2d(nn.Conv2d):
