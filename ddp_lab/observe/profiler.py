@@ -1,4 +1,4 @@
-"""profile=true: record some steps on every rank with torch.profiler and report where their time went.
+"""profile=true: record some steps on every rank with torch.profiler. Where their time went is reported by profile_report.py.
 
 Nothing is synchronised within these steps, because the times of the kernels are read from the trace (trace.py). The recorded
 steps are slower than others, because recording each operation costs the host time. Use the fractions of a step from here and
@@ -10,11 +10,9 @@ import gzip
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,9 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
-from ddp_lab.observe.plot import beside, stacked
-from ddp_lab.observe.time_split import PARTS, diagnose, split_steps, summarise
-from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, read, union
+from ddp_lab.observe.profile_report import report
+from ddp_lab.observe.trace import DATA, STEP, read
 from ddp_lab.observe.traffic import bytes_per_step
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
@@ -143,21 +140,7 @@ class Profiled:
         devices = {device: steps[1:] for device, steps in read(trace).items()}
         mine = {"devices": devices, "peak_memory_bytes": peak_memory_bytes(), "bytes_per_step": bytes_per_step(trace)}
         if ranks := self.runtime.collect("profile", json.dumps(mine)):
-            self._report([json.loads(rank) for rank in ranks])
-
-    def _report(self, ranks: list[dict[str, Any]]) -> None:
-        rows = split_steps([{device: list(map(restore, steps)) for device, steps in rank["devices"].items()} for rank in ranks])
-        for row in rows:
-            row |= summarise(row)
-        diagnosis = diagnose(rows, self.graph, self.bubble)
-        kept = {key: [rank[key] for rank in ranks] for key in ("peak_memory_bytes", "bytes_per_step")}
-        (self.folder / "summary.json").write_text(json.dumps({"rows": rows, "diagnosis": diagnosis, **kept}, indent=1))
-        self.logger.draw_at_close(partial(draw, rows), self.folder / "time_split.png")
-        text = table(rows)
-        log.info(f"milliseconds of a step, the medians of {RECORD - 1} (traces for ui.perfetto.dev: {self.folder})\n{text}")
-        for line in diagnosis:
-            log.info(line)
-        self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
+            report([json.loads(rank) for rank in ranks], RECORD - 1, self.logger, self.folder, self.graph, self.bubble)
 
 
 def save_trace(profiler: profile, path: Path) -> dict[str, Any]:
@@ -173,30 +156,3 @@ def save_trace(profiler: profile, path: Path) -> dict[str, Any]:
     finally:
         if collected:
             gc.enable()
-
-
-def restore(step: list[Any]) -> StepTrace:
-    """Return the StepTrace for its form in JSON, a list."""
-    start, end, compute, calls, data = step
-    return StepTrace(start, end, union(map(tuple, compute)), [Call(*call) for call in calls], union(map(tuple, data)))
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the summarised rows as an aligned text table, times in milliseconds."""
-    names = ("rank", "device", "step", *PARTS)
-    lines = ["".join(f"{name:>{max(8, len(name) + 2)}}" for name in names)]
-    for row in rows:
-        cells = (row[name] if name in ("rank", "device") else f"{row[name]:.2f}" for name in names)
-        lines.append("".join(f"{cell:>{max(8, len(name) + 2)}}" for name, cell in zip(names, cells, strict=True)))
-    return "\n".join(lines)
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the summarised rows as stacked bars in a PNG file, `path`."""
-    bars = {f"{row['rank']} {row['device']}": {part: row[part] for part in PARTS} for row in rows}
-    beside([stacked("Where a step's time goes, by rank", "ms", bars)], path)
-
-
-def mean_split(summary: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds of PARTS, averaged over all devices of a summary.json."""
-    return {part: statistics.mean(row[part] for row in summary["rows"]) for part in PARTS}

@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 
 from ddp_lab.observe.plot import Curve, bars, beside, curves, stacked
-from ddp_lab.observe.profiler import mean_split
+from ddp_lab.observe.profile_report import mean_split
 from scripts.comparison.runs import Result
 
 
