@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ddp_lab.observe.log import log
-from ddp_lab.resilience.checkpoint_files import load_checkpoint, write_atomically
+from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.resilience.checkpoint_folder import (
     correct_best,
     find_to_resume,
@@ -30,12 +30,10 @@ from ddp_lab.resilience.checkpoint_folder import (
     step_of,
     steps_in,
 )
-from ddp_lab.resilience.same_optimizer import check_optimizer
 from ddp_lab.resilience.sharded_files import is_sharded
-from ddp_lab.resilience.sharded_read import ShardedCheckpoint
-from ddp_lab.resilience.sharded_state import collect, read_into, tensors_to_save
+from ddp_lab.resilience.sharded_state import collect, load_sharded, tensors_to_save
 from ddp_lab.resilience.sharded_write import ShardWriter
-from ddp_lab.resilience.whole_state import complete_state, load_into
+from ddp_lab.resilience.whole_state import complete_state, load_whole
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import BestBy, Progress
@@ -106,7 +104,8 @@ class Checkpoints:
         if path is None:
             return Progress()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        state = self._load_sharded(path) if is_sharded(path) else self._load_whole(path)
+        load = load_sharded if is_sharded(path) else load_whole
+        state = load(path, self.shapes, self.strategy, self.optimizer, self.ema)
         progress = self.kept = Progress(**state["progress"])
         # The state comes from the file; learning rate, momentum and other options come from this launch's config.
         step = schedule(progress)
@@ -127,21 +126,6 @@ class Checkpoints:
                 f"seed={self.seed}: the checkpoint has seed={state['seed']}, so the order of the samples changes from here on"
             )
         return progress
-
-    def _load_whole(self, path: str) -> dict[str, Any]:
-        """Load a checkpoint of one file into model, optimizer and averages, and return its state."""
-        state = load_checkpoint(path, self.shapes)
-        check_optimizer(path, state["optimizer"]["param_groups"], self.strategy, self.optimizer)
-        load_into(state, self.strategy, self.optimizer, self.ema)
-        return state
-
-    def _load_sharded(self, path: str) -> dict[str, Any]:
-        """Load a sharded checkpoint into model, optimizer and averages, in place, and return its state without tensors."""
-        saved = ShardedCheckpoint(path)
-        saved.check(self.shapes)
-        check_optimizer(path, saved.state["optimizer"]["param_groups"], self.strategy, self.optimizer)
-        read_into(saved, self.strategy, self.optimizer, self.ema)
-        return saved.state | ({"ema": True} if saved.has("ema") else {})
 
     def find(self, choice: str) -> str | None:
         """Return the checkpoint to resume from; as `find_to_resume`. Collective."""

@@ -1,10 +1,11 @@
-"""What a sharded checkpoint contains: the tensors that a rank holds, by key, and the optimizer's state without tensors."""
+"""What a sharded checkpoint contains, saved and loaded: a rank's tensors by key, and the optimizer's state without tensors."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ddp_lab.resilience.same_optimizer import check_optimizer
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
@@ -66,6 +67,24 @@ def collect(optimizers: list[dict[str, Any]], names: Iterable[str]) -> dict[str,
             same[0] | {"params": [name for name in names if name in own]} for same, own in zip(groups, held, strict=True)
         ],
     }
+
+
+def load_sharded(
+    path: str, shapes: dict[str, tuple[int, ...]], strategy: Strategy, optimizer: Optimizer, ema: EMA | None
+) -> dict[str, Any]:
+    """Load a sharded checkpoint into model, optimizer and averages, in place, and return its state without tensors.
+
+    Args:
+        shapes: the shape of each tensor of the full model, by name.
+
+    Raises:
+        ConfigError: the checkpoint is not valid, or is of another model or optimizer.
+    """
+    saved = ShardedCheckpoint(path)
+    saved.check(shapes)
+    check_optimizer(path, saved.state["optimizer"]["param_groups"], strategy, optimizer)
+    read_into(saved, strategy, optimizer, ema)
+    return saved.state | ({"ema": True} if saved.has("ema") else {})
 
 
 def read_into(saved: ShardedCheckpoint, strategy: Strategy, optimizer: Optimizer, ema: EMA | None) -> None:

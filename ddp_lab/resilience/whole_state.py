@@ -1,4 +1,4 @@
-"""What a whole checkpoint contains: the complete state, collected on rank 0 and copied, so that training can continue."""
+"""What a whole checkpoint contains, saved and loaded: the complete state, of which rank 0 collects a copy."""
 
 import copy
 from collections.abc import Set
@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import torch
 
+from ddp_lab.resilience.checkpoint_files import load_checkpoint
+from ddp_lab.resilience.same_optimizer import check_optimizer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.shards import local
 from ddp_lab.training.ema import EMA
@@ -29,12 +31,26 @@ def complete_state(
     return copied(state, storages_on_host(strategy, optimizer)) | averages
 
 
-def load_into(state: dict[str, Any], strategy: Strategy, optimizer: Optimizer, ema: EMA | None) -> None:
-    """Load a complete state into model, optimizer and averages. Collective. Averages that it lacks begin at its weights."""
+def load_whole(
+    path: str, shapes: dict[str, tuple[int, ...]], strategy: Strategy, optimizer: Optimizer, ema: EMA | None
+) -> dict[str, Any]:
+    """Load a checkpoint of one file into model, optimizer and averages, and return its state. Collective.
+
+    Averages that it lacks begin at its weights.
+
+    Args:
+        shapes: the shape of each tensor of the full model, by name.
+
+    Raises:
+        ConfigError: the file is not valid, or is of another model or optimizer.
+    """
+    state = load_checkpoint(path, shapes)
+    check_optimizer(path, state["optimizer"]["param_groups"], strategy, optimizer)
     if ema is not None:
         ema.load_state_dict(state.get("ema", state["model"]))
     strategy.load_state_dict(optimizer, state)
     match_strides(optimizer)
+    return state
 
 
 def storages_on_host(strategy: Strategy, optimizer: Optimizer) -> set[int]:
