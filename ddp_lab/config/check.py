@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
 
 from ddp_lab.config.build import build
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.messages import explain
 from ddp_lab.config.options import GROUPS, options
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
@@ -61,6 +61,6 @@ def check_optimizer(node: dict[str, Any]) -> None:
 
     try:
         build(node)([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
         given = ", ".join(f"{key}={value}" for key, value in node.items() if not key.startswith("_"))
-        raise ConfigError(f"optimizer: {error}; it was given {given}") from None
+        raise ConfigError(f"optimizer: {describe_error(error)}; it was given {given}") from None

@@ -88,12 +88,12 @@ class OwnPictures:
 
     def __init__(self, name: str, dataset: Any, images: ImageOptions, num_classes: int):
         self.name, self.dataset, self.images, self.num_classes = name, dataset, images, num_classes
-        try:
-            self.size = len(dataset)
-        except TypeError:
-            raise ConfigError(f"{name}: has no __len__; it must be a map-style dataset, with __len__ and __getitem__") from None
-        if not self.size or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(f"{name}: must have __getitem__ and at least one sample, got {self.size}")
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(dataset, method):
+                raise ConfigError(f"{name}: has no {method}; it must be a map-style dataset, with __len__ and __getitem__")
+        self.size = len(dataset)
+        if self.size == 0:
+            raise ConfigError(f"{name}: has no samples; it must have at least one")
 
     def check(self) -> None:
         """Check the first sample and, where the dataset has them in an attribute `targets`, all labels."""

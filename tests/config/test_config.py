@@ -106,7 +106,7 @@ def test_help_names_every_strategy():
         ("optimizer.lr=nan", "optimizer.lr=nan: must be a number above 0"),
         ("optimizer.lr=fast", "optimizer.lr=fast: must be a number above 0"),
         ("optimizer.momentum=1", "optimizer.momentum=1: must be a number from 0 up to"),
-        ("optimizer.nesterov=true optimizer.momentum=0", "optimizer: Nesterov momentum requires a momentum"),
+        ("optimizer.nesterov=true optimizer.momentum=0", "optimizer: ValueError: Nesterov momentum requires a momentum"),
         (
             "strategy=scratch strategy.algorithm=magic",
             "strategy.algorithm=magic: must be star or per_tensor or flat or bucketed or ring",
@@ -152,6 +152,15 @@ def test_help_names_every_strategy():
         ("compile=fast", "compile=fast: must be true or false or tuned"),
         ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, segfault,"),
         ("optimizer=adamw +optimizer.betas=3", "optimizer.betas=3: must be a list"),
+        (
+            "optimizer=adamw +optimizer.betas=[a,b]",
+            "optimizer: TypeError: '<=' not supported between instances of 'float' and 'str'; it was given lr=0.001, ",
+        ),
+        ("optimizer=adamw +optimizer.betas=[0.9]", "optimizer: ConfigIndexError: list index out of range "),
+        (
+            "optimizer=adamw +optimizer.foreach=true +optimizer.fused=true",
+            "optimizer: RuntimeError: `fused` and `foreach` cannot be `True` together.; it was given lr=0.001, ",
+        ),
         ("optimizer=adamw +optimizer.momentum=0.9", "optimizer.momentum=0.9: there is no such key"),
         ("epochs=0 ~data.root", "data.root: is missing"),
         ("epochs=0 batch_size=0", "epochs=0: must be"),

@@ -34,7 +34,9 @@ folder = pathlib.Path({folder!r})
 verb = sys.argv[1]
 with (folder / "calls").open("a") as calls:
     print(json.dumps([sys.argv[1:], None if verb == "get" else sys.stdin.read()]), file=calls)
-if verb == "get":
+if (folder / "unreachable").exists():
+    sys.exit("The connection to the server was refused -\\ndid you specify the right host or port?")
+elif verb == "get":
     print((folder / "there").read_text())
 elif (folder / "rejected").exists():
     sys.exit("error: admission webhook denied\\nthe request")
@@ -186,6 +188,14 @@ def test_rejected_trainjob_is_reported_in_one_line(tmp_path, cluster, capsys):
     one = job(tmp_path)
     assert not launcher._create(one, launcher.manifest(one), {})
     assert capsys.readouterr().out == "[strategy=ddp] not created: error: admission webhook denied the request\n"
+
+
+def test_cluster_that_does_not_respond_is_reported_in_one_line(tmp_path, cluster):
+    (cluster / "unreachable").touch()
+    with pytest.raises(ConfigError) as error:
+        make(tmp_path).trainjobs()
+    reason = "The connection to the server was refused - did you specify the right host or port?"
+    assert str(error.value) == f"hydra/launcher=kubernetes: kubectl get trainjobs: {reason}"
 
 
 def test_missing_kubectl_and_wrong_options_are_reported(tmp_path, monkeypatch):

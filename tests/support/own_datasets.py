@@ -75,6 +75,16 @@ class Targets(Tensors):
     targets = torch.tensor([0, 1, 0, 1, 2, 0])
 
 
+class Words(Tensors):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], "cat"
+
+
+class Empty(Shapes):
+    def __len__(self):
+        return 0
+
+
 class Single(Tensors):
     def __getitem__(self, index):
         return super().__getitem__(index)[0]
@@ -88,6 +98,11 @@ class Iterable:
 
     def __iter__(self):
         return iter([])
+
+
+class Unordered(Iterable):
+    def __len__(self):
+        return 3
 
 
 class NoSplit(Tensors):
