@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RANKS = {"single": 1, "dp": 1, "split": 1, "ddp_pipeline": 4}  # number of ranks; 2 for the other strategies
-STRATEGIES = ["single", "scratch", "dp", "ddp", "split", "pipeline", "ddp_pipeline", "tp", "fsdp"]
+STRATEGIES = ["single", "scratch", "dp", "ddp", "split", "pipeline", "ddp_pipeline", "tp", "fsdp", "mesh"]
 OVERRIDES = [
     "device=cpu",
     "epochs=2",
