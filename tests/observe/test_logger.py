@@ -1,5 +1,6 @@
 import inspect
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from worlds import run_world
 import ddp_lab.observe.metrics_file
 from ddp_lab.observe.log import setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
+from ddp_lab.observe.metrics_file import append_line
 from ddp_lab.observe.plot import beside
 from ddp_lab.observe.prediction_grid import prediction_grid
 
@@ -65,6 +67,21 @@ def draw_and_fail(run_dir) -> None:
     logger.draw_at_close(lambda picture: picture.write_text("drawn"), run_dir / "later.png")
     assert not list(run_dir.glob("*.png")), "pictures were drawn during the training"
     logger.close()
+
+
+def test_line_that_does_not_fit_on_the_disk_is_not_written_in_part(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    append_line(metrics, "complete")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # the kernel writes up to this size, as on a disk with 3 bytes left
+    try:
+        with pytest.raises(OSError, match=r"^only 3 of 9 bytes were written$"):
+            append_line(metrics, "too long")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert metrics.read_text() == "complete\n"
+    append_line(metrics, "later")
+    assert metrics.read_text() == "complete\nlater\n"
 
 
 def test_close_draws_pictures_and_logs_those_that_fail(tmp_path):

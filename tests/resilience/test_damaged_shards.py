@@ -107,6 +107,19 @@ def test_crafted_checkpoint_does_not_run_code(kind, rehashed, tmp_path):
     assert ("none of the run's checkpoints is valid" in str(caught.value)) != rehashed
 
 
+def test_state_without_some_of_its_keys_is_refused_and_they_are_named(tmp_path):
+    save_epochs(tiny(tmp_path, best=None), [1.0])
+    folder = tmp_path / "step_00000001.sharded"
+    state = torch.load(folder / STATE, weights_only=True)
+    del state["scheduler"], state["names"]
+    torch.save(state, folder / STATE)
+    write_manifest(folder, {name: record_file(folder / name) for name in read_manifest(folder)})
+    with pytest.raises(ConfigError) as error:
+        resume(tiny(tmp_path), str(folder))
+    reason = f"cannot be read as a sharded checkpoint ({STATE} lacks names, scheduler). Use another one"
+    assert str(error.value) == f"resume={folder}: {reason}"
+
+
 def test_manifest_has_no_names_outside_its_directory(tmp_path):
     save_epochs(tiny(tmp_path, best=None), [1.0])
     folder = tmp_path / "step_00000001.sharded"
