@@ -1,6 +1,10 @@
-"""The blocks of a model as a rank computes them, traced on fake tensors; equal blocks are traced once."""
+"""The blocks of a model as a rank computes them, traced on fake tensors; equal blocks are traced once.
+
+Blocks that train.py compiles as one graph are traced as one: what autograd keeps between them is shared.
+"""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,12 +19,17 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.fingerprint import fingerprint
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.compilation import repeats
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.loss import Loss
 from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.share import Share
 
 LOSS = "loss"  # name of the record of the loss
+
+
+class Graph(nn.Sequential):
+    """Blocks that are compiled as one graph."""
 
 
 class Tracer:
@@ -44,22 +53,24 @@ class Tracer:
     def blocks(self, strategy: Strategy, share: Share, samples: int, compiled: bool = False) -> dict[str, Traced]:
         """Return the record of each block of a rank by name, and of the loss on a rank that has the last block.
 
-        A model that is no Chain is one block, called "".
+        A model that is no Chain is one block, called "". Blocks that are compiled as one graph have one record, under the name
+        of the first.
 
         Args:
             strategy: after `partition`.
             share: what the rank holds.
             samples: number of samples that pass through a block at once.
-            compiled: whether torch.compile compiles the blocks; the loss, which is small, is traced in eager mode.
+            compiled: whether torch.compile compiles the model; the loss, which is small, is traced in eager mode.
         """
-        blocks = self.named
+        blocks = self._graphs(strategy) if compiled else self.named
         # fully_shard casts parameters and inputs by itself; all other strategies use autocast.
         casts = isinstance(strategy, FSDP | Mesh) and self.precision == "bf16"
         given = torch.empty(samples, *self.input_shape, device="meta")
         records: dict[str, Traced] = {}
         for name, block in blocks:
-            division = division_of(strategy, name, block)
-            paths = {path: f"{name}.{path}" if name else path for path, _ in block.named_parameters()}
+            several = isinstance(block, Graph)  # whose parameters have their complete names
+            division = Division() if several else division_of(strategy, name, block)
+            paths = {path: path if several or not name else f"{name}.{path}" for path, _ in block.named_parameters()}
             sizes = {path: torch.Size(share.size(paths[path], tensor)) for path, tensor in block.named_parameters()}
             key = (
                 fingerprint(block),
@@ -81,6 +92,17 @@ class Tracer:
         records[LOSS], _ = self._known[key]
         last = blocks[-1][0]
         return {name: record for name, record in records.items() if share.has(last if name == LOSS else name)}
+
+    def _graphs(self, strategy: Strategy) -> list[tuple[str, nn.Module]]:
+        """Return what is compiled as one graph each: a block, or several under the name of the first."""
+        if repeats(self.model) or not isinstance(self.model, Chain):
+            return self.named
+        names, found = {block: name for name, block in self.named}, list[tuple[str, nn.Module]]()
+        for graph in strategy.graphs(self.model):
+            blocks = [graph] if graph in names else list(graph.children())
+            first = names[blocks[0]]
+            found.append((first, graph if graph in names else Graph(OrderedDict((names[block], block) for block in blocks))))
+        return found
 
     def _trace(
         self,

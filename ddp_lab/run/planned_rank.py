@@ -70,7 +70,9 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
         ),
         copies=copies_of(job, here, compiled),
         data=data_bytes(job)
-        + workspaces(job, constants, any(each.kind == "matmul" for block in blocks.values() for each in block.forward))
+        + workspaces(
+            job, compiled, constants, any(each.kind == "matmul" for block in blocks.values() for each in block.forward)
+        )
         + stage_buffers(strategy, place, samples, blocks, kept, bf16)
         + cast_images(strategy, blocks.get(tracer.named[0][0]), kept, bf16),
         libraries=constants.context + constants.communicator * communicators(strategy),
@@ -90,10 +92,12 @@ def sizes_of(job: Job, share: Share, held: Footprint, blocks: set[str]) -> Sizes
 
 def gradients_of(job: Job, share: Share, blocks: dict[str, Traced]) -> dict[str, int]:
     """Return the bytes of each block's gradients that the rank keeps on its GPU."""
-    gradients = dict.fromkeys(blocks, 0)
+    gradients, record = dict.fromkeys(blocks, 0), ""
     for name, tensor in job.model.named_parameters():
+        block = name.split(".")[0] if isinstance(job.model, Chain) else ""
+        record = block if block in blocks else record  # that of a graph has the name of its first block
         if tensor.requires_grad and share.has(name) and not share.offload:
-            gradients[name.split(".")[0] if isinstance(job.model, Chain) else ""] += share.nbytes(name, tensor)
+            gradients[record] += share.nbytes(name, tensor)
     return gradients
 
 
@@ -118,12 +122,14 @@ def data_bytes(job: Job) -> float:
     return batch + (whole if job.choices["data.loader"].value == "device" else 0)
 
 
-def workspaces(job: Job, constants: Constants, multiplies: bool) -> float:
+def workspaces(job: Job, compiled: bool, constants: Constants, multiplies: bool) -> float:
     """Return the bytes of cuBLAS's workspaces, of which each thread has one.
 
     Args:
+        compiled: whether the step is compiled.
         multiplies: whether the rank has layers that cuBLAS computes, which allocates a workspace when it is first used.
     """
     # A captured backward pass runs in its caller's thread. Under DDP there was one more workspace (H200s, 2026-11-23).
-    threads = 1 if job.options.cuda_graph and not isinstance(job.strategy, DDP) else 2
+    # Before a compiled step is captured, cuDNN chooses its kernels again in at least one new thread (kernel_choice.py).
+    threads = 1 if job.options.cuda_graph and not compiled and not isinstance(job.strategy, DDP) else 2
     return threads * constants.workspace if multiplies else 0

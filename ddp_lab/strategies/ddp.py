@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the backward pass."""
 
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -71,7 +71,10 @@ class DDP(Strategy):
         return no_blocks(self.name, model)
 
     def compile_model(self, fuse: Fuse) -> str:
-        return self.compile_pieces(fuse, self.bucket_cap_mb * MiB)
+        return self.compile_pieces(fuse)
+
+    def graphs(self, model: nn.Module) -> list[nn.Module]:
+        return [*cast(Chain, model).pieces(self.bucket_cap_mb * MiB)]
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.

@@ -116,6 +116,9 @@ class FSDP(Strategy):
     def compile_model(self, fuse: Fuse) -> str:
         return compile_blocks(self.module.children(), fuse)
 
+    def graphs(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()  # fully_shard has its own mixed-precision policy
 

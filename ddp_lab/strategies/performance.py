@@ -43,7 +43,11 @@ class PerformanceSupport(ForwardBackward):
         self.forward = fuse(self.module)
         return "the complete model"
 
-    def compile_pieces(self, fuse: Fuse, *sizes: float) -> str:
+    def graphs(self, model: nn.Module) -> list[nn.Module]:
+        """Return the parts of a model that `compile_model` compiles as one graph each, in forward order."""
+        return [model]
+
+    def compile_pieces(self, fuse: Fuse) -> str:
         """Compile the model in several pieces, so that the gradients of a piece are complete when its own backward pass ends.
 
         A bucket can then be sent while the next piece computes. Kernels are not fused across a cut, which costs some time
@@ -51,9 +55,8 @@ class PerformanceSupport(ForwardBackward):
 
         Args:
             fuse: torch.compile with its options.
-            sizes: the arguments of `Chain.pieces`, in bytes.
         """
         assert isinstance(self.module, Chain)
-        pieces = self.module.pieces(*sizes)
+        pieces = self.graphs(self.module)
         self.module.execute_in(map(fuse, pieces))
         return f"the model in {count(len(pieces), 'piece')}"

@@ -130,6 +130,9 @@ class Pipeline(Strategy):
         where = f" on rank {self.runtime.rank}" if self.axes["pp"] > 1 else ""
         return compile_blocks(self.module.children(), fuse) + where
 
+    def graphs(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
     def connect(self) -> None:
         """Make the process groups of the mesh. Collective; called by `setup`."""
         mesh = self.runtime.mesh(self.axes)

@@ -14,7 +14,7 @@ buckets.py.
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,10 @@ class Scratch(Strategy):
         return no_blocks(self.name, model) if self.algorithm == "bucketed" else None
 
     def compile_model(self, fuse: Fuse) -> str:
-        return super().compile_model(fuse) if self.buckets is None else self.compile_pieces(fuse, *self.bucket_sizes)
+        return super().compile_model(fuse) if self.buckets is None else self.compile_pieces(fuse)
+
+    def graphs(self, model: nn.Module) -> list[nn.Module]:
+        return [*cast(Chain, model).pieces(*self.bucket_sizes)] if self.algorithm == "bucketed" else super().graphs(model)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

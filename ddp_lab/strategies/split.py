@@ -86,6 +86,9 @@ class Split(Strategy):
     def compile_model(self, fuse: Fuse) -> str:
         return compile_blocks(self.module.children(), fuse)
 
+    def graphs(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
     def describe(self) -> str:
         return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"
 

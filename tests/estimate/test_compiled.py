@@ -1,5 +1,7 @@
 """What is predicted of compiled blocks: they keep what AOTAutograd keeps, and elementwise operations become few kernels."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -13,21 +15,49 @@ from ddp_lab.estimate.memory import kept_by
 from ddp_lab.estimate.planned import PlannedRuntime
 from ddp_lab.estimate.recorder import key_of
 from ddp_lab.estimate.trace import Traced, mixed_precision
+from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.compilation import Fuse
 from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.single import Single
+from ddp_lab.strategies.split import Split
+from ddp_lab.world.runtime import Runtime
 
 BATCH = 6
 
 
-def records(name: str, precision: str, compiled: bool) -> dict[str, Traced]:
+class InPieces(Single):
+    """It compiles a model in pieces of a few blocks, as strategies with buckets do."""
+
+    def graphs(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Chain)
+        return [*model.pieces(4000)]
+
+    def compile_model(self, fuse: Fuse) -> str:
+        return self.compile_pieces(fuse)
+
+
+class InBlocks(Single):
+    """It compiles each block by itself, as strategies that shard or cut a model do."""
+
+    graphs, compile_model = Split.graphs, Split.compile_model
+
+
+def records(name: str, precision: str, compiled: bool, strategy: type[Strategy] = Single) -> dict[str, Traced]:
     _, channels, size = MODELS[name]
     tracer = Tracer(make_model(name, 0), CrossEntropy(), (channels, size, size), precision)
-    return tracer.blocks(Single(PlannedRuntime(1, 1, precision)), Share(), BATCH, compiled)
+    return tracer.blocks(strategy(PlannedRuntime(1, 1, precision)), Share(), BATCH, compiled)
 
 
-def saved(name: str, precision: str) -> int:
-    """Return the bytes that compiled blocks save, but for parameters, images and what the loss saves."""
+def predicted(name: str, precision: str, strategy: type[Strategy]) -> float:
+    """Return the same as `saved`, from the traces."""
+    found = records(name, precision, compiled=True, strategy=strategy)
+    return sum(kept_by([record for block, record in found.items() if block != "loss"], "none"))
+
+
+def saved(name: str, precision: str, strategy: type[Strategy]) -> int:
+    """Return the bytes that a compiled model saves, but for parameters, images and what the loss saves."""
     _, channels, size = MODELS[name]
     model, images = make_model(name, 0), torch.rand(BATCH, channels, size, size)
     kept: list[torch.Tensor] = []
@@ -37,19 +67,41 @@ def saved(name: str, precision: str) -> int:
         return tensor
 
     torch.compiler.reset()
-    for block in model.children():
-        block.compile(backend="aot_eager_decomp_partition")
+    compiled = strategy(Runtime("cpu", precision))
+    compiled.setup(model)
+    compiled.compile(partial(torch.compile, backend="aot_eager_decomp_partition"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), mixed_precision(precision == "bf16"):
-        assert model(images).requires_grad
+        assert compiled.forward(images).requires_grad
     others = {key_of(tensor) for tensor in [*model.parameters(), images]}
     return sum({key_of(tensor): tensor.untyped_storage().nbytes() for tensor in kept if key_of(tensor) not in others}.values())
 
 
-@pytest.mark.parametrize(("name", "precision"), [("vit", "float32"), ("vit", "bf16"), ("narrow", "float32")])
-def test_compiled_blocks_keep_what_the_partitioner_keeps(name, precision):
-    """By the same partitioner with real tensors. The loss, which is traced in eager mode, is left out."""
-    blocks = [record for block, record in records(name, precision, compiled=True).items() if block != "loss"]
-    assert sum(kept_by(blocks, "none")) == pytest.approx(saved(name, precision), rel=0.05)
+@pytest.mark.parametrize(
+    ("name", "precision", "strategy", "graphs"),
+    [
+        ("vit", "float32", Single, 4),
+        ("vit", "bf16", Single, 4),
+        ("narrow", "float32", Single, 1),
+        ("narrow", "bf16", Single, 1),
+        ("narrow", "float32", InPieces, 3),
+        ("narrow", "float32", InBlocks, 4),
+    ],
+)
+def test_compiled_models_keep_what_the_partitioner_keeps(name, precision, strategy, graphs):
+    """By the same partitioner with real tensors. The loss, which is traced in eager mode, is left out.
+
+    A Vision Transformer is compiled by block, other models as the strategy decides.
+    """
+    assert len(records(name, precision, compiled=True, strategy=strategy)) == graphs + 1
+    assert predicted(name, precision, strategy) == pytest.approx(saved(name, precision, strategy), rel=0.05)
+
+
+def test_one_graph_keeps_less_than_its_blocks():
+    """The output of one block and what the next one keeps of it are the same tensor."""
+    whole, blocks = (predicted("narrow", "bf16", strategy) for strategy in (Single, InBlocks))
+    assert whole < 0.95 * blocks
+    ((record, _),) = [records("narrow", "bf16", compiled=True).values()]
+    assert record.gradients == sum(tensor.nbytes for tensor in make_model("narrow", 0).parameters())
 
 
 def test_compiled_transformer_keeps_and_moves_less_than_an_eager_one():
@@ -74,7 +126,9 @@ def test_blocks_that_cannot_be_traced_are_predicted_as_in_eager_mode(monkeypatch
         raise RuntimeError("data-dependent control flow")
 
     monkeypatch.setattr("ddp_lab.estimate.blocks.trace_compiled", refuse)
-    assert records("lenet", "float32", compiled=True) == records("lenet", "float32", compiled=False)
+    assert records("vit", "float32", compiled=True) == records("vit", "float32", compiled=False)
+    whole, blocks = (list(records("lenet", "float32", compiled).values()) for compiled in (True, False))
+    assert sum(kept_by(whole, "none")) == sum(kept_by(blocks, "none"))
 
 
 class Small(nn.Module):
