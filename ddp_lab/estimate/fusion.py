@@ -70,7 +70,8 @@ def roots_of(graph: fx.Graph) -> tuple[dict[fx.Node, frozenset[fx.Node]], dict[f
 def groups_of(reads: dict[fx.Node, frozenset[fx.Node]], owner: dict[fx.Node, fx.Node]) -> list[list[fx.Node]]:
     """Return the operations of each kernel.
 
-    They have as many unfused kernels before them, so that no kernel needs a result of itself through another one.
+    Operations of one kernel share one of the largest tensors that they read. They have as many unfused kernels before them, so
+    that no kernel needs a result of itself through another one.
     """
     level, group, found = dict[fx.Node, int](), dict[fx.Node, list[fx.Node]](), dict[Any, fx.Node]()
     for root, read in reads.items():
@@ -79,7 +80,10 @@ def groups_of(reads: dict[fx.Node, frozenset[fx.Node]], owner: dict[fx.Node, fx.
         level[root] = max((level[other] + is_alone(other) for other in before), default=0)
         mine = [root]
         if not is_alone(root) or is_reduction(root):
-            first = found.setdefault((level[root], is_reduction(root), max(given, key=nbytes_of, default=None)), root)
+            largest = max(map(nbytes_of, given), default=0)
+            shared = [(level[root], is_reduction(root), value) for value in given if nbytes_of(value) == largest] or [root]
+            first = next((found[key] for key in shared if key in found), root)
+            found = dict.fromkeys(shared, first) | found
             near = (
                 [] if is_reduction(root) else [other for other in before if not is_alone(other) and level[other] == level[root]]
             )
