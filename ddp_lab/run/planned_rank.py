@@ -66,7 +66,8 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
         checkpointing := getattr(strategy, "checkpointing", "none"),
         temporary=here.gradients
         * temporaries_of(
-            lambda held: job.options.settle(make_optimizer(held), torch.device("cuda"), fused), strategy.name != "tp"
+            lambda few: job.options.settle(make_optimizer(few), torch.device("cuda"), fused, held.parameters // 4),
+            strategy.name != "tp",
         ),
         copies=copies_of(job, here, compiled),
         data=data_bytes(job)

@@ -1,6 +1,7 @@
 """One training step as a callable."""
 
 from collections.abc import Iterable
+from itertools import chain, repeat
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -80,13 +81,16 @@ class Step:
         self.lr = 0.0
 
     def compile(self, fuse: Fuse) -> None:
-        """Compile the optimizer's step, with torch.compile's default options, and the tally, with `fuse`.
+        """Compile the optimizer's step but the first, with torch.compile's default options, and the tally, with `fuse`.
 
-        An optimizer of shards is not compiled. The learning rate of others must be a tensor: if it were a number, they would be
-        recompiled whenever it changes.
+        An optimizer with a fused kernel or with shards is not compiled. The learning rate of others must be a tensor: a number
+        would be compiled again whenever it changes.
         """
-        if not has_shards(self.optimizer):
-            self._optimize = torch.compile(self.optimizer.step)
+        fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        if not fused and not has_shards(self.optimizer):
+            # The first step creates the optimizer's state: compiled, it would be compiled a second time for the next ones.
+            steps = chain([self.optimizer.step], repeat(torch.compile(self.optimizer.step)))
+            self._optimize = lambda: next(steps)()
         self.tally.compile(fuse)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:

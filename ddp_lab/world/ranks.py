@@ -20,7 +20,7 @@ from ddp_lab.world.store import CountedStore
 
 START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
 
-Answer = TypeVar("Answer", bound=str | list[int] | None)
+Answer = TypeVar("Answer", bound=str | list[int] | float | None)
 
 
 class Ranks:

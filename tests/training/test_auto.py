@@ -17,10 +17,10 @@ from ddp_lab.run.job import Job
 from ddp_lab.run.speed import find_choices, free_bytes
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
-from ddp_lab.training.speed.attempts import build_step
+from ddp_lab.training.speed.attempts import LIMITED, build_step
 from ddp_lab.training.speed.auto import Choice, Facts, choose, compile_seconds, earns_compiling, notice
-from ddp_lab.training.speed.cache import VARIABLE, cache_folder, kept_kernels
-from ddp_lab.training.speed.options import PerformanceOptions
+from ddp_lab.training.speed.cache import VARIABLE, cache_folder, kept_kernels, mark_of
+from ddp_lab.training.speed.options import FEW, PerformanceOptions
 from ddp_lab.training.speed.switches import end_choosing
 from ddp_lab.training.speed.warm_up import match_strides
 from ddp_lab.training.step import Step
@@ -101,9 +101,12 @@ class Runs(PerformanceOptions):
 
     broken: ClassVar[set[str]] = set()
     tried: ClassVar[list[tuple[bool, bool]]] = []
+    limits: ClassVar[list[int]] = []
 
     def build(self, step, loader, checked=False):
         self.tried.append((self.cuda_graph, self.compile))
+        if self.compile:
+            self.limits.append(torch.backends.cudnn.benchmark_limit)
         for key in self.broken:
             if getattr(self, key):
                 step.tally.in_graph = True
@@ -116,6 +119,7 @@ def parts(monkeypatch, tmp_path):
     """Return a step and its loader, on the CPU."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(Runs, "tried", [])
+    monkeypatch.setattr(Runs, "limits", [])
     strategy = Single(Runtime("cpu"))
     strategy.setup(simple_cnn(1, 8, 10))
     optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9, fused=True)
@@ -143,11 +147,22 @@ def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(parts, mon
     for steps, tried in [
         (60_000, [(False, False)]),
         (200_000, [(False, False), (False, True)]),
-        (60_000, [(False, False), (False, True)]),
+        (60_000, [(False, True)]),  # the duration of a step is remembered, too
+        (100, [(False, False)]),
     ]:
         Runs.tried.clear()
         build_step(Runs(False, "auto", True), choose("auto", LEFT, GPU), *parts, steps)
         assert Runs.tried == tried
+    assert Runs.limits == [0, LIMITED], "60 s are too short for all of cuDNN's kernels"
+
+
+def test_unreadable_mark_is_ignored(parts, monkeypatch):
+    monkeypatch.setattr("ddp_lab.training.speed.attempts.time_eager", lambda step, loader: 0.001)
+    mark = mark_of(*parts)
+    mark.parent.mkdir(parents=True)
+    mark.write_text("")
+    build_step(Runs(False, "auto", True), choose("auto", LEFT, GPU), *parts, 10)
+    assert Runs.tried == [(False, False)]
 
 
 def test_failed_compilation_falls_back_to_eager_mode(parts, monkeypatch, caplog):
@@ -202,6 +217,34 @@ def test_only_speed_auto_fuses_an_optimizer_that_was_not_fused_before(device, cu
         assert optimizer.param_groups[0]["fused"] is fused
     adagrad = options.settle(torch.optim.Adagrad([weight], lr=0.1), torch.device(device), fused=True)
     assert adagrad.param_groups[0]["fused"] is None, "torch's fused kernel is for CPUs only"
+
+
+def test_captured_and_compiled_step_fuses_the_optimizer_of_a_large_model():
+    weight, options = torch.nn.Parameter(torch.zeros(1)), PerformanceOptions(True, True, False)
+    for elements, fused in ((FEW - 1, None), (FEW, True)):
+        optimizer = options.settle(torch.optim.SGD([weight], lr=0.1), torch.device("cuda"), elements=elements)
+        assert optimizer.param_groups[0]["fused"] is fused
+    large = torch.nn.Parameter(torch.empty(FEW, device="meta"))
+    assert options.settle(torch.optim.SGD([large], lr=0.1), torch.device("cuda")).param_groups[0]["fused"]
+    adagrad = options.settle(torch.optim.Adagrad([weight], lr=0.1), torch.device("cuda"), elements=FEW)
+    assert adagrad.param_groups[0]["fused"] is None, "it has no fused kernel, so it is compiled"
+
+
+@pytest.mark.parametrize(("fused", "compiled"), [(None, 2), (True, 0)])
+def test_optimizer_is_compiled_after_its_first_step_unless_it_is_fused(fused, compiled, parts, monkeypatch):
+    """The first step creates the state, which would be compiled for itself."""
+    step, _ = parts
+    step.optimizer.param_groups[0]["fused"] = fused
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda function: lambda: (calls.append(function), function()))
+    step.compile(lambda function: function)
+    for taken in range(3):
+        before = [parameter.detach().clone() for parameter in step.strategy.parameters()]
+        for parameter in step.strategy.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        step._optimize()
+        assert not any(map(torch.equal, before, step.strategy.parameters()))
+        assert len(calls) == (taken if compiled else 0)
 
 
 def test_speed_off_logs_nothing(parts, monkeypatch, caplog):

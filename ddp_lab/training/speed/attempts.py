@@ -9,12 +9,11 @@ import torch
 
 from ddp_lab.data.sharding import Loader
 from ddp_lab.observe.logger import log
-from ddp_lab.training.on_shards import has_shards
 from ddp_lab.training.speed.auto import AUTO, Choice, compile_seconds, earns_compiling, notice
-from ddp_lab.training.speed.cache import leave_mark, mark_of
+from ddp_lab.training.speed.cache import leave_mark, mark_of, read_mark
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.speed.notice import working
-from ddp_lab.training.speed.options import PerformanceOptions
+from ddp_lab.training.speed.options import PerformanceOptions, compiles_optimizer
 from ddp_lab.training.speed.switches import cudnn_benchmark, fresh_compiler
 from ddp_lab.training.speed.warm_up import unchanged, warm_up
 from ddp_lab.training.step import Step
@@ -22,6 +21,9 @@ from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
 TIMED = 10  # steps
+# To time all of cuDNN's kernels in place of LIMITED for each convolution takes 1.7 s more for ResNet-18 and saves 2 % of a step
+# (an H200, torch 2.11, 2026-11-23). A run of LONG seconds earns that.
+LIMITED, LONG = 10, 85.0
 
 
 def build_step(
@@ -37,45 +39,80 @@ def build_step(
         steps_left: steps until the end of the run.
     """
     runtime, choices = step.strategy.runtime, dict(choices)
-    plain = options._replace(compile=False) if options.compile == AUTO else options
-    built = None
-    if plain.cuda_graph and choices["cuda_graph"].automatic:
-        built, problem = attempt(runtime, lambda: plain.build(step, loader, checked=True))
-        if built is None:
-            reset(step)
-            plain = plain._replace(cuda_graph=False)
-            choices["cuda_graph"] = Choice(False, f"the step cannot be captured: {problem}")
-    built = built or plain.build(step, loader)
-    if options.compile == AUTO:
-        choices["compile"] = decide(step, built, loader, steps_left)
-    if any(choice.automatic for choice in choices.values()):
-        for line in notice(choices, runtime.precision):
-            log.info(line)
-    if options.compile != AUTO or not choices["compile"].value:
+    if options.compile != AUTO:
+        _, built = build_plain(options, choices, step, loader)
+        announce(choices, runtime.precision)
+        return built
+    plain, built, mark = options._replace(compile=False), None, mark_of(step, loader)
+    seconds = runtime.agree("step before", lambda: read_mark(mark))
+    cached = seconds is not None
+    if seconds is None:
+        plain, built = build_plain(plain, choices, step, loader)
+        measured = measure(step, built, loader)
+        seconds = runtime.agree("step", lambda: measured)
+    choices["compile"] = decide(step, seconds, steps_left, cached)
+    if built is None and not choices["compile"].value:
+        plain, built = build_plain(plain, choices, step, loader)
+    announce(choices, runtime.precision)
+    if built is not None and not choices["compile"].value:
         return built
     del built  # the memory of its graphs
-    return compile_or_not(plain, choices, step, loader)
-
-
-def compile_or_not(plain: PerformanceOptions, choices: Mapping[str, Choice], step: Step, loader: Loader) -> Step | GraphStep:
-    """Return the step with `plain` options and compiled or, if it cannot be compiled, without that. Collective."""
     reset(step)
-    mark, fused = mark_of(step, loader), choices["optimizer.fused"]
-    if plain.cuda_graph and fused.automatic and not has_shards(step.optimizer):
-        set_fused(step, None)  # the optimizer is compiled, too
-    compiled, checked = plain._replace(compile=True), choices["cuda_graph"].automatic
+    compiled = try_to_compile(plain, choices, step, loader, LIMITED if seconds * steps_left < LONG else 0)
+    if compiled is None:
+        return build_plain(plain, choices, step, loader)[1]
+    leave_mark(mark, seconds)
+    return compiled
+
+
+def announce(choices: Mapping[str, Choice], precision: str) -> None:
+    """Log the choices, if speed=auto has made any."""
+    if any(choice.automatic for choice in choices.values()):
+        for line in notice(choices, precision):
+            log.info(line)
+
+
+def build_plain(
+    options: PerformanceOptions, choices: dict[str, Choice], step: Step, loader: Loader
+) -> tuple[PerformanceOptions, Step | GraphStep]:
+    """Return the options that work, and the step. A choice of speed=auto that fails is changed in `choices`. Collective."""
+    if options.cuda_graph and choices["cuda_graph"].automatic:
+        built, problem = attempt(step.strategy.runtime, lambda: options.build(step, loader, checked=True))
+        if built is not None:
+            return options, built
+        reset(step)
+        options = options._replace(cuda_graph=False)
+        choices["cuda_graph"] = Choice(False, f"the step cannot be captured: {problem}")
+    return options, options.build(step, loader)
+
+
+def try_to_compile(
+    options: PerformanceOptions, choices: Mapping[str, Choice], step: Step, loader: Loader, kernels: int
+) -> Step | GraphStep | None:
+    """Return the step with these options and compiled or, if it cannot be compiled, None. Collective.
+
+    Args:
+        options: without `compile`.
+        choices: by config key.
+        step: the step in eager mode.
+        loader: of the training set.
+        kernels: number of kernels that cuDNN times for each convolution; 0: all.
+    """
+    fused = choices["optimizer.fused"]
+    if options.cuda_graph and fused.automatic and compiles_optimizer(step.optimizer):
+        set_fused(step, None)
+    compiled, checked = options._replace(compile=True), choices["cuda_graph"].automatic
     torch.compiler.set_stance("eager_on_recompile")  # until `PerformanceOptions.switches` ends
-    with fresh_compiler(), cudnn_benchmark():
+    with fresh_compiler(), cudnn_benchmark(kernels):
         built, problem = attempt(step.strategy.runtime, lambda: compiled.build(step, loader, checked))
     if built is not None:
-        leave_mark(mark)
         return built
     log.info(f"compile: off, because the step cannot be compiled: {problem}")
     reset(step)
     if fused.automatic:
         set_fused(step, fused.value)
     torch.compiler.set_stance("force_eager")  # parts of the step are compiled
-    return plain.build(step, loader)
+    return None
 
 
 def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
@@ -106,23 +143,30 @@ def set_fused(step: Step, fused: bool | None) -> None:
             group["fused"] = fused
 
 
-def decide(step: Step, built: Step | GraphStep, loader: Loader, steps_left: int) -> Choice:
-    """Return whether to compile the step, by rank 0's measurement of a step that is not compiled. Collective.
+def decide(step: Step, seconds: float, steps_left: int, cached: bool) -> Choice:
+    """Return whether to compile the step.
+
+    Args:
+        step: the step in eager mode.
+        seconds: duration of a step that is not compiled; the same on all ranks.
+        steps_left: steps until the end of the run.
+        cached: whether its kernels are in the cache.
+    """
+    layers = sum(any(True for _ in layer.parameters(recurse=False)) for layer in step.strategy.module.modules())
+    return earns_compiling(steps_left, seconds, compile_seconds(layers, cached), step.strategy.runtime.precision)
+
+
+def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:
+    """Return the duration of a step, in seconds. Collective.
 
     Args:
         step: the step in eager mode.
         built: the step that would be taken without compiling.
         loader: of the training set.
-        steps_left: steps until the end of the run.
     """
-    device, module = step.strategy.device, step.strategy.module
+    device = step.strategy.device
     with working("timing the training step"), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        seconds = built.seconds(TIMED) if isinstance(built, GraphStep) else time_eager(step, loader)
-    layers = sum(any(True for _ in layer.parameters(recurse=False)) for layer in module.modules())
-    cached = mark_of(step, loader).exists()
-    found = earns_compiling(steps_left, seconds, compile_seconds(layers, cached), step.strategy.runtime.precision)
-    value = step.strategy.runtime.agree("compile", lambda: "yes" if found.value else "no")
-    return found._replace(value=value == "yes")
+        return built.seconds(TIMED) if isinstance(built, GraphStep) else time_eager(step, loader)
 
 
 def time_eager(step: Step, loader: Loader) -> float:

@@ -39,7 +39,10 @@ def kept_kernels() -> Generator[None]:
 
 
 def mark_of(step: Step, loader: Loader) -> Path:
-    """Return the file whose existence means that the kernels of this step with the batches of `loader` are in the cache."""
+    """Return the file that exists if the kernels of this step with the batches of `loader` are in the cache.
+
+    It has the duration of a step that is not compiled, in seconds.
+    """
     device, strategy = step.strategy.device, step.strategy
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     work = [torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
@@ -48,10 +51,18 @@ def mark_of(step: Step, loader: Loader) -> Path:
     return cache_folder() / "ddp_lab" / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def leave_mark(mark: Path) -> None:
+def leave_mark(mark: Path, seconds: float) -> None:
     """Create the file `mark`, if the directory can be written."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        mark.write_text(repr(seconds))
     except OSError:
         pass
+
+
+def read_mark(mark: Path) -> float | None:
+    """Return the duration in a mark; None if there is no mark, or none that can be read."""
+    try:
+        return float(mark.read_text())
+    except (OSError, ValueError):
+        return None

@@ -21,6 +21,7 @@ from ddp_lab.training.speed.warm_up import warm_up
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
+FEW = 1_000_000  # elements
 CHOOSING = 2.0  # seconds for choosing cuDNN's kernels, if the step is compiled, which takes longer anyway
 
 
@@ -71,7 +72,9 @@ class PerformanceOptions(NamedTuple):
         """Set the memory format of the model and return it. Called before `Strategy.setup`, within `switches`."""
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
-    def settle(self, optimizer: torch.optim.Optimizer, device: torch.device, fused: bool = False) -> torch.optim.Optimizer:
+    def settle(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, fused: bool = False, elements: int | None = None
+    ) -> torch.optim.Optimizer:
         """Set the optimizer's options that are left to this launch, and return it. Called before the optimizer has a state.
 
         A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is fused in runs on GPUs:
@@ -80,10 +83,10 @@ class PerformanceOptions(NamedTuple):
         Args:
             optimizer: of the strategy's parameters.
             device: the device of this rank.
-            fused: whether to fuse another optimizer, too; a graph of a step that is not compiled always has a fused one.
+            fused: whether to fuse another optimizer, too; a graph has a fused one unless it has a compiled one.
+            elements: number of the parameters' elements, if not that of the optimizer's.
         """
-        # A captured step is compiled with its optimizer, except for a fused kernel or shards.
-        compiled = self.cuda_graph and self.compile in (True, "tuned") and not has_shards(optimizer)
+        compiled = self.cuda_graph and self.compile in (True, "tuned") and compiles_optimizer(optimizer, elements)
         if isinstance(optimizer, torch.optim.AdamW) and device.type == "cuda" and not compiled:
             for group in optimizer.param_groups:
                 if group["fused"] is None and group["foreach"] is None:  # tp sets foreach
@@ -121,6 +124,21 @@ class PerformanceOptions(NamedTuple):
                 warm_up(step, [lambda: first], 2)
             end_choosing()
         return step
+
+
+def compiles_optimizer(optimizer: torch.optim.Optimizer, elements: int | None = None) -> bool:
+    """Return whether a step that is captured and compiled compiles its optimizer, too, in place of torch's fused kernel.
+
+    A fused kernel of few elements does not fill a GPU: LeNet's 129,068 take 20 us in place of 2. With ResNet-18's 11 million a
+    compiled optimizer saves 0.5 % of a step, but compiling it takes 5 s, from the cache 1 s (an H200, docs/benchmarks-log.md).
+
+    Args:
+        optimizer: of this rank's parameters.
+        elements: number of their elements, if not that of the optimizer's.
+    """
+    if elements is None:
+        elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    return not has_shards(optimizer) and (elements < FEW or not can_be_fused(optimizer))
 
 
 def why_not(name: str, strategy: Strategy, loader: str, model: nn.Module) -> str | None:

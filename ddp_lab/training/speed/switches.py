@@ -5,17 +5,22 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch._tensor_str import printoptions  # `torch.set_printoptions` cannot restore what was set before
 
 # torch's default is 8. The pieces of a model (`Strategy.compile_pieces`) count as one function with different shapes.
 RECOMPILE_LIMIT = 64
 
 
 @contextmanager
-def cudnn_benchmark() -> Generator[None]:
-    """Let cuDNN time all its kernels for every new convolution and use the fastest."""
+def cudnn_benchmark(most: int = 0) -> Generator[None]:
+    """Let cuDNN time its kernels for every new convolution and use the fastest.
+
+    Args:
+        most: number of kernels that are timed for each convolution; 0: all.
+    """
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
-    cudnn.benchmark, cudnn.benchmark_limit = True, 0
+    cudnn.benchmark, cudnn.benchmark_limit = True, most
     try:
         yield
     finally:
@@ -65,6 +70,9 @@ def stance_restored() -> Generator[None]:
 
 @contextmanager
 def compiling() -> Generator[None]:
-    """Let torch.compile compile new shapes again, in a block within `eager_unless_compiled`."""
-    with torch.compiler.set_stance("default"):
+    """Let torch.compile compile new shapes again, in a block within `eager_unless_compiled`.
+
+    torch 2.11 prints every parameter while it compiles an optimizer (`id_match_unchecked`), so only few elements are printed.
+    """
+    with printoptions(edgeitems=1, threshold=0), torch.compiler.set_stance("default"):
         yield
