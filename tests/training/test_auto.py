@@ -101,12 +101,12 @@ class Runs(PerformanceOptions):
 
     broken: ClassVar[set[str]] = set()
     tried: ClassVar[list[tuple[bool, bool]]] = []
-    limits: ClassVar[list[int]] = []
+    chosen: ClassVar[list[tuple[int, bool]]] = []
 
-    def build(self, step, loader, checked=False):
+    def build(self, step, loader, checked=False, thorough=True):
         self.tried.append((self.cuda_graph, self.compile))
         if self.compile:
-            self.limits.append(torch.backends.cudnn.benchmark_limit)
+            self.chosen.append((torch.backends.cudnn.benchmark_limit, thorough))
         for key in self.broken:
             if getattr(self, key):
                 step.tally.in_graph = True
@@ -119,7 +119,7 @@ def parts(monkeypatch, tmp_path):
     """Return a step and its loader, on the CPU."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(Runs, "tried", [])
-    monkeypatch.setattr(Runs, "limits", [])
+    monkeypatch.setattr(Runs, "chosen", [])
     strategy = Single(Runtime("cpu"))
     strategy.setup(simple_cnn(1, 8, 10))
     optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9, fused=True)
@@ -145,15 +145,15 @@ def test_failed_capture_is_an_error_if_the_config_requires_it(parts, monkeypatch
 def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(parts, monkeypatch):
     monkeypatch.setattr("ddp_lab.training.speed.attempts.time_eager", lambda step, loader: 0.001)
     for steps, tried in [
-        (60_000, [(False, False)]),
-        (200_000, [(False, False), (False, True)]),
-        (60_000, [(False, True)]),  # the duration of a step is remembered, too
+        (40_000, [(False, False)]),
+        (1_000_000, [(False, False), (False, True)]),
+        (40_000, [(False, True)]),  # the duration of a step is remembered, too
         (100, [(False, False)]),
     ]:
         Runs.tried.clear()
         build_step(Runs(False, "auto", True), choose("auto", LEFT, GPU), *parts, steps)
         assert Runs.tried == tried
-    assert Runs.limits == [0, LIMITED], "60 s are too short for all of cuDNN's kernels"
+    assert Runs.chosen == [(0, True), (LIMITED, False)], "40 s are too short for all of cuDNN's kernels"
 
 
 def test_unreadable_mark_is_ignored(parts, monkeypatch):

@@ -21,9 +21,9 @@ from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
 TIMED = 10  # steps
-# To time all of cuDNN's kernels in place of LIMITED for each convolution takes 1.7 s more for ResNet-18 and saves 2 % of a step
-# (an H200, torch 2.11, 2026-11-23). A run of LONG seconds earns that.
-LIMITED, LONG = 10, 85.0
+# In shorter runs cuDNN times LIMITED kernels for each convolution, and once. To time all of them takes 2 s more for ResNet-18
+# in bf16, 9 s in float32, and saves about 2 % of a step (an H200, torch 2.11, 2026-11-23).
+LONG, LIMITED = 600.0, 10  # seconds, kernels
 
 
 def build_step(
@@ -58,7 +58,7 @@ def build_step(
         return built
     del built  # the memory of its graphs
     reset(step)
-    compiled = try_to_compile(plain, choices, step, loader, LIMITED if seconds * steps_left < LONG else 0)
+    compiled = try_to_compile(plain, choices, step, loader, seconds * steps_left >= LONG)
     if compiled is None:
         return build_plain(plain, choices, step, loader)[1]
     leave_mark(mark, seconds)
@@ -87,7 +87,7 @@ def build_plain(
 
 
 def try_to_compile(
-    options: PerformanceOptions, choices: Mapping[str, Choice], step: Step, loader: Loader, kernels: int
+    options: PerformanceOptions, choices: Mapping[str, Choice], step: Step, loader: Loader, thorough: bool
 ) -> Step | GraphStep | None:
     """Return the step with these options and compiled or, if it cannot be compiled, None. Collective.
 
@@ -96,15 +96,15 @@ def try_to_compile(
         choices: by config key.
         step: the step in eager mode.
         loader: of the training set.
-        kernels: number of kernels that cuDNN times for each convolution; 0: all.
+        thorough: whether cuDNN times all its kernels, and repeatedly.
     """
     fused = choices["optimizer.fused"]
     if options.cuda_graph and fused.automatic and compiles_optimizer(step.optimizer):
         set_fused(step, None)
     compiled, checked = options._replace(compile=True), choices["cuda_graph"].automatic
     torch.compiler.set_stance("eager_on_recompile")  # until `PerformanceOptions.switches` ends
-    with fresh_compiler(), cudnn_benchmark(kernels):
-        built, problem = attempt(step.strategy.runtime, lambda: compiled.build(step, loader, checked))
+    with fresh_compiler(), cudnn_benchmark(0 if thorough else LIMITED):
+        built, problem = attempt(step.strategy.runtime, lambda: compiled.build(step, loader, checked, thorough))
     if built is not None:
         return built
     log.info(f"compile: off, because the step cannot be compiled: {problem}")

@@ -55,7 +55,7 @@ class GraphStep:
 
         Args:
             choosing: seconds in which cuDNN's choice of kernels is repeated in new threads, unless passes contain collectives;
-                None: the step is not compiled, and cuDNN's first choice is kept.
+                None: the step is not compiled. For 0 and None cuDNN's first choice is kept.
             first: text of the notice about the first steps, which compile or warm up.
             checked: whether a step that waits for the GPU raises an error before the capture begins.
         """
@@ -67,7 +67,7 @@ class GraphStep:
             with working(first), compiling() if choosing is not None else nullcontext():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used
-            if choosing is not None and not self.step.strategy.collective_passes:
+            if choosing and not self.step.strategy.collective_passes:
                 with working("choosing cuDNN's kernels"), unchanged(self.step):
                     self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), choosing)
             with working("capturing the training step as a CUDA graph"):

@@ -98,13 +98,14 @@ class PerformanceOptions(NamedTuple):
                 group["fused"] = True
         return optimizer
 
-    def build(self, step: Step, loader: Loader, checked: bool = False) -> Step | GraphStep:
+    def build(self, step: Step, loader: Loader, checked: bool = False, thorough: bool = True) -> Step | GraphStep:
         """Return the step to train with, compiled and captured according to these options. Collective.
 
         Args:
             step: the step in eager mode.
             loader: of the training set.
             checked: whether a step that would wait for the GPU raises an error before its capture begins.
+            thorough: whether cuDNN's choice of kernels for a compiled step is repeated, which takes CHOOSING seconds.
         """
         device_loader = loader if isinstance(loader, DeviceLoader) else None
         assert device_loader is not None or not self.cuda_graph, "cuda_graph needs data.loader=device (see `supported`)"
@@ -115,7 +116,7 @@ class PerformanceOptions(NamedTuple):
             notice = f"compiling the training step (compile={str(self.compile).lower()}): {what}"
         if self.cuda_graph and device_loader is not None:
             graph = GraphStep(step, device_loader)
-            graph.capture(CHOOSING if self.compile else None, notice, checked)
+            graph.capture(CHOOSING * thorough if self.compile else None, notice, checked)
             return graph
         if self.compile:
             loader.set_epoch(1)
