@@ -112,6 +112,32 @@ def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, co
     assert files(trained) == before
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["strategy=mesh", "strategy.dp=2", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
+        ["strategy=mesh", "strategy.pp=2", "strategy.cut=[fc1]", "strategy.offload=true"],
+        ["strategy=mesh", "strategy.pp=2", "strategy.balance=time"],
+        ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b", "strategy.num_stages=4"],
+        ["strategy=pipeline", "strategy.cut=[fc1]"],
+        ["strategy=tp", "strategy.tp=2"],
+    ],
+    ids=" ".join,
+)
+def test_run_of_several_ranks_is_evaluated_in_one_process(strategy, trained, command, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    cfg = OmegaConf.load(run / "config.yaml")
+    cfg.strategy = config(*strategy).strategy
+    OmegaConf.save(cfg, run / "config.yaml")
+    code, output, errors = command(evaluate.main, run)
+    assert (code, errors) == (0, "")
+    logged = read_metrics(trained)[-1]
+    assert f"loss {logged['test_loss']:.4f} accuracy {logged['test_accuracy']:.4f}" in output
+    code, _, errors = command(evaluate.main, run, "strategy=mesh", "strategy.pp=2")
+    assert code == 2, "an override is not replaced"
+    assert "strategy.pp=2 strategy.tp=1: cannot lay 1 rank" in errors
+
+
 def test_evaluate_takes_any_checkpoint_and_other_data(trained, command):
     old = trained / "checkpoints" / "step_00000005.pt"
     overrides = ["strategy=single", "data.dataset.test_size=20"]

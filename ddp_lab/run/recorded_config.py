@@ -12,13 +12,21 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import CheckpointConfig, RunConfig
 from ddp_lab.launch.command_line import CONF, compose_config
+from ddp_lab.world.process import env_int
 
 # Keys of a launch that trains, with their values afterwards.
 AFTERWARDS = {"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None}
+# Options of strategies that lay out several ranks, with their values for one.
+IN_ONE_PROCESS = {
+    **{"dp": None, "shard": None, "tp": 1, "sequence_parallel": False},
+    **{"pp": 1, "schedule": "gpipe", "num_stages": None, "cut": None, "balance": "flops"},
+}
 
 
 def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> DictConfig:
     """Return the config of a run with overrides: choices of a group replace the whole group, other keys are set.
+
+    In one process the recorded strategy is laid out on one rank, with the overrides after that.
 
     Args:
         folder: the run directory.
@@ -40,6 +48,8 @@ def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> D
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
     add_new_keys(cfg)
+    if env_int("WORLD_SIZE", 1) == 1:
+        cfg.strategy.update({key: value for key, value in IN_ONE_PROCESS.items() if key in cfg.strategy})
     groups = {entry.name for entry in CONF.iterdir() if entry.is_dir() and entry.name in cfg}
     choices = [override for override in overrides if override.partition("=")[0] in groups]
     if choices:
