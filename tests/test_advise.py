@@ -16,7 +16,7 @@ from ddp_lab.estimate.advice import Advice
 from ddp_lab.estimate.cards import CARDS, GiB
 from ddp_lab.estimate.report import as_json, best_of, memory_plot, table
 from ddp_lab.run.advise import advise
-from ddp_lab.run.candidates import candidates
+from ddp_lab.run.candidates import Candidate, candidates, with_own
 from ddp_lab.run.machine import Machine, find_machine
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.pipeline import Pipeline
@@ -32,7 +32,7 @@ def advised(*overrides: str, gpus: str = "4xH100", nodes: int = 1) -> Advice:
 
 
 def names(advice: Advice) -> list[str]:
-    return [prediction.name for prediction in advice.predictions]
+    return [prediction.name for prediction in advice.listed]
 
 
 def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
@@ -46,7 +46,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
     assert lines[-3].startswith("Recommended: ")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "advice.json").read_text())
-    assert found.keys() == {"head", "card_memory", "predictions", "refused", "recommended", "conclusion"}
+    assert found.keys() == {"head", "card_memory", "own", "predictions", "refused", "recommended", "conclusion"}
     first = found["predictions"][0]
     assert first.keys() == {
         "overrides",
@@ -87,8 +87,17 @@ def test_every_strategy_and_mesh_is_predicted_or_refused_with_the_reason():
 def test_own_strategy_comes_first_with_its_options():
     advice = advised(*VIT, "strategy=fsdp", "strategy.reshard_after_forward=false", gpus="2xH100")
     assert names(advice)[0] == "fsdp reshard_after_forward=false"
-    kept, freed = (each for each in advice.predictions[:10] if each.name in ("fsdp", "fsdp reshard_after_forward=false"))
+    freed, kept = (each for each in advice.predictions if each.name in ("fsdp", "fsdp reshard_after_forward=false"))
+    assert "fsdp reshard_after_forward=false" in [each.name for each in best_of(advice)]
     assert kept.memory.buckets > freed.memory.buckets
+
+
+def test_own_strategy_that_cannot_be_laid_is_reported_with_the_reason():
+    advice = advised("strategy=mesh", "strategy.tp=3", gpus="2xH100")
+    shown = table(advice, everything=False)
+    assert "\nmesh tp=3  is refused: " in shown
+    assert "cannot lay 2 ranks on a mesh" in shown
+    assert as_json(advice)["own"] == ["strategy=mesh", "strategy.tp=3"]
 
 
 def test_shards_and_checkpointing_take_less_memory():
@@ -196,6 +205,13 @@ def test_ranks_of_torchrun_are_refused(monkeypatch, capfd):
 def test_gpus_here_without_a_gpu_are_refused():
     with pytest.raises(ConfigError, match="--gpus here: there is no GPU here"):
         find_machine("here", 1, None)
+
+
+def test_own_candidate_comes_after_simpler_ones_of_its_strategy():
+    found = [Candidate("single", {}, 1), Candidate("fsdp", {}, 2), Candidate("fsdp", {"a": 1, "b": 2}, 2)]
+    for own, place in (("fsdp", 1), ("tp", 3)):
+        assert with_own(found, Candidate(own, {}, 2)).index(Candidate(own, {}, 2)) == place
+    assert with_own(found, Candidate("fsdp", {"c": 1}, 2)).index(Candidate("fsdp", {"c": 1}, 2)) == 2
 
 
 def test_candidates_use_all_gpus_and_differ():

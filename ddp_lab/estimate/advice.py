@@ -9,6 +9,11 @@ from ddp_lab.estimate.step_time import StepTime
 SIMPLER = 1.05  # a simpler strategy is recommended unless another one is faster by this factor
 
 
+def name_of(overrides: list[str]) -> str:
+    """Return the strategy and its options, without the word strategy."""
+    return " ".join(override.removeprefix("+").removeprefix("strategy")[1:] for override in overrides)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What is predicted for a strategy.
@@ -39,9 +44,7 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The strategy and its options, without the word strategy."""
-        first, *options = self.overrides
-        return " ".join([first.removeprefix("strategy="), *(option.removeprefix("strategy.") for option in options)])
+        return name_of(self.overrides)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Refused:
     overrides: list[str]
     reason: str
 
+    @property
+    def name(self) -> str:
+        return name_of(self.overrides)
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -59,14 +66,26 @@ class Advice:
     Attributes:
         head: lines that describe the run, the GPUs and the constants.
         memory: bytes of the card's memory.
-        predictions: the simplest strategies first; the user's own, if there is one, before all others.
+        predictions: the simplest strategies first.
         refused: what cannot be laid on the GPUs.
+        own: overrides of the user's own strategy; None if there is none.
     """
 
     head: list[str]
     memory: float
     predictions: list[Prediction]
     refused: list[Refused]
+    own: list[str] | None = None
+
+    @property
+    def listed(self) -> list[Prediction]:
+        """The predictions, the user's own before all others."""
+        return sorted(self.predictions, key=lambda each: each.overrides != self.own)
+
+    @property
+    def own_refusal(self) -> Refused | None:
+        """The refusal of the user's own strategy; None if it can be laid on the GPUs."""
+        return next((each for each in self.refused if each.overrides == self.own), None)
 
     @property
     def ranked(self) -> list[Prediction]:
@@ -74,7 +93,7 @@ class Advice:
         fitting = sorted((each for each in self.predictions if each.fits), key=lambda each: each.time.total)
         if not fitting:
             return []
-        first = next(each for each in self.predictions if each.fits and each.time.total <= SIMPLER * fitting[0].time.total)
+        first = next(each for each in self.predictions if self._is_close(each, fitting[0]))
         return [first, *(each for each in fitting if each is not first)]
 
     @property
@@ -93,11 +112,17 @@ class Advice:
         chosen = f"\nspeed=auto is predicted to switch on {', '.join(best.chosen)}" if best.chosen else ""
         return f"Recommended: {best.name}, because {self._reason(best)}{chosen}\n  {best.launch}"
 
+    def _is_close(self, each: Prediction, fastest: Prediction) -> bool:
+        return each.fits and each.time.total <= SIMPLER * fastest.time.total
+
     def _reason(self, best: Prediction) -> str:
         too_large = [each.name for each in self.predictions if not each.fits]
         fastest = min(self.ranked, key=lambda each: each.time.total)
         if fastest is best:
             reason = f"it is predicted to be the fastest of {len(self.ranked)} that fit"
         else:
-            reason = f"only {fastest.name} is predicted to be faster, by less than 5 %, and it is simpler"
+            close = sum(self._is_close(each, fastest) for each in self.ranked)
+            reason = (
+                f"it is the simplest of {close} whose predicted times are within 5 % of that of the fastest, {fastest.name}"
+            )
         return reason + (f"; {', '.join(too_large[:3])} would not fit" if too_large else "")

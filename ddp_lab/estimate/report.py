@@ -19,14 +19,16 @@ def table(advice: Advice, everything: bool) -> str:
     Args:
         everything: whether to list all predictions, and what is refused with the reasons.
     """
-    shown = advice.predictions if everything else best_of(advice)
+    shown = advice.listed if everything else best_of(advice)
     rows = [COLUMNS, *(row(prediction) for prediction in shown)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = [f"{cells[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, cells[1:], widths[1:])) for cells in rows]
+    if own := advice.own_refusal:
+        lines.insert(1, f"{own.name}  is refused: {own.reason}")
     hidden = len(advice.predictions) - len(shown)
     notes = [f"and {hidden} more, which --all shows"] if hidden else []
     if everything:
-        notes += [f"refused: {' '.join(each.overrides)}: {each.reason}" for each in advice.refused]
+        notes += [f"refused: {' '.join(each.overrides)}: {each.reason}" for each in advice.refused if each is not own]
     return "\n".join([*advice.head, "", *map(str.rstrip, lines), *notes, "", advice.conclusion])
 
 
@@ -48,11 +50,11 @@ def row(prediction: Prediction) -> tuple[str, ...]:
 
 
 def best_of(advice: Advice) -> list[Prediction]:
-    """Return the first of each strategy, and the best of all that fit, in the order of the predictions."""
-    first = {prediction.overrides[0]: prediction for prediction in reversed(advice.predictions)}
-    wanted = [*advice.predictions[:1], *advice.ranked[:3], *first.values(), *advice.ranked]
+    """Return the first of each strategy, and the best of all that fit, in the order of the table."""
+    first = {prediction.overrides[0]: prediction for prediction in reversed(advice.listed)}
+    wanted = [*advice.listed[:1], *advice.ranked[:3], *first.values(), *advice.ranked]
     names = set(list(dict.fromkeys(prediction.name for prediction in wanted))[: MOST // 2])
-    return [prediction for prediction in advice.predictions if prediction.name in names]
+    return [prediction for prediction in advice.listed if prediction.name in names]
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
@@ -60,7 +62,8 @@ def as_json(advice: Advice) -> dict[str, Any]:
     return {
         "head": advice.head,
         "card_memory": advice.memory,
-        "predictions": [with_totals(prediction) for prediction in advice.predictions],
+        "own": advice.own,
+        "predictions": [with_totals(prediction) for prediction in advice.listed],
         "refused": [asdict(refused) for refused in advice.refused],
         "recommended": advice.ranked[0].overrides if advice.ranked else None,
         "conclusion": advice.conclusion,

@@ -24,7 +24,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import build_model, key_of
 from ddp_lab.models.trial import freeze_unused
-from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_strategy
+from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_own, with_strategy
 from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import Job
 from ddp_lab.run.machine import Machine
@@ -81,11 +81,11 @@ class Advisor:
         return Tracer(self.model, job.loss, self.dataset.train.shape, self.cfg.precision)
 
     def candidates(self) -> list[Candidate]:
-        """Return the user's strategy, if the overrides choose one, and all others."""
+        """Return all strategies, the user's own included, simple ones first."""
         per_node, gpus = self.machine.per_node, self.machine.gpus
         checkpointing = isinstance(self.model, Chain) and not any(map(is_batch_norm, self.model.modules()))
         found = list(candidates(gpus, per_node, checkpointing))
-        return found if self.own is None else [self.own, *(each for each in found if each.overrides != self.own.overrides)]
+        return found if self.own is None else with_own(found, self.own)
 
     @cached_property
     def own(self) -> Candidate | None:
@@ -163,7 +163,7 @@ class Advisor:
                 predictions.append(self.predict(candidate))
             except ConfigError as error:
                 refused.append(Refused(candidate.overrides, str(error)))
-        return Advice(self.head(), self.machine.card.memory, predictions, refused)
+        return Advice(self.head(), self.machine.card.memory, predictions, refused, self.own and self.own.overrides)
 
     def head(self) -> list[str]:
         """Return lines that describe the run, the GPUs and the constants."""

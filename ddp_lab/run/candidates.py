@@ -70,6 +70,18 @@ def candidates(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candid
     yield from meshes(gpus, per_node, checkpointing)
 
 
+def with_own(found: list[Candidate], own: Candidate) -> list[Candidate]:
+    """Return candidates, simple ones first, with one of the user's: after those of its strategy that have fewer options."""
+    others = [each for each in found if each.overrides != own.overrides]
+    if len(others) < len(found):
+        place = [each.overrides for each in found].index(own.overrides)
+    else:
+        same = [place for place, each in enumerate(found) if each.strategy == own.strategy]
+        simpler = [place for place in same if len(found[place].options) < len(own.options)]
+        place = simpler[-1] + 1 if simpler else (same or [len(found)])[0]
+    return [*others[:place], own, *others[place:]]
+
+
 def meshes(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candidate]:
     """Yield the meshes that no other strategy is. The arguments are as above."""
     for tp in (size for size in divisors(gpus) if size <= min(MOST_TP, per_node)):
