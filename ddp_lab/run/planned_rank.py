@@ -132,5 +132,6 @@ def workspaces(job: Job, compiled: bool, constants: Constants, multiplies: bool)
     """
     # A captured backward pass runs in its caller's thread. Under DDP there was one more workspace (H200s, 2026-11-23).
     # Before a compiled step is captured, cuDNN chooses its kernels again in at least one new thread (kernel_choice.py).
-    threads = 1 if job.options.cuda_graph and not compiled and not isinstance(job.strategy, DDP) else 2
+    chosen = compiled and not job.strategy.collective_passes
+    threads = 1 if job.options.cuda_graph and not chosen and not isinstance(job.strategy, DDP) else 2
     return threads * constants.workspace if multiplies else 0
