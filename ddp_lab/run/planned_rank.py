@@ -71,9 +71,7 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
         ),
         copies=copies_of(job, here, compiled),
         data=data_bytes(job)
-        + workspaces(
-            job, compiled, constants, any(each.kind == "matmul" for block in blocks.values() for each in block.forward)
-        )
+        + workspaces(job, constants, any(each.kind == "matmul" for block in blocks.values() for each in block.forward))
         + stage_buffers(strategy, place, samples, blocks, kept, bf16)
         + cast_images(strategy, blocks.get(tracer.named[0][0]), kept, bf16),
         libraries=constants.context + constants.communicator * communicators(strategy),
@@ -123,15 +121,15 @@ def data_bytes(job: Job) -> float:
     return batch + (whole if job.choices["data.loader"].value == "device" else 0)
 
 
-def workspaces(job: Job, compiled: bool, constants: Constants, multiplies: bool) -> float:
+def workspaces(job: Job, constants: Constants, multiplies: bool) -> float:
     """Return the bytes of cuBLAS's workspaces, of which each thread has one.
 
     Args:
-        compiled: whether the step is compiled.
         multiplies: whether the rank has layers that cuBLAS computes, which allocates a workspace when it is first used.
     """
     # A captured backward pass runs in its caller's thread. Under DDP there was one more workspace (H200s, 2026-11-23).
-    # Before a compiled step is captured, cuDNN chooses its kernels again in at least one new thread (kernel_choice.py).
-    chosen = compiled and not job.strategy.collective_passes
+    # With compile=true cuDNN chooses its kernels again before the capture, in at least one new thread (kernel_choice.py).
+    # speed=auto does so only in long runs, which is neglected.
+    chosen = job.options.compile not in (False, AUTO) and not job.strategy.collective_passes
     threads = 1 if job.options.cuda_graph and not chosen and not isinstance(job.strategy, DDP) else 2
     return threads * constants.workspace if multiplies else 0
