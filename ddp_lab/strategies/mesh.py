@@ -33,7 +33,7 @@ from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.fill import PresentWeights, fill
 from ddp_lab.strategies.fully_shard import forget_order, not_captured, shard, sharded_in, without_sync
-from ddp_lab.strategies.mesh_layout import arrange, picture
+from ddp_lab.strategies.mesh_layout import arrange, other_sizes, picture
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.shardable import require_dimensions, require_own_parameters
@@ -92,6 +92,7 @@ class Mesh(Pipeline):
     ):
         super().__init__(runtime, schedule, num_microbatches, num_stages, cut, balance)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
+        self.other_sizes = other_sizes(runtime.world_size, dp, shard, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
         self.dp_rank = runtime.rank // tp % self.dp_size
         self.sharded = self.axes["shard"] > 1
@@ -118,12 +119,8 @@ class Mesh(Pipeline):
         else:
             self.num_stages, self.parts = 1, Partition(model, 1)
             self.shapes = self.parts.shapes
-        if self.sequence_parallel and tp == 1:
-            raise ConfigError(
-                "strategy.sequence_parallel=true: needs several ranks along tp to share the tokens, got strategy.tp=1"
-            )
-        if tp > 1:
-            check_plans(model, self.shapes, tp, self.sequence_parallel)
+        if tp > 1 or self.sequence_parallel:
+            check_plans(model, self.shapes, tp, self.sequence_parallel, self.other_sizes)
         self.tokens = token_layouts(model, self.sequence_parallel)
         self.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape

@@ -1,5 +1,7 @@
 """The layout of ranks on a mesh: the sizes of its axes, and the picture of the strategy `mesh` in the log."""
 
+from typing import NamedTuple
+
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.partition import Partition
 
@@ -18,11 +20,20 @@ def require_division(ranks: int, inner: dict[str, int]) -> None:
     """
     for axis, size in inner.items():
         if ranks % size:
-            fitting = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             raise ConfigError(
-                f"strategy.{axis}={size}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x {axis}, because "
-                f"{ranks} is not divisible by {size}; use {fitting}, or start a multiple of {size} ranks"
+                f"strategy.{axis}={size}: cannot lay {count(ranks)} on a mesh of dp x {axis}, because {ranks} is not "
+                f"divisible by {size}; use {divisors(ranks)}, or start a multiple of {size} ranks"
             )
+
+
+def count(ranks: int) -> str:
+    """Return a number of ranks, for a message."""
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def divisors(number: int) -> str:
+    """Return the divisors of a number, for a message."""
+    return " or ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def arrange(ranks: int, dp: int | None, shard: int | None, tp: int, pp: int) -> dict[str, int]:
@@ -36,25 +47,47 @@ def arrange(ranks: int, dp: int | None, shard: int | None, tp: int, pp: int) -> 
     Raises:
         ConfigError: the product of the sizes is not the number of ranks, or `shard` does not divide `dp`.
     """
-    inner = f"strategy.pp={pp} strategy.tp={tp}"
+    axes = {"dp": dp, "pp": pp, "tp": tp}
+    given = " ".join(f"strategy.{axis}={size}" for axis, size in axes.items() if size and (size > 1 or axis == "dp"))
     if dp is None and ranks % (pp * tp):
+        size = f"{pp} x {tp} = {pp * tp}" if min(pp, tp) > 1 else pp * tp
         raise ConfigError(
-            f"{inner}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of pp x dp x tp, because {ranks} is not divisible "
-            f"by {pp} x {tp} = {pp * tp}; use sizes whose product divides {ranks}, or start a multiple of {pp * tp} ranks"
+            f"{given}: cannot lay {count(ranks)} on a mesh of pp x dp x tp, because {ranks} is not divisible by {size}; use "
+            f"sizes whose product divides {ranks}, or start a multiple of {pp * tp} ranks"
         )
     dp = dp or ranks // (pp * tp)
     if pp * dp * tp != ranks:
         raise ConfigError(
-            f"strategy.dp={dp} {inner}: are {pp} x {dp} x {tp} = {pp * dp * tp} ranks, but {ranks} were started; start "
-            f"{pp * dp * tp}, or use sizes whose product is {ranks}, or strategy.dp=null for all ranks that pp and tp leave"
+            f"{given}: are {pp} x {dp} x {tp} = {count(pp * dp * tp)}, but {ranks} were started; start {pp * dp * tp}, or use "
+            f"sizes whose product is {ranks}, or strategy.dp=null for all ranks that pp and tp leave"
         )
     shard = shard or dp
     if dp % shard:
-        fitting = " or ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
         raise ConfigError(
-            f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {fitting}, or null for all of them"
+            f"strategy.shard={shard}: must divide the {count(dp)} along dp; use {divisors(dp)}, or null for all of them"
         )
     return {"pp": pp, "replicate": dp // shard, "shard": shard, "tp": tp}
+
+
+class OtherSizes(NamedTuple):
+    """The sizes of tp with which a number of ranks can be laid on a mesh.
+
+    Attributes:
+        ranks: their number, for a message.
+        sizes: in ascending order.
+        also: what else has to be changed, for a message.
+    """
+
+    ranks: str
+    sizes: list[int]
+    also: str
+
+
+def other_sizes(ranks: int, dp: int | None, shard: int | None, pp: int) -> OtherSizes:
+    """Return the sizes of tp that a mesh allows. The arguments are those of `arrange`, which allows one of them."""
+    along = ranks // pp
+    sizes = [tp for tp in range(1, along + 1) if along % tp == 0 and along // tp % (shard or 1) == 0]
+    return OtherSizes(count(ranks), sizes, "" if dp is None else " and strategy.dp=null")
 
 
 def picture(axes: dict[str, int], parts: Partition, sizes: list[int], held: list[int]) -> str:

@@ -11,7 +11,7 @@ gather   a module without parameters of its own whose layers get all tokens, for
 A block gets and returns tokens, [b, tokens, width], in one tensor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.mesh_layout import OtherSizes
 
 WORDS = ("column", "heads", "row", "tokens", "gather")
 
@@ -28,7 +29,7 @@ def plan_of(block: nn.Module) -> Mapping[str, str] | None:
     return getattr(block, "tensor_parallel", None)
 
 
-def check_plans(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_parallel: bool) -> None:
+def check_plans(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_parallel: bool, others: OtherSizes) -> None:
     """Check that the model's blocks can be divided as their plans require.
 
     Args:
@@ -36,6 +37,7 @@ def check_plans(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_pa
         shapes: shape of one sample's activation before each block, without the batch dimension; and after the last one.
         tp: number of ranks that share a block.
         sequence_parallel: whether they share the tokens, too.
+        others: sizes of tp that the message may offer, as far as they divide everything.
 
     Raises:
         ConfigError: no block has a plan, a plan does not fit its block, or something is not divisible by `tp`.
@@ -46,22 +48,17 @@ def check_plans(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_pa
             f"strategy.tp={tp}: no block of the model has a plan for tensor parallelism. Give the class of its blocks "
             f"({', '.join(dict.fromkeys(type(block).__name__ for _, block in blocks))}) the attribute tensor_parallel, as in "
             "ddp_lab/models/vit.py: a dict from the names of their modules to column, heads, row, tokens or gather. Or use "
-            "strategy=tp, which needs no plan, or strategy.tp=1"
+            f"strategy=tp, which needs no plan, or strategy.tp=1{' strategy.sequence_parallel=false' * sequence_parallel}"
         )
     if buffers := [name for name, _ in model.named_buffers()]:
         raise ConfigError(
             f"strategy.tp={tp}: does not support models with buffers, got {buffers[0]}. Use strategy=tp, or strategy.tp=1"
         )
-    for (name, block), shape in zip(blocks, shapes, strict=False):
+    for name, block in blocks:
         if plan := plan_of(block):
             check_names(name, block, plan)
-            check_sizes(name, block, plan, tp)
-            if sequence_parallel and shape[0] % tp:
-                raise ConfigError(
-                    f"strategy.sequence_parallel=true: the {shape[0]} tokens before {name} are not divisible by "
-                    f"strategy.tp={tp}. Use {divisors(shape[0])}, or strategy.sequence_parallel=false. A class token makes an "
-                    "even number of tokens odd: vit has none with model.pool=mean"
-                )
+    if problem := indivisible(model, shapes, tp, sequence_parallel):
+        raise ConfigError(f"{problem}. {remedy(model, shapes, tp, sequence_parallel, others)}")
 
 
 def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
@@ -84,27 +81,48 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
         raise ConfigError(f"{key}: must name the module of the parameter {missing[0]}, as one of {', '.join(WORDS[:-1])}")
 
 
-def check_sizes(name: str, block: nn.Module, plan: Mapping[str, str], tp: int) -> None:
-    """Check that heads, units and inputs of the layers of a block are divisible by `tp`.
+def indivisible(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_parallel: bool) -> str | None:
+    """Return why `tp` ranks cannot share the blocks; None if they can. The arguments are as in `check_plans`."""
+    planned = [
+        (name, block, shape) for (name, block), shape in zip(model.named_children(), shapes, strict=False) if plan_of(block)
+    ]
+    for name, block, _ in planned:
+        for size, what, path in sizes_of(block):
+            if size % tp:
+                counted = f"{size} {what}s of {name}.{path} are" if size > 1 else f"1 {what} of {name}.{path} is"
+                return f"strategy.tp={tp}: the {counted} not divisible by {tp}"
+    if sequence_parallel and tp == 1:
+        return "strategy.sequence_parallel=true: needs several ranks along tp to share the tokens, got strategy.tp=1"
+    for name, _, shape in planned:
+        if sequence_parallel and shape[0] % tp:
+            with_class = any(path.endswith("class_token") for path, _ in model.named_parameters())
+            hint = ", one of them the class token, which vit does not have with model.pool=mean," if with_class else ""
+            return (
+                f"strategy.sequence_parallel=true: the {shape[0]} tokens before {name}{hint} are not divisible by "
+                f"strategy.tp={tp}"
+            )
+    return None
 
-    Raises:
-        ConfigError: they are not.
-    """
+
+def sizes_of(block: nn.Module) -> Iterator[tuple[int, str, str]]:
+    """Yield what `tp` must divide in a block with a plan: its number, what it is, and the layer."""
     modules: dict[str, Any] = dict(block.named_modules())
-    for path, word in plan.items():
+    for path, word in (plan_of(block) or {}).items():
         layer = modules[path]
         if word == "heads":
-            size, what = layer.out_features // modules[path.rpartition(".")[0]].head_width, "heads"
-        elif word in ("column", "row"):
-            size, what = (layer.out_features, "units") if word == "column" else (layer.in_features, "inputs")
-        else:
-            continue
-        if size % tp:
-            raise ConfigError(
-                f"strategy.tp={tp}: the {size} {what} of {name}.{path} are not divisible by {tp}; use {divisors(size)}"
-            )
+            yield layer.out_features // modules[path.rpartition(".")[0]].head_width, "head", path
+        elif word == "column":
+            yield layer.out_features, "unit", path
+        elif word == "row":
+            yield layer.in_features, "input", path
 
 
-def divisors(size: int) -> str:
-    """Return the values of strategy.tp that divide `size`, for a message."""
-    return "strategy.tp=" + " or ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+def remedy(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_parallel: bool, others: OtherSizes) -> str:
+    """Return what to do if something is not divisible by `tp`. The arguments are as in `check_plans`."""
+    fitting = [n for n in others.sizes if not indivisible(model, shapes, n, sequence_parallel)]
+    if fitting:
+        return f"With {others.ranks} use strategy.tp={' or '.join(map(str, fitting))}{others.also}"
+    change = "strategy.sequence_parallel=false"
+    if indivisible(model, shapes, tp, False):
+        change = f"strategy.tp=1{others.also} with {change}"
+    return f"With {others.ranks} there is no strategy.tp above 1 that divides heads, units and tokens; use {change}"

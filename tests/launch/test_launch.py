@@ -163,8 +163,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "conv2, fc1, fc2",
     "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 are not divisible by 2. Use a "
     "tp that divides them, or replicate those blocks: 'strategy.plan={fc2:replicate}'",
-    "strategy=mesh strategy.tp=3": "strategy.pp=1 strategy.tp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is "
-    "not divisible by 1 x 3 = 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
+    "strategy=mesh strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is "
+    "not divisible by 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
     "strategy=mesh strategy.tp=2": "strategy.tp=2: no block of the model has a plan for tensor parallelism. Give the class",
     "strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=1f1b on 2 ranks needs 2 stages,",
     "strategy=pipeline strategy.schedule=gpipe strategy.num_stages=4": "strategy.num_stages=4: strategy.schedule=gpipe on 2",

@@ -1,5 +1,7 @@
 """The strategy mesh: its layout, the plans for tensor parallelism, and what each rank holds."""
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -63,6 +65,13 @@ def test_axes_fill_the_ranks(ranks, axes, expected):
 @pytest.mark.parametrize(
     ("ranks", "axes", "message"),
     [
+        (
+            4,
+            (None, 1, 3, 1),
+            "strategy.tp=3: cannot lay 4 ranks on a mesh of pp x dp x tp, because 4 is not divisible by 3; use",
+        ),
+        (1, (None, 2, 1, 1), "strategy.shard=2: must divide the 1 rank along dp; use 1, or null"),
+        (2, (3, 1, 1, 1), "strategy.dp=3: are 1 x 3 x 1 = 3 ranks, but 2 were started; start 3, or"),
         (8, (None, 1, 3, 2), "strategy.pp=2 strategy.tp=3: cannot lay 8 ranks on a mesh of pp x dp x tp, because 8 is not "),
         (8, (None, 1, 3, 2), "divisible by 2 x 3 = 6; use sizes whose product divides 8, or start a multiple of 6 ranks"),
         (
@@ -123,18 +132,13 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
     [
         (lenet(1, 28, 10, None), {"tp": 2}, "no block of the model has a plan for tensor parallelism. Give the class of its "),
         (lenet(1, 28, 10, None), {"tp": 2}, "blocks (Sequential, Linear) the attribute tensor_parallel, as in ddp_lab/models/"),
-        (CLASS_TOKEN, {"tp": 2}, "strategy.tp=2: the 3 heads of block0.attn.q are not divisible by 2; use strategy.tp=1 or 3"),
         (
-            NARROW,
+            CLASS_TOKEN,
             {"tp": 2},
-            "strategy.tp=2: the 27 units of block0.fc1 are not divisible by 2; use strategy.tp=1 or 3 or 9 or 27",
+            "strategy.tp=2: the 3 heads of block0.attn.q are not divisible by 2. With 2 ranks use strategy.tp=1",
         ),
-        (CLASS_TOKEN, {"tp": 3, "sequence_parallel": True}, "the 17 tokens before block0 are not divisible by strategy.tp=3"),
-        (
-            make_model("vit", 0),
-            {"sequence_parallel": True},
-            "needs several ranks along tp to share the tokens, got strategy.tp=1",
-        ),
+        (NARROW, {"tp": 2}, "strategy.tp=2: the 27 units of block0.fc1 are not divisible by 2. With 2 ranks use strategy.tp=1"),
+        (CLASS_TOKEN, {"tp": 3, "sequence_parallel": True}, "the 17 tokens before block0, one of them the class token, "),
         (make_model("vit", 0), {"cut": ["head"]}, "are only used if strategy.pp is above 1"),
         (make_model("vit", 0), {"num_stages": 2}, "are only used if strategy.pp is above 1"),
         (
@@ -165,6 +169,54 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
 def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monkeypatch):
     ranks = axes.get("pp", 1) * axes.get("tp", 1)
     assert message in refusal(monkeypatch, ranks, model, **axes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "axes", "remedy"),
+    [
+        (4, CLASS_TOKEN, {"tp": 2}, "With 4 ranks use strategy.tp=1"),  # 3 divides the heads, but not the ranks
+        (12, vit(1, 28, 10, **VIT | {"heads": 6}, pool="mean"), {"tp": 4}, "With 12 ranks use strategy.tp=1 or 2 or 3 or 6"),
+        (12, NARROW, {"tp": 4}, "With 12 ranks use strategy.tp=1 or 3"),  # 6 divides the heads, but not the units
+        (12, NARROW, {"tp": 2, "pp": 2, "shard": 3}, "With 12 ranks use strategy.tp=1"),  # with 3 there are no 3 shards
+        (4, CLASS_TOKEN, {"tp": 2, "dp": 2}, "With 4 ranks use strategy.tp=1 and strategy.dp=null"),
+        (
+            2,
+            vit(1, 28, 10, **VIT | {"heads": 4}, pool="token"),
+            {"tp": 2, "sequence_parallel": True},
+            "With 2 ranks there is no strategy.tp above 1 that divides heads, units and tokens; use "
+            "strategy.sequence_parallel=false",
+        ),
+        (
+            3,
+            NARROW,
+            {"tp": 3, "sequence_parallel": True},
+            "there is no strategy.tp above 1 that divides heads, units and tokens; use strategy.sequence_parallel=false",
+        ),
+        (
+            8,
+            vit(1, 28, 10, **VIT | {"heads": 4}, pool="mean"),
+            {"tp": 8, "sequence_parallel": True},
+            "With 8 ranks use strategy.tp=2 or 4",
+        ),
+        (
+            2,
+            CLASS_TOKEN,
+            {"tp": 2, "sequence_parallel": True},
+            "With 2 ranks there is no strategy.tp above 1 that divides heads, units and tokens; use "
+            "strategy.tp=1 with strategy.sequence_parallel=false",
+        ),
+        (2, make_model("vit", 0), {"sequence_parallel": True}, "got strategy.tp=1. With 2 ranks use strategy.tp=2"),
+        (1, make_model("vit", 0), {"sequence_parallel": True}, "use strategy.sequence_parallel=false"),
+    ],
+)
+def test_remedies_can_be_launched(ranks, model, axes, remedy, monkeypatch):
+    message = refusal(monkeypatch, ranks, model, **axes)
+    assert message.endswith(remedy)
+    axes = dict(axes)
+    for key, value in re.findall(r"(?:use|with|and) strategy\.(dp|sequence_parallel)=(\w+)", remedy):
+        axes[key] = json.loads(value)
+    for tp in (re.findall(r"use strategy\.tp=([\d or]+\d|\d)", remedy) or [str(axes.get("tp", 1))])[0].split(" or "):
+        strategy_of(Runtime("cpu"), model, **(axes | {"tp": int(tp)}))
 
 
 def held_by(monkeypatch, rank: int, **axes) -> tuple[Mesh, dict[str, torch.Tensor]]:
