@@ -126,7 +126,9 @@ def copies(axes: dict[str, int]) -> str:
 
 
 def row(axes: dict[str, int], first: int, index: int) -> str:
-    """Return the ranks of a stage with the same samples, for example "dp 1  rank 2  rank 3".
+    """Return the ranks of a stage with the same samples, for example "dp 1  replica 0  shard 1  rank 2  rank 3".
+
+    Ranks with the same shard hold the same parameters; those of a replica hold all parameters of the stage together.
 
     Args:
         first: first rank of the stage.
@@ -136,4 +138,8 @@ def row(axes: dict[str, int], first: int, index: int) -> str:
     ranks = [f"rank {first + index * tp + i}" for i in range(tp)]
     if tp > MOST_LINES:
         ranks[1:-1] = [".."]
-    return "  ".join([f"dp {index:<2}", *(f"{rank:7}" for rank in ranks)]).rstrip()
+    columns = [f"dp {index:<2}"]
+    if axes["shard"] > 1:
+        replica, shard = divmod(index, axes["shard"])
+        columns += [f"replica {replica:<2}"] * (axes["replicate"] > 1) + [f"shard {shard:<2}"]
+    return "  ".join([*columns, *(f"{rank:7}" for rank in ranks)]).rstrip()

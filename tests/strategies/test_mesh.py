@@ -261,9 +261,18 @@ def test_log_has_a_picture_of_the_mesh(monkeypatch):
     assert picture.splitlines()[:4] == [
         "mesh on 8 x cpu:",
         "pp 2 x dp 2 x tp 2: 2 shards",
-        "  pp 0  dp 0   rank 0   rank 1  embed .. block0: 3,264 parameters, 0.00 MiB of them on each rank",
-        "        dp 1   rank 2   rank 3",
+        "  pp 0  dp 0   shard 0   rank 0   rank 1  embed .. block0: 3,264 parameters, 0.00 MiB of them on each rank",
+        "        dp 1   shard 1   rank 2   rank 3",
     ]
+
+
+def test_picture_shows_replicas_and_shards(monkeypatch):
+    strategy, _ = held_by(monkeypatch, 0, shard=4)
+    _, first, *rows = strategy.describe().splitlines()
+    assert first == "pp 1 x dp 8 x tp 1: 4 shards in each of 2 replicas"
+    expected = [f"dp {i}   replica {i // 4}   shard {i % 4}   rank {i}" for i in range(8)]
+    assert rows[0].startswith(f"  pp 0  {expected[0]}  embed .. head: ")
+    assert [row.strip() for row in rows[1:]] == expected[1:]
 
 
 def test_picture_of_many_ranks_is_short(monkeypatch):
@@ -274,4 +283,4 @@ def test_picture_of_many_ranks_is_short(monkeypatch):
         lines = strategy.describe().splitlines()
     assert lines[1] == "pp 2 x dp 48 x tp 1: 4 shards in each of 12 replicas"
     assert len(lines) < 24
-    assert "        dp 47  rank 95" in lines
+    assert "        dp 47  replica 11  shard 3   rank 95" in lines
