@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from launches import launch
+from launches import launch, refusal_in_world
+from worlds import run_world
 
 from ddp_lab import advise as command
 from ddp_lab.config.errors import ConfigError
@@ -158,6 +159,31 @@ def test_several_machines_have_their_launch_line():
     ddp = next(prediction for prediction in advice.predictions if prediction.name == "ddp")
     assert ddp.launch.startswith("torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --nproc_per_node=2 -m")
     assert {"dp", "split"}.isdisjoint(names(advice)), "one process cannot use the GPUs of two machines"
+
+
+def own_model(name: str) -> list[str]:
+    return ["model=own", f"model._target_=own_models.{name}", "data=digits", "batch_size=256"]
+
+
+def test_models_that_read_values_are_predicted_without_a_capture():
+    plain, waiting = (
+        advised(*own_model(name), *more, gpus="2xH100") for name, more in {"Plain": ["cuda_graph=false"], "Waiting": []}.items()
+    )
+    assert names(plain) == names(waiting)
+    for one, other in zip(plain.predictions, waiting.predictions, strict=True):
+        assert other.held == one.held
+        assert "cuda_graph" not in other.chosen
+        assert other.memory.activations > one.memory.activations
+        assert other.memory.total == pytest.approx(one.memory.total, rel=0.01)
+
+
+def test_models_that_fail_are_refused_with_the_message_of_train():
+    code, text = run_world(1, refusal_in_world, " ".join([*own_model("Broken"), "device=cpu"]))[0]
+    assert code == 2
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x16 and 17x10) (own_models.py, line" in text
+    with pytest.raises(ConfigError) as error:
+        advise(own_model("Broken"), None, find_machine("2xH100", 1, None))
+    assert text.strip() == f"error: {error.value}"
 
 
 def test_tables_show_the_best_and_all_on_request():

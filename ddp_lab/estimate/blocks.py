@@ -14,6 +14,7 @@ from torch import nn
 
 from ddp_lab.estimate.compiled import trace_compiled
 from ddp_lab.estimate.division import Division, division_of
+from ddp_lab.estimate.real_trace import trace_values
 from ddp_lab.estimate.trace import Traced, trace
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.fingerprint import fingerprint
@@ -84,7 +85,12 @@ class Tracer:
                 compiled,
             )
             if key not in self._known:
-                self._known[key] = self._trace(block, sizes, given, casts, division, compiled)
+                try:
+                    self._known[key] = self._trace(block, sizes, given, casts, division, compiled)
+                except Exception:
+                    if any(tensor.is_meta for tensor in block.parameters()):
+                        raise
+                    self._known[key] = self._trace_values(block, sizes, given, casts, division)
             records[name], given = self._known[key]
         key = (LOSS, given.shape, given.dtype)
         if key not in self._known:
@@ -131,6 +137,18 @@ class Tracer:
             eager = own()
             return trace(eager, list(eager.parameters()), inputs, autocast)
 
+    def _trace_values(
+        self, block: nn.Module, sizes: dict[str, torch.Size], given: torch.Tensor, casts: bool, division: Division
+    ) -> tuple[Traced, torch.Tensor]:
+        def own() -> nn.Module:
+            copied = real_copy(block, sizes, dtype).train()
+            division.apply(copied)
+            return copied
+
+        dtype = torch.bfloat16 if casts else None
+        inputs = given.to(dtype or given.dtype).requires_grad_(given.requires_grad)
+        return trace_values(own, inputs, autocast=self.precision == "bf16" and not casts)
+
     def _trace_loss(self, given: torch.Tensor) -> tuple[Traced, torch.Tensor]:
         with fake_mode():
             loss = copy.deepcopy(self.loss)
@@ -153,9 +171,25 @@ def fake_copy(block: nn.Module, sizes: dict[str, torch.Size], dtype: torch.dtype
         sizes: the shape of each parameter.
         dtype: of the parameters, but for those of BatchNorm, which stay as they are; None: their own.
     """
-    norms = {id(tensor) for layer in filter(is_batch_norm, block.modules()) for tensor in layer.parameters()}
     memo: dict[int, Any] = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in block.buffers()}
-    for name, tensor in block.named_parameters():
-        kind = tensor.dtype if dtype is None or id(tensor) in norms else dtype
+    for name, tensor, kind in with_dtypes(block, dtype):
         memo[id(tensor)] = nn.Parameter(torch.empty(sizes[name], dtype=kind), requires_grad=tensor.requires_grad)
     return copy.deepcopy(block, memo)
+
+
+def real_copy(block: nn.Module, sizes: dict[str, torch.Size], dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of a block on the CPU with the first elements of its parameters. The arguments are as above."""
+    memo: dict[int, Any] = {}
+    for name, tensor, kind in with_dtypes(block, dtype):
+        part = tensor.detach()[tuple(map(slice, sizes[name]))].to(kind, copy=True).contiguous()
+        memo[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad)
+    return copy.deepcopy(block, memo)
+
+
+def with_dtypes(block: nn.Module, dtype: torch.dtype | None) -> list[tuple[str, nn.Parameter, torch.dtype]]:
+    """Return the name and the dtype of each parameter of a copy. The arguments are as above."""
+    norms = {id(tensor) for layer in filter(is_batch_norm, block.modules()) for tensor in layer.parameters()}
+    return [
+        (name, tensor, tensor.dtype if dtype is None or id(tensor) in norms else dtype)
+        for name, tensor in block.named_parameters()
+    ]

@@ -94,21 +94,26 @@ def mixed_precision(autocast: bool) -> Generator[None]:
 
 
 def trace(
-    run: Callable[[torch.Tensor], torch.Tensor], own: Sequence[torch.Tensor], given: torch.Tensor, autocast: bool
+    run: Callable[[torch.Tensor], torch.Tensor],
+    own: Sequence[torch.Tensor],
+    given: torch.Tensor,
+    autocast: bool,
+    recorder: Recorder | None = None,
 ) -> tuple[Traced, torch.Tensor]:
-    """Run a block forward and backward. Call it within a FakeTensorMode.
+    """Run a block forward and backward. Call it within a FakeTensorMode, or with few real samples (real_trace.py).
 
     Args:
         run: the block.
-        own: its parameters and others that exist anyway, fake.
-        given: its input, fake, which requires a gradient unless nothing before it is trained.
+        own: its parameters and others that exist anyway.
+        given: its input, which requires a gradient unless nothing before it is trained.
         autocast: whether the forward pass runs in bf16 by autocast.
+        recorder: None: a new one.
 
     Returns:
         The record, and a tensor like the output on the meta device.
     """
     others, saved = {key_of(tensor) for tensor in [*own, given]}, Saved()
-    with Recorder(kept()) as recorder:
+    with recorder or Recorder(kept()) as recorder:
         with saved.hooks(), mixed_precision(autocast):
             output = run(given)
         forward_peak, forward, kept_by_selective = recorder.peak, recorder.restart(), recorder.kept

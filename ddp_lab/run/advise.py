@@ -23,7 +23,7 @@ from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import build_model, key_of
-from ddp_lab.models.trial import freeze_unused
+from ddp_lab.models.trial import freeze_unused, meta_copy, without_gradient
 from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_own, with_strategy
 from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import Job
@@ -65,6 +65,7 @@ class Advisor:
         """The model on the meta device, or on the CPU if its constructor needs values."""
         node, shape = self.cfg.model, self.dataset.model_shape()
         runtime = PlannedRuntime(1, 1, self.cfg.precision)
+        runtime.device = torch.device("cpu")  # where a model that reads values is tried
         try:
             with torch.device("meta"):
                 model = build_model(node, shape)
@@ -74,6 +75,18 @@ class Advisor:
         except ConfigError:
             return make_model(node, shape, runtime, self.cfg.seed, with_weights=False).model
         return model
+
+    @cached_property
+    def reads_values(self) -> bool:
+        """Whether the host waits for values in the forward pass, as for `.item()`. Such a step cannot be captured."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            return False
+        try:
+            images = torch.empty(2, *self.dataset.train.shape, device="meta")
+            without_gradient(meta_copy(self.model), images, len(self.dataset.classes))
+        except Exception:
+            return True
+        return False
 
     @cached_property
     def tracer(self) -> Tracer:
@@ -99,7 +112,9 @@ class Advisor:
 
     def job(self, candidate: Candidate) -> Job:
         """Return the job of a candidate; its strategy, plan and partition are not decided yet."""
-        cfg = self.cfg if candidate == self.own else with_strategy(self.cfg, candidate)
+        cfg = self.cfg.copy() if candidate == self.own else with_strategy(self.cfg, candidate)
+        if self.reads_values and cfg.cuda_graph == AUTO:
+            cfg.cuda_graph = False  # train.py finds out when it tries
         alone = candidate.strategy in ALONE
         gpus = 1 if candidate.strategy == "single" else self.machine.gpus
         free = int(self.machine.card.memory - self.constants.context)
