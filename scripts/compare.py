@@ -2,11 +2,13 @@
 
 python scripts/compare.py                                    LeNet on the digits, on all available GPUs or two CPU ranks
 python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
+python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh strategy.pp=2' -- model=vit
 
-Arguments after -- are Hydra overrides of train.py and apply to all strategies. All have the same seed, hence the same initial
-weights, and the same GLOBAL batch, hence the same samples in every step. `--out` gets a run directory per strategy
-(`tensorboard --logdir OUT` compares them), report.md, report.html (self-contained) and the plots. With GPUs, the report
-also has what `python -m ddp_lab.advise` predicts for them, beside what was measured; `--gpus 2xH100` predicts for others.
+A value of --strategies is the name of a strategy, with overrides of its options. Arguments after -- are Hydra overrides of
+train.py and apply to all strategies. All have the same seed, hence the same initial weights, and the same GLOBAL batch, hence
+the same samples in every step. `--out` gets a run directory per strategy (`tensorboard --logdir OUT` compares them), report.md,
+report.html (self-contained) and the plots. With GPUs, the report also has what `python -m ddp_lab.advise` predicts for them,
+beside what was measured; `--gpus 2xH100` predicts for others.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
@@ -36,7 +38,7 @@ from ddp_lab.launch.torchrun import new_folder  # noqa: E402
 from scripts.comparison.plots import draw  # noqa: E402
 from scripts.comparison.predicted import predictions  # noqa: E402
 from scripts.comparison.report import diagnoses, report, rows  # noqa: E402
-from scripts.comparison.runs import entries, run  # noqa: E402
+from scripts.comparison.runs import choose, entries, run  # noqa: E402
 
 
 def main() -> None:
@@ -46,22 +48,17 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=powers or [2], help="numbers of ranks for the strategies of several processes"
     )
-    parser.add_argument("--strategies", nargs="+", help="strategies to run; single always runs")
+    parser.add_argument("--strategies", nargs="+", help="strategies to run, all but mesh if none is named; single always runs")
     parser.add_argument("--out", type=Path, default=None, help="directory of the report; default: runs/compare-<time>")
     parser.add_argument("--gpus", default="here" if gpus else None, help="GPUs to predict for, as in ddp_lab.advise")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for all strategies")
     arguments = parser.parse_intermixed_args()
     if min(arguments.ranks) < 1:
         parser.error(f"--ranks {' '.join(map(str, arguments.ranks))}: each must be at least 1")
-    chosen = [
-        entry
-        for entry in entries(arguments.ranks, gpus)
-        if not arguments.strategies or entry.name in ("single", *arguments.strategies)
-    ]
-    if unknown := set(arguments.strategies or ()) - {entry.name for entry in chosen}:
-        names = ", ".join(dict.fromkeys(entry.name for entry in entries(arguments.ranks, gpus)))
-        given = " ".join(sorted(unknown))
-        parser.error(f"--strategies {given}: no such strategy; allowed: {names}. Put overrides of train.py after --")
+    try:
+        chosen = choose(arguments.strategies, arguments.ranks, gpus) if arguments.strategies else entries(arguments.ranks, gpus)
+    except ValueError as error:
+        parser.error(str(error))
     for override in arguments.overrides:
         if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{override}: is set by compare.py; use --out and --strategies")
@@ -80,7 +77,7 @@ def main() -> None:
         sys.exit(f"error: nothing ran: {results[0].problem}")
     draw(results, out / "plots.png")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
-    some = f" --strategies {' '.join(arguments.strategies)}" if arguments.strategies else ""
+    some = f" --strategies {shlex.join(arguments.strategies)}" if arguments.strategies else ""
     head = [
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",

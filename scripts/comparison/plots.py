@@ -34,6 +34,6 @@ def scaling(ran: list[Result]) -> list[Curve]:
     start = [(1, result.rate) for result in ran if result.name == "single"]
     most = max(result.entry.devices for result in ran)
     lines = [Curve("ideal", [(1, start[0][1]), (most, most * start[0][1])], dashed=True)] if start and most > 1 else []
-    for name in dict.fromkeys(result.entry.name for result in ran if result.entry.ranks is not None):
-        lines.append(Curve(name, start + [(r.entry.devices, r.rate) for r in ran if r.entry.name == name]))
+    for name in dict.fromkeys(result.entry.title for result in ran if result.entry.ranks is not None):
+        lines.append(Curve(name, start + [(r.entry.devices, r.rate) for r in ran if r.entry.title == name]))
     return lines or [Curve("single", start or [(result.entry.devices, result.rate) for result in ran])]

@@ -4,6 +4,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
+import yaml
+
 from ddp_lab.run.advise import Advisor, constants_for
 from ddp_lab.run.candidates import Candidate
 from ddp_lab.run.machine import find_machine
@@ -33,7 +35,7 @@ def predict(
 
     Args:
         name: of the strategy.
-        given: overrides of its options, which are integers.
+        given: overrides of its options.
         ranks: None: one process.
         overrides: of train.py, for all strategies.
         gpus: as in `python -m ddp_lab.advise --gpus`.
@@ -43,8 +45,8 @@ def predict(
     """
     machine = replace(find_machine(gpus, 1, None), per_node=devices)
     advisor = Advisor(overrides, None, machine, constants_for(machine.card))
-    pairs = (override.removeprefix("strategy.").split("=") for override in given if override.startswith("strategy."))
-    found = advisor.predict(Candidate(name, {key: int(value) for key, value in pairs}, ranks or 1))
+    pairs = (override.removeprefix("strategy.").split("=", 1) for override in given if override.startswith("strategy."))
+    found = advisor.predict(Candidate(name, {key: yaml.safe_load(value) for key, value in pairs}, ranks or 1))
     return found.memory.allocated, found.images_per_second
 
 
@@ -65,9 +67,9 @@ def predictions(results: list[Result], overrides: list[str], gpus: str) -> list[
     """Return a Markdown table of predicted and measured values of the strategies that ran."""
     comparisons: list[Comparison] = []
     for entry, rate, profile in ((result.entry, result.rate, result.profile) for result in results if not result.problem):
-        memory, predicted = predict(entry.name, entry.overrides, entry.ranks, entry.devices, overrides, gpus)
+        memory, predicted = predict(entry.name, [*entry.overrides, *entry.options], entry.ranks, entry.devices, overrides, gpus)
         measured = max(profile["peak_memory_bytes"]) if profile else None
-        comparisons.append(Comparison(entry.name, entry.devices, (memory, measured), (predicted, rate)))
+        comparisons.append(Comparison(entry.title, entry.devices, (memory, measured), (predicted, rate)))
     return [
         "",
         f"Predicted for {gpus}, and measured:" if gpus != "here" else "Predicted and measured:",

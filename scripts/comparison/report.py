@@ -39,13 +39,13 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
     for result in results:
         entry = result.entry
         if result.problem:
-            table.append((entry.name, str(entry.devices), f"not run: {result.problem}"))
+            table.append((entry.title, str(entry.devices), f"not run: {result.problem}"))
             continue
         speed_up = result.rate / single.rate if not single.problem else float("nan")
         differences = ("", "") if single.problem else tuple(f"{result.difference(single, when):.1e}" for when in (0, 1))
         table.append(
             (
-                entry.name,
+                entry.title,
                 str(entry.devices),
                 f"{result.seconds:.2f}",
                 f"{result.rate:,.0f}",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import time
@@ -25,6 +26,7 @@ class Entry(NamedTuple):
         ranks: number of processes; None runs train.py without torchrun.
         devices: number of devices it uses.
         why_not: why it cannot run on this machine; None if it can.
+        options: further overrides of the strategy, which the user named.
     """
 
     name: str
@@ -32,15 +34,22 @@ class Entry(NamedTuple):
     ranks: int | None
     devices: int
     why_not: str | None = None
+    options: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The strategy's name, with the options that the user named."""
+        return " ".join([self.name, *(option.removeprefix("strategy.") for option in self.options)])
 
     @property
     def label(self) -> str:
         """The name of the strategy's directory, bar and curve."""
-        return self.name if self.ranks is None else f"{self.name}-{self.ranks}"
+        title = re.sub(r"\W+", "_", self.title)
+        return title if self.ranks is None else f"{title}-{self.ranks}"
 
 
 def entries(counts: list[int], gpus: int) -> list[Entry]:
-    """Return all strategies; those of several processes once for each number of ranks."""
+    """Return all strategies but mesh; those of several processes once for each number of ranks."""
     one = "cuda:0" if gpus else "cpu"
     alone = [
         Entry("single", [f"device={one}"], None, 1),
@@ -48,6 +57,33 @@ def entries(counts: list[int], gpus: int) -> list[Entry]:
         Entry("split", [], None, max(2, gpus) if gpus else 1, "needs two GPUs" if gpus == 1 else None),
     ]
     return alone[:1] + [entry for ranks in counts for entry in of_ranks(ranks)] + alone[1:]
+
+
+def choose(values: list[str], counts: list[int], gpus: int) -> list[Entry]:
+    """Return the entries of `--strategies`, after single.
+
+    Args:
+        values: names of strategies, with overrides of their options after them, for example "mesh strategy.tp=2".
+        counts: numbers of ranks.
+        gpus: number of GPUs.
+
+    Raises:
+        ValueError: there is no such strategy, or an override is not one of a strategy's options.
+    """
+    known = entries(counts, gpus) + [Entry("mesh", [], ranks, ranks) for ranks in counts]
+    chosen = known[:1]
+    for name, *options in (value.split() for value in values):
+        found = [entry._replace(options=tuple(options)) for entry in known if entry.name == name]
+        if not found:
+            names = ", ".join(dict.fromkeys(entry.name for entry in known))
+            raise ValueError(f"--strategies {name}: no such strategy; allowed: {names}. Put overrides of train.py after --")
+        for option in options:
+            if not re.match(r"strategy\.\w+=", option):
+                raise ValueError(
+                    f"--strategies '{name} {option}': must be strategy.KEY=VALUE, for example 'mesh strategy.tp=2'"
+                )
+        chosen += found
+    return list({entry.label: entry for entry in chosen}.values())
 
 
 def of_ranks(ranks: int) -> list[Entry]:
@@ -100,7 +136,14 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     if entry.why_not:
         return Result(entry, [], [], entry.why_not)
     run_dir = out / entry.label
-    given = [*overrides, f"strategy={entry.name}", *entry.overrides, f"runs_dir={quote(str(out))}", f"name={entry.label}"]
+    given = [
+        *overrides,
+        f"strategy={entry.name}",
+        *entry.overrides,
+        *entry.options,
+        f"runs_dir={quote(str(out))}",
+        f"name={entry.label}",
+    ]
     given += ["checkpoint.every_epochs=1", "checkpoint.keep=100000"]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     start = time.perf_counter()

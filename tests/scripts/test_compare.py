@@ -15,7 +15,8 @@ from scripts.comparison.predicted import Comparison, MiB, comparison_table
 from scripts.comparison.report import rows
 from scripts.comparison.runs import Entry, Result
 
-STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline"]
+STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline", "mesh", "mesh strategy.pp=3 strategy.num_microbatches=3"]
+TITLES = [*STRATEGIES[:-1], "mesh pp=3 num_microbatches=3"]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def rows_of(output: str) -> dict[str, list[str]]:
 def test_compare_shows_the_same_weights_for_all_strategies(report):
     out, output = report
     table = rows_of(output)
-    assert set(table) - {"strategy", "---"} == {"single", *STRATEGIES}
-    for name in ("scratch", "pipeline"):
+    assert set(table) - {"strategy", "---"} == {"single", *TITLES}
+    for name in ("scratch", "pipeline", *TITLES[-2:]):
         assert table[name][0] == "3"
         assert float(table[name][-1]) < 1e-6, "the weights at the end differ from single's"
         assert table[name][7] == table["single"][7], "the test accuracy differs"
@@ -56,6 +57,8 @@ def test_compare_shows_the_same_weights_for_all_strategies(report):
     assert table["tp"][1] == "not run: needs an even number of ranks, got 3"
     assert (out / "report.md").read_text() in output
     assert "- pipeline-3: bubble: the busiest rank" in output
+    assert " ddp_pipeline mesh 'mesh strategy.pp=3 strategy.num_microbatches=3' -- " in output, "the command cannot be repeated"
+    assert (out / "mesh_pp_3_num_microbatches_3-3" / "config.yaml").exists()
 
 
 def test_table_has_the_numbers_of_records_and_checkpoints(report):
@@ -78,13 +81,13 @@ def test_predictions_are_beside_the_measurements(report):
     lines = [[cell.strip() for cell in line.split("|")] for line in output.splitlines() if line.count("|") == 9]
     found = {line[1]: line[2:-1] for line in lines[2:]}
     assert lines[0][3:9] == ["MiB: predicted", "measured", "error", "samples/s: predicted", "measured", "error"]
-    assert found.keys() == {"single", "scratch", "pipeline"}
+    assert found.keys() == {"single", "scratch", "pipeline", *TITLES[-2:]}
     measured = rows_of(output)
     for name, (devices, _, memory, _, predicted, rate, _) in found.items():
         assert (devices, f"{memory} MiB", rate) == (measured[name][0], measured[name][5], measured[name][2])
         assert float(predicted.replace(",", "")) > 1000
-    assert re.search(r"^[0-3] of 3 pairs of strategies are ranked by speed as measured\.$", output, re.MULTILINE)
-    assert "of 3 pairs of strategies" in (out / "report.html").read_text()
+    assert re.search(r"^[0-9]+ of 10 pairs of strategies are ranked by speed as measured\.$", output, re.MULTILINE)
+    assert "of 10 pairs of strategies" in (out / "report.html").read_text()
 
 
 def test_error_of_a_prediction_is_relative_to_the_measurement():
@@ -153,10 +156,17 @@ def test_compare_refuses_overrides_it_sets_itself():
     assert "runs_dir=elsewhere: is set by compare.py; use --out" in output
 
 
-def test_compare_refuses_unknown_strategies():
-    code, output = launch("python scripts/compare.py --strategies magic")
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("magic", "--strategies magic: no such strategy; allowed: single, scratch, ddp"),
+        ("mesh tp=2", "--strategies 'mesh tp=2': must be strategy.KEY=VALUE, for example 'mesh strategy.tp=2'"),
+    ],
+)
+def test_compare_refuses_unknown_strategies(value, message):
+    code, output = launch("python scripts/compare.py --strategies", value)
     assert code == 2
-    assert "--strategies magic: no such strategy; allowed: single, scratch, ddp" in output
+    assert message in output
 
 
 def test_compare_refuses_a_directory_that_is_not_empty(tmp_path):
