@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from configs import config
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
@@ -322,6 +323,9 @@ def test_kernels_are_kept_in_the_cache_directory(monkeypatch, tmp_path):
     with kept_kernels():
         assert os.environ[VARIABLE] == str(tmp_path / ".cache" / "ddp_lab" / "compiled") == str(cache_folder())
     assert VARIABLE not in os.environ
+    monkeypatch.setenv(VARIABLE, default_cache_dir())  # as torch does with the first optimizer of a process
+    with kept_kernels():
+        assert os.environ[VARIABLE] == str(tmp_path / ".cache" / "ddp_lab" / "compiled")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine"))
     with kept_kernels():
         assert os.environ[VARIABLE] == str(tmp_path / "mine")

@@ -15,8 +15,14 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it looks for a k
 
 
 def cache_folder() -> Path:
-    """Return the directory: ~/.cache/ddp_lab/compiled, unless the environment variable of torch names another."""
-    return Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "ddp_lab" / "compiled")
+    """Return the directory: ~/.cache/ddp_lab/compiled, unless the environment variable of torch names another.
+
+    torch sets the variable itself, to its default in the directory of temporary files, as soon as an optimizer is constructed.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes long to import before an optimizer exists
+
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named and named != default_cache_dir() else Path.home() / ".cache" / "ddp_lab" / "compiled"
 
 
 @contextmanager
