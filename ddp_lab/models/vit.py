@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count, Fraction, Positive
 from ddp_lab.models.chain import Chain, require_divisor
 from ddp_lab.models.drop_path import DropPath
@@ -187,10 +188,14 @@ def vit(
             from 0 in the first block (stochastic depth).
 
     Raises:
-        ConfigError: `heads` does not divide `width`, or `patch_size` the image size.
+        ConfigError: `heads` does not divide `width`, or `patch_size` the image size; or `mlp_ratio` gives no unit.
     """
     require_divisor("heads", heads, "the width", width)
     require_divisor("patch_size", patch_size, "the image size", image_size)
+    if round(width * mlp_ratio) == 0:
+        raise ConfigError(
+            f"model.mlp_ratio={mlp_ratio}: gives blocks without units for the width {width}; use at least {1 / width:.3g}"
+        )
     patches = (image_size // patch_size) ** 2
     embed = Embed(in_channels, patches, patch_size, width, class_token=pool == "token")
     blocks: dict[str, nn.Module] = {}
