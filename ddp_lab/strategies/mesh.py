@@ -133,6 +133,7 @@ class Mesh(Pipeline):
         return Share(stage, tp, planned(model) if tp > 1 else {}, shards, rank // tp % shards, self.offload)
 
     def connect(self) -> None:
+        self.policy = offload_policy(self.offload, self.device)
         self.mesh = self.runtime.mesh(self.axes)
         self.pp_group = self.mesh.get_group("pp")
         if min(self.axes["replicate"], self.axes["shard"]) > 1:
@@ -164,8 +165,7 @@ class Mesh(Pipeline):
             for name, block in stage.named_children():
                 parallelize(block, self.mesh["tp"], *tokens[name])
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
-        policy = offload_policy(self.offload, self.device)
-        shard([*stage.children(), stage], along_dp, self.axes["pp"] == 1, self.runtime.precision, policy)
+        shard([*stage.children(), stage], along_dp, self.axes["pp"] == 1, self.runtime.precision, self.policy)
         for part in sharded_in(stage):
             part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed (`divisor`)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor

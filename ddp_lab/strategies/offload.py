@@ -12,12 +12,18 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.log import log
 
 HOST = torch.device("cpu")
 
 
 def offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
-    """Return the argument of `fully_shard`. On a GPU, shards are in pinned memory, so that copies overlap with computation."""
+    """Return the argument of `fully_shard`. On a GPU, shards are in pinned memory, so that copies overlap with computation.
+
+    On the CPU it is logged that `offload` has no effect.
+    """
+    if offload and device.type == "cpu":
+        log.info("strategy.offload=true has no effect: the device is the CPU, whose memory is that of the host")
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
 
 

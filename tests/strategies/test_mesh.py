@@ -1,6 +1,7 @@
 """The strategy mesh: its layout, the plans for tensor parallelism, and what each rank holds."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -273,6 +274,16 @@ def test_picture_shows_replicas_and_shards(monkeypatch):
     expected = [f"dp {i}   replica {i // 4}   shard {i % 4}   rank {i}" for i in range(8)]
     assert rows[0].startswith(f"  pp 0  {expected[0]}  embed .. head: ")
     assert [row.strip() for row in rows[1:]] == expected[1:]
+
+
+def test_offload_on_the_cpu_is_logged_to_have_no_effect(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "ddp_lab")
+    held_by(monkeypatch, 0, pp=2, num_stages=4, schedule="interleaved1f1b", offload=True)
+    expected = "strategy.offload=true has no effect: the device is the CPU, whose memory is that of the host"
+    assert caplog.messages == [expected]
+    caplog.clear()
+    held_by(monkeypatch, 0)
+    assert not caplog.messages
 
 
 def test_picture_of_many_ranks_is_short(monkeypatch):
