@@ -5,7 +5,6 @@ random weights and inputs, and all ranks get its times. A file in the run direct
 cut the model at the same places.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
@@ -106,18 +105,21 @@ def time_of(block: nn.Module, inputs: torch.Tensor, runtime: Runtime) -> int:
 def known_times(path: Path | None, key: dict[str, str], measure: Callable[[], list[int]]) -> list[int]:
     """Return the times in a file, if it was written for the same work, or else measure them and write the file.
 
-    A file that cannot be read is replaced.
+    A damaged file is reported and replaced.
 
     Args:
         path: the file; None: none is read or written.
         key: what the times depend on.
         measure: returns the times.
     """
-    if path is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    if path is not None and path.exists():
+        try:
             known = json.loads(path.read_text())
             if known["key"] == key:
                 return [int(taken) for taken in known["nanoseconds"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            log.warning(f"{path} is damaged ({reason}). The blocks are measured again; the cut may differ from the one before")
     times = measure()
     if path is not None:
         written = path.with_suffix(".partial")

@@ -60,14 +60,26 @@ def test_restart_keeps_the_cut_and_does_not_measure(tmp_path, monkeypatch, caplo
     )
 
 
-def test_times_of_other_work_are_measured_again(tmp_path):
+def test_times_of_other_work_are_measured_again(tmp_path, caplog):
     path = tmp_path / "block_times.json"
     assert block_times.known_times(path, {"model": "a"}, lambda: [1, 2]) == [1, 2]
     assert block_times.known_times(path, {"model": "a"}, lambda: [3, 4]) == [1, 2]
     assert block_times.known_times(path, {"model": "b"}, lambda: [3, 4]) == [3, 4]
-    path.write_text("{}")
-    assert block_times.known_times(path, {"model": "b"}, lambda: [5, 6]) == [5, 6]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "{}", '{"foo": 1}', '{"embed": "x"}', "[]", '{"key": {}, "nanoseconds": ["x"]}', "\0"]
+)
+def test_damaged_times_are_reported_and_measured_again(content, tmp_path, caplog):
+    path = tmp_path / "block_times.json"
+    path.write_text(content)
+    assert block_times.known_times(path, {}, lambda: [5, 6]) == [5, 6]
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} is damaged (")
+    assert message.endswith("). The blocks are measured again; the cut may differ from the one before")
+    assert block_times.known_times(path, {}, lambda: [7, 8]) == [5, 6]
 
 
 def test_equal_blocks_are_measured_once(monkeypatch):
