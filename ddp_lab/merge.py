@@ -30,12 +30,14 @@ def main() -> None:
     from ddp_lab.resilience.checkpoint_files import write_atomically
     from ddp_lab.resilience.sharded_files import is_sharded
     from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+    from ddp_lab.run.recorded_config import require_run
     from ddp_lab.run.trained import find_checkpoint
     from ddp_lab.world.runtime import Runtime
 
     runtime = Runtime("cpu")
     if runtime.world_size > 1:
         raise ConfigError("ddp_lab.merge: runs in one process; start it without torchrun")
+    require_run(given.run)
     checkpoint = Path(find_checkpoint(given.run, given.checkpoint, runtime))
     if not is_sharded(checkpoint):
         raise ConfigError(f"--checkpoint {given.checkpoint}: {checkpoint} is a whole checkpoint already")

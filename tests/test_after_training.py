@@ -165,7 +165,11 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
     assert errors.startswith(f"error: --checkpoint {newest}: the file is damaged: its SHA-256 differs")
     newest.with_name("best.pt").unlink()
     code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", "--checkpoint=best")
-    assert (code, output, errors) == (2, "", f"error: --checkpoint best: {newest.parent} contains no best.pt\n")
+    assert (code, output, errors) == (
+        2,
+        "",
+        f"error: --checkpoint best: {newest.parent} contains no best.pt and no best.sharded\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -460,6 +464,20 @@ def test_merge_writes_a_whole_checkpoint(sharded, command, tmp_path):
     code, _, errors = command(merge.main, sharded, "--checkpoint", merged, "--output", tmp_path / "again.pt")
     assert code == 2
     assert "is a whole checkpoint already" in errors
+
+
+@pytest.mark.parametrize("main", [merge.main, evaluate.main])
+def test_run_that_is_none_is_reported(main, sharded, trained, command, tmp_path):
+    code, _, errors = command(main, tmp_path / "nope")
+    assert code == 2
+    assert errors.startswith(f"error: {tmp_path}/nope: is not the directory of a run: there is no {tmp_path}/nope/config.yaml")
+    for run, checkpoint in ((sharded, "step_00000010.sharded"), (trained, "step_00000010.pt")):
+        path = run / "checkpoints" / checkpoint
+        code, _, errors = command(main, path)
+        assert code == 2
+        assert errors == (
+            f"error: {path}: is a checkpoint, and the directory of a run is needed. Use {run} --checkpoint {path}\n"
+        )
 
 
 def load_model_of(run: Path) -> nn.Module:

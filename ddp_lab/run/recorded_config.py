@@ -12,6 +12,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import CheckpointConfig, RunConfig
 from ddp_lab.launch.command_line import CONF, compose_config
+from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.world.process import env_int
 
 # Keys of a launch that trains, with their values afterwards.
@@ -36,11 +37,7 @@ def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> D
     Raises:
         ConfigError: the directory contains no readable config, or the config with the overrides is not allowed.
     """
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder}: is not the directory of a run: there is no {path}. Use a directory in runs_dir, runs/NAME"
-        )
+    path = require_run(folder)
     try:
         cfg = OmegaConf.load(path)
         if not isinstance(cfg, DictConfig):
@@ -65,6 +62,23 @@ def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> D
         OmegaConf.update(cfg, key, value)
     check(cfg)
     return cfg
+
+
+def require_run(folder: Path) -> Path:
+    """Return the path of a run's config.
+
+    Raises:
+        ConfigError: the directory is not that of a run.
+    """
+    path = folder / "config.yaml"
+    if is_sharded(folder) or folder.suffix == ".pt":
+        run = folder.parent.parent if folder.parent.name == "checkpoints" else "RUN"
+        raise ConfigError(f"{folder}: is a checkpoint, and the directory of a run is needed. Use {run} --checkpoint {folder}")
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder}: is not the directory of a run: there is no {path}. Use a directory in runs_dir, runs/NAME"
+        )
+    return path
 
 
 def add_new_keys(cfg: DictConfig) -> None:

@@ -45,8 +45,11 @@ def find_checkpoint(folder: Path, choice: str, runtime: Runtime) -> str:
             return path
         if runtime.rank == 0:
             log.warning(f"{path} is damaged ({problem})")
-    pattern = "step_*.pt" if choice == "last" else "best.pt"
-    raise ConfigError(f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {'valid ' * bool(found)}{pattern}")
+    name = "step_*" if choice == "last" else "best"
+    valid = "valid " * bool(found)
+    raise ConfigError(
+        f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {valid}{name}.pt and no {valid}{name}.sharded"
+    )
 
 
 def read_weights(model: nn.Module, path: str) -> tuple[dict[str, torch.Tensor], Progress]:
