@@ -170,6 +170,7 @@ def test_models_that_read_values_are_predicted_without_a_capture():
         advised(*own_model(name), *more, gpus="2xH100") for name, more in {"Plain": ["cuda_graph=false"], "Waiting": []}.items()
     )
     assert names(plain) == names(waiting)
+    assert "fsdp offload=true" in names(plain)
     for one, other in zip(plain.predictions, waiting.predictions, strict=True):
         assert other.held == one.held
         assert "cuda_graph" not in other.chosen

@@ -42,16 +42,27 @@ class Advisor:
         config_dir: directory of the user's own yaml.
         machine: the GPUs.
         constants: of their card.
+        job: a job of train.py, of which config, dataset and model are used in place of those of the overrides; or None.
 
     Raises:
         ConfigError: the overrides are wrong, whatever the strategy.
     """
 
-    def __init__(self, overrides: Sequence[str], config_dir: str | None, machine: Machine, constants: Constants):
+    def __init__(
+        self,
+        overrides: Sequence[str],
+        config_dir: str | None,
+        machine: Machine,
+        constants: Constants,
+        job: Job | None = None,
+    ):
         own = ("strategy=", "strategy.", "+strategy.")
         self.common = [override for override in overrides if not override.startswith(own)]
         self.strategy = [override for override in overrides if override.startswith(own)]
         self.machine, self.constants = machine, constants
+        if job is not None:
+            self.cfg, self.dataset, self.model = job.cfg, job.dataset, job.model
+            return
         self.cfg = compose_config(list(overrides), config_dir)
         check(self.cfg)
 

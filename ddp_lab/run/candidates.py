@@ -63,7 +63,7 @@ def candidates(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candid
         yield from (Candidate(name, {}, gpus) for name in ("scratch", "ddp", "fsdp", "pipeline"))
     if checkpointing:
         yield from (Candidate("fsdp", {"checkpoint_activations": mode}, gpus) for mode in ("selective", "block"))
-        yield Candidate("fsdp", {"offload": True, "checkpoint_activations": "block"}, gpus)
+    yield Candidate("fsdp", {"offload": True} | ({"checkpoint_activations": "block"} if checkpointing else {}), gpus)
     inner = [size for size in divisors(gpus) if size > 1]
     yield from (Candidate("ddp_pipeline", {"pp": size}, gpus) for size in inner if size < gpus)
     yield from (Candidate("tp", {"tp": size}, gpus) for size in inner if size <= MOST_TP)

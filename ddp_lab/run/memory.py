@@ -1,22 +1,28 @@
 """The refusal of runs whose parameters, gradients and optimizer state alone do not fit, before anything is written.
 
-It needs shapes only and takes milliseconds. Activations are not counted; `python -m ddp_lab.advise` predicts them, too.
+The check needs shapes only and takes milliseconds. Activations are not counted; the alternatives that a refusal names are
+predicted with them.
 """
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.estimate.advice import Prediction
+from ddp_lab.estimate.cards import CARDS, Card, card_called
+from ddp_lab.estimate.constants import BETWEEN_NODES
 from ddp_lab.estimate.footprint import footprint, on_device
-from ddp_lab.estimate.planned import PlannedRuntime
-from ddp_lab.run.candidates import ALONE, candidates, with_strategy
+from ddp_lab.estimate.sizes import describe_bytes
+from ddp_lab.run.advise import Advisor, constants_for
+from ddp_lab.run.candidates import ALONE
 from ddp_lab.run.job import Job
+from ddp_lab.run.machine import Machine
 from ddp_lab.strategies.split import Split
 
-GiB = 2**30
 MOST_ALTERNATIVES = 2
 
 
@@ -58,32 +64,50 @@ def verdict(job: Job, ranks: list[tuple[int, int | None]]) -> str:
     if memory is None:
         return ""
     text = (
-        f"parameters, gradients and optimizer state take {needed / GiB:,.2f} GiB on rank {rank}, whose GPU has "
-        f"{memory / GiB:,.2f} GiB"
+        f"parameters, gradients and optimizer state take {describe_bytes(needed)} on rank {rank}, whose GPU has "
+        f"{describe_bytes(memory)}"
     )
     if needed <= memory:
         return text
-    others = alternatives(job, memory)
-    use = f"Use {' or '.join(others)}" if others else "No other strategy fits on these GPUs: use more or larger ones"
     raise ConfigError(
-        f"strategy={job.strategy.name}: {text}, and activations need more. {use}; `python -m ddp_lab.advise` predicts the "
-        "memory of all strategies"
+        f"strategy={job.strategy.name}: {text}, and activations need more. {alternatives(job, memory)}. "
+        "`python -m ddp_lab.advise` predicts all strategies"
     )
 
 
-def alternatives(job: Job, memory: int) -> list[str]:
-    """Return the overrides of the simplest other strategies whose ranks would need at most three quarters of `memory`."""
-    found: list[str] = []
-    ranks, per_node = job.runtime.world_size, job.runtime.local_world_size
-    for candidate in candidates(ranks, per_node, checkpointing=False):
-        if candidate.strategy in ALONE or len(found) == MOST_ALTERNATIVES:
-            continue
-        other = Job(with_strategy(job.cfg, candidate), PlannedRuntime(ranks, per_node, job.runtime.precision))
-        other.dataset, other.made = job.dataset, job.made
-        try:
-            other.partition()
-        except ConfigError:
-            continue
-        if held_bytes(other, range(ranks)) <= 0.75 * memory:
-            found.append(" ".join(candidate.overrides))
-    return found
+def alternatives(job: Job, memory: int) -> str:
+    """Return what to use in place of a strategy that does not fit: the two that are predicted to be the best.
+
+    All GPUs of the machines count, also those for which no rank was started. It takes as long as `python -m ddp_lab.advise`.
+
+    Args:
+        job: after `partition`.
+        memory: bytes of a GPU.
+    """
+    runtime = job.runtime
+    nodes, per_node = runtime.world_size // runtime.local_world_size, max(runtime.local_world_size, len(runtime.devices))
+    card = replace(card_of(job.strategy.device), memory=memory)
+    machine = Machine(card, per_node, nodes, BETWEEN_NODES)
+    advice = Advisor(["..."], None, machine, constants_for(card), job).advise()
+
+    def line(each: Prediction) -> str:
+        ranks = 1 if each.overrides[0].removeprefix("strategy=") in ALONE else machine.gpus
+        overrides = " ".join(each.overrides)
+        how = overrides if ranks == runtime.world_size else f"`{each.launch}`"
+        return f"{how} ({describe_bytes(each.memory.total)})"
+
+    number = f"{machine.gpus} such GPU{'s' * (machine.gpus > 1)}"
+    if best := advice.ranked[:MOST_ALTERNATIVES]:
+        return f"Use {' or '.join(map(line, best))}, the best of {len(advice.ranked)} that are predicted to fit on {number}"
+    least = sorted(advice.predictions, key=lambda each: each.memory.total)[:MOST_ALTERNATIVES]
+    return (
+        f"With activations and the CUDA context nothing is predicted to fit on {number}; the least memory need "
+        f"{' and '.join(map(line, least))}. Use more or larger GPUs, a smaller batch_size, or accumulate=N"
+    )
+
+
+def card_of(device: torch.device) -> Card:
+    """Return the data sheet of a GPU; of an unknown one that of an H100, as only ratios of times matter here."""
+    here = device.type == "cuda" and torch.cuda.is_available()  # not in a planned launch
+    known = card_called(torch.cuda.get_device_name(device)) if here else None
+    return known or CARDS["H100"]
