@@ -99,12 +99,22 @@ def parser(gpus: int) -> argparse.ArgumentParser:
     return found
 
 
+def check(arguments: argparse.Namespace, gpus: int) -> None:
+    """Exit with a message if there are too few GPUs, or too few repeats for a median and quartiles."""
+    if arguments.repeats < 2:
+        sys.exit(f"error: --repeats {arguments.repeats}: must be at least 2, for the quartiles")
+    if max(arguments.gpus) > gpus:
+        allowed = f"at most {gpus}, or " * (gpus > 0) + "0 for the CPU"
+        sys.exit(f"error: --gpus {max(arguments.gpus)}: this machine shows {gpus}; use {allowed}")
+
+
 def main() -> None:
     gpus = torch.cuda.device_count()
     arguments = parser(gpus).parse_args()
     if arguments.loop:
         rank_main(arguments)
         return
+    check(arguments, gpus)
     where = torch.cuda.get_device_name() if gpus and arguments.gpus != [0] else f"{os.cpu_count()} CPU cores"
     record = {"where": where, "torch": torch.__version__, "time": f"{datetime.now():%Y-%m-%d %H:%M}", "rows": (rows := [])}
     for model, ranks in itertools.product(arguments.models, [1, 2] if arguments.gpus == [0] else arguments.gpus):

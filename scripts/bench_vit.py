@@ -207,6 +207,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(os.devnull), help="file to which a record of each launch is appended")
     parser.add_argument("--override", nargs="+", default=[], help="further Hydra overrides of every launch")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: bench_vit.py needs a GPU, and none is visible")
     print(f"{'':32} {'images/s':>10} {'peak':>6}  {'memory':>16}  {'took':>6}", flush=True)
     for part in arguments.parts:
         for launch in PARTS[part](arguments.depth):

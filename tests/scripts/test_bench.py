@@ -1,5 +1,8 @@
 """The table of scripts/bench.py. A run of it: tests/training/test_speed.py."""
 
+import pytest
+from launches import launch
+
 from scripts.benchmark.report import strongest, table
 
 
@@ -31,3 +34,15 @@ def test_table_has_the_ratio_to_the_strongest_other_loop_first():
     assert lines[2] == "| lenet | 1 | stock compile | ddp | not run: not done within 70 s | | | | | |"
     assert lines[4] == "| lenet | 1 | ours | single | 1,000 | 1.0% | 2.50x | 10.00x |  | 80% |"
     assert lines[7] == "| lenet | 2 | ours | ddp | 1,500 | 1.0% | 3.00x |  | 75% |  |"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench.py --models lenet --repeats 1", "--repeats 1: must be at least 2, for the quartiles"),
+        ("bench.py --gpus 1", "--gpus 1: this machine shows 0; use 0 for the CPU"),
+        ("bench_vit.py resnet", "bench_vit.py needs a GPU, and none is visible"),
+    ],
+)
+def test_benchmark_that_cannot_be_measured_is_refused_before_it_starts(line, message):
+    assert launch(f"python scripts/{line}") == (1, f"error: {message}\n")
