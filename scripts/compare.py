@@ -66,11 +66,12 @@ def main() -> None:
     # The default has so few steps that rounding differences stay small.
     overrides = arguments.overrides or ["epochs=4", "model.init_std=null", "optimizer.lr=0.03"]
     results = [run(chosen[0], [*overrides, "profile=true"], out)]
-    profile = ["profile=true"]
+    profile, notes = ["profile=true"], list[str]()
     if results[0].refused:
         again = run(chosen[0], overrides, out)
         if not again.refused:  # profile=true was refused: the run is too short or the device is not supported
-            print(f"without profiles: {results[0].problem}")
+            notes = [f"Memory and bytes sent are not measured, because no step was profiled: {results[0].problem}"]
+            print(notes[0])
             profile, results = [], [again]
     results += [run(entry, overrides + profile, out) for entry in chosen[1:]]
     if all(result.problem for result in results):
@@ -83,7 +84,7 @@ def main() -> None:
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
     predicted = predictions(results, overrides, arguments.gpus) if arguments.gpus else []
-    print("\n" + report(rows(results), head, diagnoses(results), predicted, out))
+    print("\n" + report(rows(results), head, notes + diagnoses(results), predicted, out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 
 

@@ -60,9 +60,9 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
 
 
 def used(profile: dict[str, Any] | None) -> tuple[str, str]:
-    """Return peak memory and bytes sent per step as text; empty without a profile."""
+    """Return peak memory and bytes sent per step as text."""
     if profile is None:
-        return "", ""
+        return "not measured", "not measured"
     sent = profile["bytes_per_step"]
     return (
         f"{max(profile['peak_memory_bytes']) / 2**20:,.0f} MiB",
