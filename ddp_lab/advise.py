@@ -10,6 +10,7 @@ All numbers are predictions; docs/advise.md compares them with measurements. Not
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from ddp_lab.config.check import check
@@ -36,8 +37,10 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_intermixed_args()
     if given.nodes < 1:
         raise ConfigError(f"--nodes {given.nodes}: must be an integer of at least 1")
-    if given.link is not None and not given.link > 0:
+    if given.link is not None and not 0 < given.link < math.inf:
         raise ConfigError(f"--link {given.link:g}: must be a number above 0, in GB/s")
+    if given.picture is not None and given.picture.suffix != ".png":
+        raise ConfigError(f"--picture {given.picture}: must be the name of a .png file")
     return given
 
 

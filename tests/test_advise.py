@@ -198,12 +198,29 @@ def test_tables_show_the_best_and_all_on_request():
     assert memory_plot(best_of(advice), advice.memory).title.startswith("Predicted")
 
 
+def test_launch_line_has_the_directory_of_own_configs(tmp_path):
+    folder = tmp_path / "my configs"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "mine.yaml").write_text("_target_: own_models.Plain\nhidden: 24\n")
+    advice = advise(["model=mine", "data=digits"], str(folder), find_machine("1xH100", 1, None))
+    assert advice.predictions[0].launch == f"python -m ddp_lab --config-dir '{folder}' model=mine data=digits strategy=single"
+
+
+CARD = "must be here, or a number and a card such as 2xH100."
 REFUSED = {
-    "--gpus 2xH900": "--gpus 2xH900: must be here, or a number and a card such as 2xH100, of B200, H200",
+    "--gpus 2xH900": f"--gpus 2xH900: {CARD} Did you mean 2xH200 or 2xH100? Cards: B200, H200",
     "--gpus 0xH100": "--gpus 0xH100: must be here, or a number and a card",
     "--gpus H100": "--gpus H100: must be here, or a number and a card",
+    "--gpus 100000xH100": "--gpus 100000xH100: at most 9,999 GPUs of one machine are supported; see --nodes",
+    "--gpus 2xA100": f"--gpus 2xA100: {CARD} Did you mean 2xA100-80 or 2xA100-40? Cards:",
+    "--gpus 2xh100-80": f"--gpus 2xh100-80: {CARD} Did you mean 2xH100? Cards: B200, H200",
+    "--gpus 2xRTX4080": f"--gpus 2xRTX4080: {CARD} Did you mean 2xRTX4090 or 2xRTX3090? Cards",
     "--gpus 2xH100 --nodes 0": "--nodes 0: must be an integer of at least 1",
     "--gpus 2xH100 --link -1": "--link -1: must be a number above 0, in GB/s",
+    "--gpus 2xH100 --link inf": "--link inf: must be a number above 0, in GB/s",
+    "--gpus 2xH100 --link nan": "--link nan: must be a number above 0, in GB/s",
+    "--gpus 2xH100 --picture a.xyz": "--picture a.xyz: must be the name of a .png file",
+    "--gpus 2xH100 device=cpu": "device=cpu: predictions are made for GPUs; leave it out",
     "--gpus 2xH100 --json /no/such/file.json": "--json /no/such/file.json: cannot be written: /no/such does not exist",
     "--gpus 2xH100 --picture /no/such/file.png": "--picture /no/such/file.png: cannot be written",
     "--gpus 2xH100 epochs=0": "epochs=0: must be an integer of at least 1",

@@ -1,5 +1,6 @@
 """The GPUs for which predictions are made: numbers of the makers' data sheets, and the memory that torch reports."""
 
+import difflib
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 from ddp_lab.config.errors import ConfigError
 
 GB, GiB, TERA = 1e9, 2**30, 1e12
+MOST = 9999  # GPUs of a machine
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,17 @@ def parse_gpus(text: str) -> Gpus:
     Raises:
         ConfigError: it is not of the form NUMBERxCARD, or the card is unknown.
     """
-    found = re.fullmatch(r"([1-9]\d{0,3})x(.+)", text)
+    found = re.fullmatch(r"([1-9]\d*)x(.+)", text)
     names = {name.lower(): name for name in CARDS}
     if found is None or found[2].lower() not in names:
+        similar = [f"{found[1]}x{names[name]}" for name in like(found[2].lower(), list(names))] if found else []
+        advice = f"Did you mean {' or '.join(similar)}? " if similar else ""
         raise ConfigError(
-            f"--gpus {text}: must be here, or a number and a card such as 2xH100, of {', '.join(CARDS)}. For another card, use "
-            "one that has about as much memory and bandwidth"
+            f"--gpus {text}: must be here, or a number and a card such as 2xH100. {advice}Cards: {', '.join(CARDS)}. For "
+            "another card, use one that has about as much memory and bandwidth"
         )
+    if int(found[1]) > MOST:
+        raise ConfigError(f"--gpus {text}: at most {MOST:,} GPUs of one machine are supported; see --nodes")
     return Gpus(int(found[1]), CARDS[names[found[2].lower()]])
 
 
@@ -84,3 +90,9 @@ def card_called(name: str) -> Card | None:
     name = name.lower().replace(" ", "-")
     matching = [each for each in CARDS.values() if re.search(rf"\b{re.escape(each.key)}\b", name)]
     return max(matching, key=lambda each: len(each.key), default=None)
+
+
+def like(name: str, names: list[str]) -> list[str]:
+    """Return the names that begin with a name, or that it extends by a hyphen; else those that are spelled alike."""
+    related = [each for each in names if each.startswith(name) or name.startswith(f"{each}-")]
+    return related or difflib.get_close_matches(name, names, n=2)

@@ -57,7 +57,8 @@ class Advisor:
         job: Job | None = None,
     ):
         own = ("strategy=", "strategy.", "+strategy.")
-        self.common = [override for override in overrides if not override.startswith(own)]
+        self.common = ["--config-dir", config_dir] if config_dir is not None else []
+        self.common += [override for override in overrides if not override.startswith(own)]
         self.strategy = [override for override in overrides if override.startswith(own)]
         self.machine, self.constants = machine, constants
         if job is not None:
@@ -213,9 +214,12 @@ def advise(overrides: Sequence[str], config_dir: str | None, machine: Machine) -
         machine: the GPUs.
 
     Raises:
-        ConfigError: the overrides are wrong.
+        ConfigError: the overrides are wrong, or they choose another device than a GPU.
     """
-    return Advisor(overrides, config_dir, machine, constants_for(machine.card)).advise()
+    advisor = Advisor(overrides, config_dir, machine, constants_for(machine.card))
+    if not advisor.cfg.device.startswith(("auto", "cuda")):
+        raise ConfigError(f"device={advisor.cfg.device}: predictions are made for GPUs; leave it out")
+    return advisor.advise()
 
 
 def constants_for(card: Card) -> Constants:
