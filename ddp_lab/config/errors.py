@@ -2,6 +2,7 @@
 
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,11 @@ class TrainingError(Exception):
         super().__init__(message)
         self.kind: FailureKind = kind
         self.rank = rank
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as they are given in a Hydra override, for a message: [conv2,fc2]."""
+    return f"[{','.join(names)}]"
 
 
 def describe_error(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.fingerprint import fingerprint
 
@@ -57,13 +57,13 @@ class Partition:
         """Return the indices of each stage's blocks, for a cut in front of the named blocks."""
         if len(starts) != stages - 1:
             raise ConfigError(
-                f"strategy.cut={list(starts)}: has {len(starts)} names, but {stages} stages need {stages - 1}: "
+                f"strategy.cut={listed(starts)}: has {len(starts)} names, but {stages} stages need {stages - 1}: "
                 "the first block of every stage but the first"
             )
         allowed = self.names[1:]
         if any(name not in allowed for name in starts) or sorted(set(starts), key=allowed.index) != list(starts):
             raise ConfigError(
-                f"strategy.cut={list(starts)}: must be blocks of the model in their order, the first excluded: "
+                f"strategy.cut={listed(starts)}: must be blocks of the model in their order, the first excluded: "
                 f"some of {', '.join(allowed)}"
             )
         bounds = [0, *(self.names.index(name) for name in starts), len(self.names)]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
@@ -78,7 +78,8 @@ class FSDP(Strategy):
         found = {type(module).__name__ for module in model.modules()}
         if unknown := [name for name in self.wrap or [] if name not in found]:
             raise ConfigError(
-                f"strategy.wrap={self.wrap}: the model has no module of class {unknown[0]}; it has {', '.join(sorted(found))}"
+                f"strategy.wrap={listed(self.wrap or [])}: the model has no module of class {unknown[0]}; it has "
+                f"{', '.join(sorted(found))}"
             )
         if names := tied(model, units(model, self.wrap)):
             raise ConfigError(
@@ -105,9 +106,8 @@ class FSDP(Strategy):
 
     def why_not_compile(self, model: nn.Module) -> str | None:
         if any(unit not in set(model.children()) for unit in units(model, self.wrap)):
-            return (
-                f"strategy.wrap={self.wrap} gathers modules within blocks, which would divide a compiled block into many parts"
-            )
+            return f"strategy.wrap={listed(self.wrap or [])} gathers modules within blocks, which would divide a compiled block "
+                "into many parts"
         return no_blocks(self.name, model) or not_selective(self.checkpointing)
 
     def why_not_capture(self) -> str | None:

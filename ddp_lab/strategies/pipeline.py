@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.config.types import Count
 from ddp_lab.data.sharding import IGNORE
 from ddp_lab.models.chain import Chain
@@ -85,7 +85,7 @@ class Pipeline(Strategy):
         )
         if self.cut and self.balance == "time":
             raise ConfigError(
-                f"strategy.balance=time: has no effect with strategy.cut={list(self.cut)}, which names the stages; remove one"
+                f"strategy.balance=time: has no effect with strategy.cut={listed(self.cut)}, which names the stages; remove one"
             )
         self.parts = Partition(model, self.num_stages, self.cut)
         self.timed_samples = max(1, samples // self.num_microbatches)

@@ -170,9 +170,9 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=pipeline strategy.schedule=gpipe strategy.num_stages=4": "strategy.num_stages=4: strategy.schedule=gpipe on 2",
     "strategy=pipeline strategy.schedule=loopedbfs strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=loopedbfs "
     "on 2 ranks needs a multiple of 2 stages",
-    "strategy=pipeline strategy.cut=[fc9]": "strategy.cut=['fc9']: must be blocks of the model in their order, the first "
+    "strategy=pipeline strategy.cut=[fc9]": "strategy.cut=[fc9]: must be blocks of the model in their order, the first "
     "excluded: some of conv2, fc1, fc2",
-    "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=['fc1', 'fc2']: has 2 names, but 2 stages need 1",
+    "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: has 2 names, but 2 stages need 1",
     "strategy=pipeline strategy.num_microbatches=1": "strategy.num_microbatches=1: strategy.schedule=1f1b needs at least one "
     "for each of the 2 ranks in a pipeline; use 2 or more, or strategy.schedule=gpipe",
     "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": "the model cannot be cut into 4 "

@@ -249,18 +249,18 @@ def test_partition_shapes_are_those_of_a_forward_pass(model):
         (
             2,
             ["fc1", "fc2"],
-            "strategy.cut=['fc1', 'fc2']: has 2 names, but 2 stages need 1: the first block of every stage but",
+            "strategy.cut=[fc1,fc2]: has 2 names, but 2 stages need 1: the first block of every stage but",
         ),
-        (3, ["fc1"], "strategy.cut=['fc1']: has 1 names, but 3 stages need 2"),
-        (1, ["fc1"], "strategy.cut=['fc1']: has 1 names, but 1 stages need 0"),
+        (3, ["fc1"], "strategy.cut=[fc1]: has 1 names, but 3 stages need 2"),
+        (1, ["fc1"], "strategy.cut=[fc1]: has 1 names, but 1 stages need 0"),
         (
             2,
             ["fc9"],
-            "strategy.cut=['fc9']: must be blocks of the model in their order, the first excluded: some of conv2, fc1,",
+            "strategy.cut=[fc9]: must be blocks of the model in their order, the first excluded: some of conv2, fc1,",
         ),
-        (2, ["conv1"], "strategy.cut=['conv1']: must be blocks of the model in their order, the first excluded"),
-        (3, ["fc2", "fc1"], "strategy.cut=['fc2', 'fc1']: must be blocks of the model in their order"),
-        (3, ["fc1", "fc1"], "strategy.cut=['fc1', 'fc1']: must be blocks of the model in their order"),
+        (2, ["conv1"], "strategy.cut=[conv1]: must be blocks of the model in their order, the first excluded"),
+        (3, ["fc2", "fc1"], "strategy.cut=[fc2,fc1]: must be blocks of the model in their order"),
+        (3, ["fc1", "fc1"], "strategy.cut=[fc1,fc1]: must be blocks of the model in their order"),
     ],
 )
 def test_partition_refuses_invalid_cuts(stages, starts, message):

@@ -182,7 +182,7 @@ def test_strategy_that_cuts_refuses_a_model_without_blocks(strategy, tmp_path):
     [
         (
             "model._target_=own_models.Plain strategy.wrap=[Block]",
-            "strategy.wrap=['Block']: the model has no module of class Block; it has Linear, ModuleList, Plain, Residual",
+            "strategy.wrap=[Block]: the model has no module of class Block; it has Linear, ModuleList, Plain, Residual",
         ),
         (
             "model._target_=own_models.Tied",

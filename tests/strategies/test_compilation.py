@@ -104,7 +104,7 @@ def test_sharded_convolutions_are_not_padded():
             "vit",
             "cuts the ",
         ),
-        (partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=["Linear"]), "vit", "strategy.wrap=['Linear'] "),
+        (partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=["Linear"]), "vit", "strategy.wrap=[Linear] "),
         (
             partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=None, checkpoint_activations="selective"),
             "vit",
