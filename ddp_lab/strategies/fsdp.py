@@ -106,8 +106,10 @@ class FSDP(Strategy):
 
     def why_not_compile(self, model: nn.Module) -> str | None:
         if any(unit not in set(model.children()) for unit in units(model, self.wrap)):
-            return f"strategy.wrap={listed(self.wrap or [])} gathers modules within blocks, which would divide a compiled block "
+            return (
+                f"strategy.wrap={listed(self.wrap or [])} gathers modules within blocks, which would divide a compiled block "
                 "into many parts"
+            )
         return no_blocks(self.name, model) or not_selective(self.checkpointing)
 
     def why_not_capture(self) -> str | None:
