@@ -55,6 +55,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
         "fits",
         "memory",
         "held",
+        "host",
         "time",
         "images_per_second",
         "gpu_hours",
@@ -64,7 +65,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
     memory = dict(first["memory"])
     total, allocated = memory.pop("total"), memory.pop("allocated")
     assert total == pytest.approx(sum(memory.values()))
-    assert total == pytest.approx(allocated + memory["libraries"])
+    assert total == pytest.approx(allocated + memory["nccl"] + memory["context"])
     assert first["held"]["parameters"] == 4 * 129_068
     time = dict(first["time"])
     assert time.pop("total") == pytest.approx(sum(time.values()))
@@ -159,6 +160,37 @@ def test_several_machines_have_their_launch_line():
     ddp = next(prediction for prediction in advice.predictions if prediction.name == "ddp")
     assert ddp.launch.startswith("torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --nproc_per_node=2 -m")
     assert {"dp", "split"}.isdisjoint(names(advice)), "one process cannot use the GPUs of two machines"
+
+
+def test_table_names_each_part_of_the_memory_of_what_is_recommended_and_of_the_users_own():
+    advice = advised(*VIT, "optimizer=adamw", "strategy=ddp", gpus="2xH100")
+    short, long = table(advice, everything=False), table(advice, everything=True)
+    for shown, listed in ((short, [advice.listed[0], advice.ranked[0]]), (long, advice.listed)):
+        lines = shown[shown.index("\nGiB of the peak") :].split("\n\n")[0].splitlines()[1:]
+        names = lines[0].removeprefix("GiB of the peak").replace("host memory", "host").lower().split()
+        assert {"parameters", "gradients", "optimizer", "activations", "buckets", "nccl", "context"} <= set(names)
+        for line, each in zip(lines[1:], dict.fromkeys(each.name for each in listed), strict=True):
+            sizes = vars(next(prediction for prediction in listed if prediction.name == each).memory)
+            assert line.startswith(f"{each} ")
+            for name, cell in zip(names, line.removeprefix(each).split(), strict=True):
+                if name != "host" and cell != "<0.0001":
+                    assert float(cell) == pytest.approx(sizes[name] / GiB, abs=0.005 if sizes[name] > GiB / 10 else 5e-5)
+
+
+def test_offload_is_predicted_with_what_each_host_must_hold():
+    for nodes in (1, 2):
+        advice = advised(*VIT, "optimizer=adamw", gpus="2xH100", nodes=nodes)
+        found = {each.name: each for each in advice.predictions}
+        offloaded = found["fsdp offload=true checkpoint_activations=block"]
+        assert offloaded.host == 2 * (offloaded.held.parameters + offloaded.held.gradients + offloaded.held.optimizer)
+        parameters = next(each for each in advice.predictions if each.name == "single").held.parameters
+        assert offloaded.host == pytest.approx(4 * parameters / nodes, rel=0.05), "AdamW: four times the weights"
+        assert all(each.host == 0 for each in advice.predictions if each is not offloaded)
+        row, parts = (line for line in table(advice, everything=True).splitlines() if line.startswith(f"{offloaded.name}  "))
+        assert row.endswith(f"+ {offloaded.host / GiB:.4f} in host memory")
+        assert parts.endswith(f" {offloaded.host / GiB:.4f}")
+    only = replace(advice, predictions=[offloaded])
+    assert f"it keeps {offloaded.host / 2**20:,.2f} MiB in the host memory of each machine" in only.conclusion
 
 
 def own_model(name: str) -> list[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ddp_lab.estimate.footprint import Footprint
 from ddp_lab.estimate.memory import Memory
+from ddp_lab.estimate.sizes import describe_bytes
 from ddp_lab.estimate.step_time import StepTime
 
 SIMPLER = 1.05  # a simpler strategy is recommended unless another one is faster by this factor
@@ -24,6 +25,7 @@ class Prediction:
         fits: whether the memory is at most the card's.
         memory: at the peak of a step, of the rank whose peak is highest.
         held: parameters, gradients, optimizer state and averages of that rank, exact.
+        host: bytes of these that the ranks of a machine keep in host memory.
         time: of a step.
         images_per_second: of the training steps.
         gpu_hours: of the training steps of the run, summed over the GPUs in use.
@@ -36,6 +38,7 @@ class Prediction:
     fits: bool
     memory: Memory
     held: Footprint
+    host: float
     time: StepTime
     images_per_second: float
     gpu_hours: float
@@ -88,6 +91,11 @@ class Advice:
         return next((each for each in self.refused if each.overrides == self.own), None)
 
     @property
+    def least(self) -> Prediction | None:
+        """What needs the least memory; None if nothing can be laid on the GPUs."""
+        return min(self.predictions, key=lambda each: each.memory.total, default=None)
+
+    @property
     def ranked(self) -> list[Prediction]:
         """The predictions that fit, the recommended one first, then by time."""
         fitting = sorted((each for each in self.predictions if each.fits), key=lambda each: each.time.total)
@@ -100,8 +108,7 @@ class Advice:
     def conclusion(self) -> str:
         """The recommendation with its reason, and the line to paste."""
         if not self.ranked:
-            least = min(self.predictions, key=lambda each: each.memory.total, default=None)
-            if least is None:
+            if (least := self.least) is None:
                 return "Nothing can be laid on these GPUs: --all shows why"
             short = (least.memory.total - self.memory) / 2**30
             return (
@@ -125,4 +132,6 @@ class Advice:
             reason = (
                 f"it is the simplest of {close} whose predicted times are within 5 % of that of the fastest, {fastest.name}"
             )
+        if best.host:
+            reason += f"; it keeps {describe_bytes(best.host)} in the host memory of each machine"
         return reason + (f"; {', '.join(too_large[:3])} would not fit" if too_large else "")

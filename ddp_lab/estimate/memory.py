@@ -22,8 +22,8 @@ class Memory:
         activations: what is kept for the backward pass, and temporary results.
         buckets: copies of gradients or parameters that the strategy sends or has gathered.
         copies: of weights and optimizer state, which the warm-up before compiling or capturing restores.
-        data: the batch and, with data.loader=device, the dataset.
-        libraries: the CUDA context, workspaces and NCCL's buffers, which torch does not count as allocated.
+        data: the batch and, with data.loader=device, the dataset; cuBLAS's workspaces, and buffers between stages.
+        nccl, context: NCCL's buffers and the CUDA context, which torch does not count as allocated.
     """
 
     parameters: float
@@ -35,12 +35,13 @@ class Memory:
     buckets: float
     copies: float
     data: float
-    libraries: float
+    nccl: float
+    context: float
 
     @property
     def allocated(self) -> float:
         """What torch.cuda.max_memory_allocated reports."""
-        return self.total - self.libraries
+        return self.total - self.nccl - self.context
 
     @property
     def total(self) -> float:
@@ -58,7 +59,8 @@ def peak_memory(
     temporary: float,
     copies: float,
     data: float,
-    libraries: float,
+    nccl: float,
+    context: float,
 ) -> Memory:
     """Return the memory at the highest moment of a step.
 
@@ -72,10 +74,10 @@ def peak_memory(
         checkpointing: none, block or selective.
         temporary: bytes that the optimizer's step allocates.
         copies: bytes of copies of weights and optimizer state.
-        data: bytes of the batch and the dataset.
-        libraries: bytes of libraries.
+        data, nccl, context: bytes, as in `Memory`.
     """
-    base = Memory(held.parameters, 0, held.optimizer, held.averages, held.buffers, 0, buckets.constant, copies, data, libraries)
+    state = held.parameters, 0, held.optimizer, held.averages, held.buffers
+    base = Memory(*state, 0, buckets.constant, copies, data, nccl, context)
     names, kept = list(blocks), kept_by(list(blocks.values()), checkpointing)
     before = [0.0, *accumulate(kept)]
     waiting = (micro_batches - 1) * before[-1]  # other micro-batches, which have passed forward and not yet backward

@@ -10,6 +10,7 @@ from ddp_lab.estimate.cards import GiB
 from ddp_lab.observe.plot import GREY, Plot, beside, stacked
 
 COLUMNS = ("predicted", "GPUs", "GiB", "state", "activations", "others", "ms/step", "exposed", "images/s", "GPU-hours", "")
+RARE = ("averages", "buffers", "copies", "host")
 MOST = 24  # strategies in the table and in the picture, without --all
 
 
@@ -20,32 +21,57 @@ def table(advice: Advice, everything: bool) -> str:
         everything: whether to list all predictions, and what is refused with the reasons.
     """
     shown = advice.listed if everything else best_of(advice)
-    rows = [COLUMNS, *(row(prediction) for prediction in shown)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = [f"{cells[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, cells[1:], widths[1:])) for cells in rows]
+    lines = aligned([COLUMNS, *(row(prediction) for prediction in shown)])
     if own := advice.own_refusal:
         lines.insert(1, f"{own.name}  is refused: {own.reason}")
     hidden = len(advice.predictions) - len(shown)
     notes = [f"and {hidden} more, which --all shows"] if hidden else []
     if everything:
         notes += [f"refused: {' '.join(each.overrides)}: {each.reason}" for each in advice.refused if each is not own]
-    return "\n".join([*advice.head, "", *map(str.rstrip, lines), *notes, "", advice.conclusion])
+    best = advice.ranked[0] if advice.ranked else advice.least
+    detailed = [each for each in advice.listed if everything or each is best or each.overrides == advice.own]
+    return "\n".join([*advice.head, "", *lines, *notes, "", *parts(detailed), "", advice.conclusion])
+
+
+def parts(predictions: Sequence[Prediction]) -> list[str]:
+    """Return the lines of a table of the parts of the memory; of those that few runs have, only what a prediction has."""
+    sizes = [vars(each.memory) | {"host": each.host} for each in predictions]
+    names = [name for name in sizes[0] if name not in RARE or any(each[name] for each in sizes)] if sizes else []
+    titles = ("GiB of the peak", *({"nccl": "NCCL", "host": "host memory"}.get(name, name) for name in names))
+    rows = [(each.name, *(gib(size[name]) for name in names)) for each, size in zip(predictions, sizes, strict=True)]
+    return aligned([titles, *rows]) if rows else []
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines of text: the first column aligned to the left, all others to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = [f"{cells[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, cells[1:], widths[1:])) for cells in rows]
+    return [line.rstrip() for line in lines]
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes in GiB, with more digits if it is small."""
+    if size == 0 or size >= 0.1 * GiB:
+        return f"{size / GiB:,.2f}"
+    return f"{size / GiB:.4f}" if size >= 1e-4 * GiB else "<0.0001"
 
 
 def row(prediction: Prediction) -> tuple[str, ...]:
     """Return the cells of a prediction."""
     memory, time = prediction.memory, prediction.time
     state = memory.parameters + memory.gradients + memory.optimizer + memory.averages + memory.buffers
+    notes = ["does not fit"] if not prediction.fits else []
+    notes += [f"+ {gib(prediction.host)} in host memory"] if prediction.host else []
     sizes = (memory.total, state, memory.activations, memory.total - state - memory.activations)
     return (
         prediction.name,
         str(prediction.devices),
-        *(f"{size / GiB:,.2f}" for size in sizes),
+        *map(gib, sizes),
         f"{1000 * time.total:,.2f}",
         f"{(time.communication + time.bubble) / time.total:.0%}",
         f"{prediction.images_per_second:,.0f}",
         f"{prediction.gpu_hours:,.3g}",
-        "" if prediction.fits else "does not fit",
+        ", ".join(notes),
     )
 
 

@@ -14,7 +14,7 @@ from ddp_lab.estimate.blocks import Tracer
 from ddp_lab.estimate.cards import Card, GiB
 from ddp_lab.estimate.constants import ASSUMED, Constants
 from ddp_lab.estimate.constants_file import load
-from ddp_lab.estimate.footprint import Footprint
+from ddp_lab.estimate.footprint import Footprint, on_device
 from ddp_lab.estimate.memory import Memory
 from ddp_lab.estimate.planned import PlannedRuntime
 from ddp_lab.estimate.schedule import step_time
@@ -160,6 +160,7 @@ class Advisor:
             memory.total <= self.machine.card.memory,
             memory,
             held,
+            min(candidate.ranks, self.machine.per_node) * (held.total - on_device(held, strategy.share(self.model, 0)).total),
             time,
             plan.global_batch_size / time.total,
             epochs * plan.steps_per_epoch * time.total * strategy.num_devices / 3600,

@@ -94,7 +94,8 @@ def alternatives(job: Job, memory: int) -> str:
         ranks = 1 if each.overrides[0].removeprefix("strategy=") in ALONE else machine.gpus
         overrides = " ".join(each.overrides)
         how = overrides if ranks == runtime.world_size else f"`{each.launch}`"
-        return f"{how} ({describe_bytes(each.memory.total)})"
+        host = f", and {describe_bytes(each.host)} of host memory" if each.host else ""
+        return f"{how} ({describe_bytes(each.memory.total)}{host})"
 
     number = f"{machine.gpus} such GPU{'s' * (machine.gpus > 1)}"
     if best := advice.ranked[:MOST_ALTERNATIVES]:

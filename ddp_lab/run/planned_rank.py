@@ -74,7 +74,8 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
         + workspaces(job, constants, any(each.kind == "matmul" for block in blocks.values() for each in block.forward))
         + stage_buffers(strategy, place, samples, blocks, kept, bf16)
         + cast_images(strategy, blocks.get(tracer.named[0][0]), kept, bf16),
-        libraries=constants.context + constants.communicator * communicators(strategy),
+        nccl=constants.communicator * communicators(strategy),
+        context=constants.context,
     )
     divisions = {name: division_of(strategy, name, block) for name, block in tracer.named if name in blocks}
     return PlannedRank(memory, held, Passes(blocks, divisions, sizes, checkpointing, held.optimizer))

@@ -11,7 +11,7 @@ MEMORY = Memory(**dict.fromkeys(Memory.__dataclass_fields__, 0))
 
 def prediction(line: str, milliseconds: float, fits: bool = True) -> Prediction:
     time = StepTime(milliseconds / 1000, 0, 0, 0)
-    return Prediction(line.split(), 1, fits, MEMORY, Footprint(0, 0, 0, 0, 0), time, 1.0, 1.0, "python -m ddp_lab")
+    return Prediction(line.split(), 1, fits, MEMORY, Footprint(0, 0, 0, 0, 0), 0, time, 1.0, 1.0, "python -m ddp_lab")
 
 
 def advice(*predictions: Prediction, own: str | None = None, refused: list[Refused] | None = None) -> Advice:
@@ -43,3 +43,9 @@ def test_the_users_own_strategy_is_listed_first_if_it_is_refused():
         assert lines[row + 1] == "mesh tp=3  is refused: 2 ranks"
         assert lines[row + 2].startswith("single ")
         assert sum("2 ranks" in line for line in lines) == 1
+
+
+def test_where_nothing_fits_the_parts_of_the_least_memory_are_shown():
+    found = advice(prediction("strategy=single", 10, fits=False), prediction("strategy=fsdp", 20, fits=False))
+    titles = "parameters  gradients  optimizer  activations  buckets  data  NCCL  context"
+    assert f"\nGiB of the peak  {titles}\nsingle " in table(found, everything=False)

@@ -69,7 +69,7 @@ def test_predictions_use_the_measured_constants_of_their_card():
     assert "measured there" in after.head[1]
     assert "assumed" in before.head[1]
     assert after.predictions[0].time.total > 5 * before.predictions[0].time.total
-    assert after.predictions[0].memory.libraries == 2**30
+    assert after.predictions[0].memory.context == 2**30
     assert "assumed" in advise(run, None, find_machine("1xL4", 1, None)).head[1], "these are the constants of another card"
 
 
