@@ -33,7 +33,7 @@ from ddp_lab.resilience.checkpoint_folder import (
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.resilience.sharded_state import collect, load_sharded, tensors_to_save
 from ddp_lab.resilience.sharded_write import ShardWriter
-from ddp_lab.resilience.whole_state import complete_state, load_whole
+from ddp_lab.resilience.whole_state import complete_state, in_model_order, load_whole
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import BestBy, Progress
@@ -157,7 +157,7 @@ class Checkpoints:
         collected = complete_state(self.strategy, self.optimizer, self.scheduler, self.ema)
         if collected is None:
             return None
-        state = collected | {"progress": asdict(progress), "seed": self.seed}
+        state = in_model_order(collected, self.shapes) | {"progress": asdict(progress), "seed": self.seed}
 
         def write() -> None:
             self.folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """What a whole checkpoint contains, saved and loaded: the complete state, of which rank 0 collects a copy."""
 
 import copy
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,25 @@ def complete_state(
         return None
     # `state_dict` does not copy tensors on the host (AdamW's `step`, also on GPUs), which the next step changes.
     return copied(state, storages_on_host(strategy, optimizer)) | averages
+
+
+def in_model_order(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a complete state with its tensors in the model's order: the ranks of a pipeline collect them in another.
+
+    Args:
+        state: the keys "model" and "optimizer", and "ema" if the weights are averaged.
+        names: of the model's tensors, in order.
+    """
+    places = {name: place for place, name in enumerate(names)}
+
+    def ordered(found: Iterable[str]) -> list[str]:
+        return sorted(found, key=lambda name: places.get(name, len(places)))
+
+    optimizer = state["optimizer"]
+    groups = [group | {"params": ordered(group["params"])} for group in optimizer["param_groups"]]
+    weights = {key: {name: state[key][name] for name in ordered(state[key])} for key in ("model", "ema") if key in state}
+    values = {name: optimizer["state"][name] for name in ordered(optimizer["state"])}
+    return state | weights | {"optimizer": optimizer | {"state": values, "param_groups": groups}}
 
 
 def load_whole(

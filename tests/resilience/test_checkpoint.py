@@ -19,7 +19,7 @@ from ddp_lab.resilience.checkpoint_files import damage as problem_of
 from ddp_lab.resilience.checkpoint_folder import in_order
 from ddp_lab.resilience.decisions import Agreement
 from ddp_lab.resilience.guard import Guard, GuardSettings
-from ddp_lab.resilience.whole_state import copied
+from ddp_lab.resilience.whole_state import copied, in_model_order
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import next_epoch
@@ -74,6 +74,18 @@ def test_copied_state_shares_all_tensors_but_those_that_the_next_step_changes():
     assert found["optimizer"]["lr"][0].item() == 0, "tensors in lists, which param_groups are, are always copied"
     assert found["model"]["gathered"] is other, "it is a copy already"
     assert state["model"]["own"] is changing
+
+
+def test_saved_tensors_have_the_order_of_the_model():
+    names = ["embed.w", "block0.w", "block1.w", "head.w"]
+    mixed = [names[i] for i in (0, 2, 1, 3)]  # of an interleaved pipeline of two ranks
+    state = {key: {name: f"{key} {name}" for name in mixed} for key in ("model", "ema")}
+    state["optimizer"] = {"state": {name: name for name in mixed[1:]}, "param_groups": [{"lr": 0.1, "params": mixed[1:]}]}
+    found = in_model_order(state, names)
+    assert found == state | {"optimizer": state["optimizer"] | {"param_groups": [{"lr": 0.1, "params": names[1:]}]}}
+    assert [list(found[key]) for key in ("model", "ema")] == [names, names]
+    assert list(found["optimizer"]["state"]) == names[1:]
+    assert "ema" not in in_model_order({key: state[key] for key in ("model", "optimizer")}, names)
 
 
 def test_copied_state_has_containers_of_its_own():
