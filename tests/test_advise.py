@@ -174,7 +174,7 @@ def test_table_names_each_part_of_the_memory_of_what_is_recommended_and_of_the_u
             assert line.startswith(f"{each} ")
             for name, cell in zip(names, line.removeprefix(each).split(), strict=True):
                 if name != "host" and cell != "<0.0001":
-                    assert float(cell) == pytest.approx(sizes[name] / GiB, abs=0.005 if sizes[name] > GiB / 10 else 5e-5)
+                    assert float(cell) == pytest.approx(sizes[name] / GiB, abs=0.00501 if sizes[name] >= 0.005 * GiB else 5e-5)
 
 
 def test_offload_is_predicted_with_what_each_host_must_hold():

@@ -50,8 +50,8 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def gib(size: float) -> str:
-    """Return a number of bytes in GiB, with more digits if it is small."""
-    if size == 0 or size >= 0.1 * GiB:
+    """Return a number of bytes in GiB, with more digits if two would be zeros."""
+    if size == 0 or size >= 0.005 * GiB:
         return f"{size / GiB:,.2f}"
     return f"{size / GiB:.4f}" if size >= 1e-4 * GiB else "<0.0001"
 
@@ -66,7 +66,7 @@ def row(prediction: Prediction) -> tuple[str, ...]:
     return (
         prediction.name,
         str(prediction.devices),
-        *map(gib, sizes),
+        *(f"{size / GiB:,.2f}" for size in sizes),
         f"{1000 * time.total:,.2f}",
         f"{(time.communication + time.bubble) / time.total:.0%}",
         f"{prediction.images_per_second:,.0f}",
