@@ -12,13 +12,14 @@ from torch.utils.data import Dataset as TorchDataset
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.samples import Samples
 from ddp_lab.data.sharding import Loader, LoaderOptions, Shard
+from ddp_lab.world.process import REQUESTS
 
 RawBatch = tuple[torch.Tensor, torch.Tensor]
 
 
 def ignore_signals(worker: int) -> None:
     """Ignore the signals that a scheduler or terminal sends to a whole launch: the main process handles them."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in REQUESTS:
         signal.signal(number, signal.SIG_IGN)
 
 

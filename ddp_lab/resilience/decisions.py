@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.training.tally import LONGEST, Tally
+from ddp_lab.world.process import REQUESTS
 from ddp_lab.world.runtime import Runtime
 
 PERIOD = 0.5  # approximate seconds between two exchanges
@@ -80,7 +81,7 @@ class Decisions:
 
     def listen(self) -> None:
         """Treat SIGTERM, SIGUSR1 and Ctrl-C as a request to save a checkpoint and exit. Call it in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in REQUESTS:
             signal.signal(number, self._preempt)
 
     def _preempt(self, number: int, frame: object) -> None:

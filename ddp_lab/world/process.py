@@ -13,6 +13,9 @@ import threading
 import time
 from pathlib import Path
 
+# Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a launch.
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 def env_int(name: str, default: int) -> int:
     """Return the environment variable `name` as an integer, or `default` if it is not set."""

@@ -340,6 +340,25 @@ def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
     assert status(tmp_path / "mine")["status"] == "preempted"
 
 
+@pytest.mark.slow
+def test_sigterm_to_all_processes_spares_the_compilers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    process = start("python train.py", *overrides(tmp_path, "mine", "epochs=100000", "compile=true"))
+    wait_for(tmp_path / "mine", 0, lambda record: compiles_kernel(record["pid"]), 120)
+    os.killpg(process.pid, signal.SIGTERM)
+    code, output = finish(process, timeout=200)
+    assert code == 75, output
+    assert status(tmp_path / "mine")["status"] == "preempted"
+
+
+def compiles_kernel(pid: int) -> bool:
+    """Return whether a child of one of the process's threads is a compiler of one of Inductor's kernels."""
+    with contextlib.suppress(OSError):  # a thread or a child has ended meanwhile
+        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
+        return any(b".main.cpp" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
+    return False
+
+
 def test_no_rank_outlives_torchrun(tmp_path):
     process = start(DDP, *overrides(tmp_path, "orphans", "epochs=100000"))
     pids = [wait_for(tmp_path / "orphans", rank, lambda r: r["step"] > 10)["pid"] for rank in (0, 1)]

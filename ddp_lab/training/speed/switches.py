@@ -1,11 +1,14 @@
 """Global settings of torch that a fast step needs. Each applies within a `with` block and is restored after it."""
 
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 from torch._tensor_str import printoptions  # `torch.set_printoptions` cannot restore what was set before
+
+from ddp_lab.world.process import REQUESTS
 
 # torch's default is 8. The pieces of a model (`Strategy.compile_pieces`) count as one function with different shapes.
 RECOMPILE_LIMIT = 64
@@ -70,9 +73,23 @@ def stance_restored() -> Generator[None]:
 
 @contextmanager
 def compiling() -> Generator[None]:
-    """Let torch.compile compile new shapes again, in a block within `eager_unless_compiled`.
+    """Let torch.compile compile new shapes again, in a block within `eager_unless_compiled`. Called in the main thread.
 
     torch 2.11 prints every parameter while it compiles an optimizer (`id_match_unchecked`), so only few elements are printed.
     """
-    with printoptions(edgeitems=1, threshold=0), torch.compiler.set_stance("default"):
+    with printoptions(edgeitems=1, threshold=0), torch.compiler.set_stance("default"), compilers_without_signals():
         yield
+
+
+@contextmanager
+def compilers_without_signals() -> Generator[None]:
+    """Let processes that this thread starts never receive the signals that a scheduler or terminal sends to a whole launch.
+
+    They are compilers. Without one, this process would fail or wait forever instead of saving a checkpoint. Its other threads
+    still receive the signals.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
