@@ -210,6 +210,14 @@ def test_models_that_read_values_are_predicted_without_a_capture():
         assert other.memory.total == pytest.approx(one.memory.total, rel=0.01)
 
 
+def test_models_that_fail_in_bf16_are_refused_where_inputs_are_cast():
+    advice = advised(*own_model("Converting"), "precision=bf16", gpus="2xH100")
+    assert {"single", "ddp"} <= set(names(advice))
+    (reason,) = {each.reason for each in advice.refused if each.name == "fsdp"}
+    assert reason.startswith("the model failed with samples of torch.bfloat16: TypeError: Got unsupported ScalarType BFloat16")
+    assert "own_models.py, line" in reason
+
+
 def test_models_that_fail_are_refused_with_the_message_of_train():
     code, text = run_world(1, refusal_in_world, " ".join([*own_model("Broken"), "device=cpu"]))[0]
     assert code == 2
@@ -217,6 +225,11 @@ def test_models_that_fail_are_refused_with_the_message_of_train():
     with pytest.raises(ConfigError) as error:
         advise(own_model("Broken"), None, find_machine("2xH100", 1, None))
     assert text.strip() == f"error: {error.value}"
+
+
+def test_runs_that_mix_samples_are_predicted():
+    mixed, plain = (advised(*VIT, *more, gpus="1xH100").predictions[0] for more in (["mixup=0.2", "cutmix=1"], []))
+    assert mixed.memory == plain.memory
 
 
 def test_tables_show_the_best_and_all_on_request():

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.estimate.compiled import trace_compiled
+from ddp_lab.estimate.copies import fake_copy, fake_mode, real_copy
 from ddp_lab.estimate.division import Division, division_of
 from ddp_lab.estimate.real_trace import trace_values
 from ddp_lab.estimate.trace import Traced, trace
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.fingerprint import fingerprint
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.compilation import repeats
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.loss import Loss
@@ -62,6 +63,9 @@ class Tracer:
             share: what the rank holds.
             samples: number of samples that pass through a block at once.
             compiled: whether torch.compile compiles the model; the loss, which is small, is traced in eager mode.
+
+        Raises:
+            ConfigError: the model reads values, and fails with those of a few samples.
         """
         blocks = self._graphs(strategy) if compiled else self.named
         # fully_shard casts parameters and inputs by itself; all other strategies use autocast.
@@ -147,7 +151,11 @@ class Tracer:
 
         dtype = torch.bfloat16 if casts else None
         inputs = given.to(dtype or given.dtype).requires_grad_(given.requires_grad)
-        return trace_values(own, inputs, autocast=self.precision == "bf16" and not casts)
+        try:
+            return trace_values(own, inputs, autocast=self.precision == "bf16" and not casts)
+        except Exception as error:
+            text = f"the model failed with samples of {inputs.dtype}: {describe_error(error)}. Correct the model"
+            raise ConfigError(text) from error
 
     def _trace_loss(self, given: torch.Tensor) -> tuple[Traced, torch.Tensor]:
         with fake_mode():
@@ -155,41 +163,3 @@ class Tracer:
             targets = torch.zeros(len(given), dtype=torch.int64)
             logits = torch.empty(given.shape, dtype=given.dtype, requires_grad=True)
             return trace(lambda logits: loss(logits, targets), [targets], logits, autocast=False)
-
-
-def fake_mode() -> Any:
-    """Return the mode in which tensors have shapes and no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_copy(block: nn.Module, sizes: dict[str, torch.Size], dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of a block whose parameters and buffers are fake. Call it within the fake mode.
-
-    Args:
-        sizes: the shape of each parameter.
-        dtype: of the parameters, but for those of BatchNorm, which stay as they are; None: their own.
-    """
-    memo: dict[int, Any] = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in block.buffers()}
-    for name, tensor, kind in with_dtypes(block, dtype):
-        memo[id(tensor)] = nn.Parameter(torch.empty(sizes[name], dtype=kind), requires_grad=tensor.requires_grad)
-    return copy.deepcopy(block, memo)
-
-
-def real_copy(block: nn.Module, sizes: dict[str, torch.Size], dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of a block on the CPU with the first elements of its parameters. The arguments are as above."""
-    memo: dict[int, Any] = {}
-    for name, tensor, kind in with_dtypes(block, dtype):
-        part = tensor.detach()[tuple(map(slice, sizes[name]))].to(kind, copy=True).contiguous()
-        memo[id(tensor)] = nn.Parameter(part, requires_grad=tensor.requires_grad)
-    return copy.deepcopy(block, memo)
-
-
-def with_dtypes(block: nn.Module, dtype: torch.dtype | None) -> list[tuple[str, nn.Parameter, torch.dtype]]:
-    """Return the name and the dtype of each parameter of a copy. The arguments are as above."""
-    norms = {id(tensor) for layer in filter(is_batch_norm, block.modules()) for tensor in layer.parameters()}
-    return [
-        (name, tensor, tensor.dtype if dtype is None or id(tensor) in norms else dtype)
-        for name, tensor in block.named_parameters()
-    ]

@@ -31,6 +31,7 @@ from ddp_lab.run.machine import Machine
 from ddp_lab.run.places import places
 from ddp_lab.run.planned_rank import predict_rank
 from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.loss import build_loss
 from ddp_lab.training.speed.auto import AUTO, SWITCHED, compile_seconds, earns_compiling
 
 
@@ -102,8 +103,9 @@ class Advisor:
 
     @cached_property
     def tracer(self) -> Tracer:
-        job = self.job(Candidate("single", {}, 1))
-        return Tracer(self.model, job.loss, self.dataset.train.shape, self.cfg.precision)
+        mixed = self.cfg.mixup > 0 or self.cfg.cutmix > 0
+        loss = build_loss(self.cfg.loss, len(self.dataset.classes), mixed)
+        return Tracer(self.model, loss, self.dataset.train.shape, self.cfg.precision)
 
     def candidates(self) -> list[Candidate]:
         """Return all strategies, the user's own included, simple ones first."""

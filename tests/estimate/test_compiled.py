@@ -8,8 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import MODELS, make_model
 
-from ddp_lab.estimate.blocks import Tracer, fake_copy
+from ddp_lab.estimate.blocks import Tracer
 from ddp_lab.estimate.compiled import graphs_of
+from ddp_lab.estimate.copies import fake_copy
 from ddp_lab.estimate.fusion import Kernel, kernels_of
 from ddp_lab.estimate.memory import kept_by
 from ddp_lab.estimate.planned import PlannedRuntime

@@ -4,7 +4,7 @@ import pytest
 import torch
 from training import MODELS, make_model
 
-from ddp_lab.estimate.blocks import fake_copy, fake_mode, real_copy
+from ddp_lab.estimate.copies import fake_copy, fake_mode, real_copy
 from ddp_lab.estimate.real_trace import trace_values
 from ddp_lab.estimate.trace import trace
 
