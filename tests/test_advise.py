@@ -210,6 +210,10 @@ def test_models_that_read_values_are_predicted_without_a_capture():
         assert other.memory.total == pytest.approx(one.memory.total, rel=0.01)
 
 
+def test_chains_that_read_values_are_predicted_under_pipelines():
+    assert {"single", "split", "pipeline", "mesh pp=2"} <= set(names(advised(*own_model("waiting_blocks"), gpus="2xH100")))
+
+
 def test_models_that_fail_in_bf16_are_refused_where_inputs_are_cast():
     advice = advised(*own_model("Converting"), "precision=bf16", gpus="2xH100")
     assert {"single", "ddp"} <= set(names(advice))

@@ -3,10 +3,12 @@
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError, listed
@@ -96,13 +98,25 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
         for block in chain:
             key = (*fingerprint(block), activation.shape, activation.dtype)
             if key not in known:
-                with FlopCounterMode(display=False) as counter:
-                    output = copy.deepcopy(block).to("meta").eval()(activation)
-                known[key] = counter.get_total_flops(), output
+                known[key] = trace_block(block, activation)
             count, activation = known[key]
             flops.append(count)
             shapes.append(activation.shape[1:])
     return flops, shapes
+
+
+def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return the FLOPs of a block for an input on the meta device, and its output there.
+
+    A block that reads values, as by `.item()`, cannot run there. It gets a tensor of ones on the CPU.
+    """
+    on_meta = any(tensor.is_meta for tensor in block.parameters())
+    with suppress(*([] if on_meta else [Exception])), FlopCounterMode(display=False) as counter:
+        output = copy.deepcopy(block).to("meta").eval()(given)
+        return counter.get_total_flops(), output
+    with FlopCounterMode(display=False) as counter:
+        output = copy.deepcopy(block).eval()(torch.ones_like(given, device="cpu"))
+    return counter.get_total_flops(), output.to("meta")
 
 
 def cut(costs: list[int], stages: int) -> list[range]:

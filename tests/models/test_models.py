@@ -7,6 +7,7 @@ from torchvision.models import resnet18 as torchvision_resnet18
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.book_resnet import book_resnet18, draw_weights
 from ddp_lab.models.lenet import lenet
+from ddp_lab.models.own import build_model
 from ddp_lab.models.partition import Partition, cut, trace
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
@@ -267,3 +268,12 @@ def test_partition_refuses_invalid_cuts(stages, starts, message):
     with pytest.raises(ConfigError) as error:
         Partition(lenet(1, 28, 10, None), stages, starts)
     assert str(error.value).startswith(message)
+
+
+def test_chains_that_read_values_are_cut_by_their_flops():
+    model = build_model({"_target_": "own_models.waiting_blocks"}, {"in_channels": 1, "image_size": 8, "num_classes": 10})
+    state = torch.get_rng_state()
+    parts = Partition(model, 2)
+    assert parts.flops == [0, 2 * 64 * 24, 2 * 24 * 24, 2 * 24 * 10]
+    assert [list(shape) for shape in parts.shapes] == [[1, 8, 8], [64], [24], [24], [10]]
+    assert torch.equal(torch.get_rng_state(), state)

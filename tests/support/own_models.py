@@ -35,6 +35,20 @@ def sequential(num_classes):
     return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, num_classes))
 
 
+class WaitingLayer(nn.Linear):
+    """A layer whose forward pass waits for the device."""
+
+    def forward(self, inputs):
+        return super().forward(inputs / max(1.0, inputs.abs().max().item()))
+
+
+def waiting_blocks(in_channels, image_size, num_classes):
+    """Blocks, of which the third one waits for the device."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(in_channels * image_size**2, 24), WaitingLayer(24, 24), nn.Linear(24, num_classes)
+    )
+
+
 class Scalar(Plain):
     """FSDP cannot shard a parameter without dimensions."""
 
