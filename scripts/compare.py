@@ -79,11 +79,12 @@ def main() -> None:
     draw(results, out / "plots.png")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
     some = f" --strategies {shlex.join(arguments.strategies)}" if arguments.strategies else ""
+    some += f" --gpus {shlex.quote(arguments.gpus)}" if arguments.gpus not in (None, "here") else ""
     head = [
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    predicted = predictions(results, overrides, arguments.gpus) if arguments.gpus else []
+    predicted = predictions(results, overrides, arguments.gpus, gpus > 0) if arguments.gpus else []
     print("\n" + report(rows(results), head, notes + diagnoses(results), predicted, out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 

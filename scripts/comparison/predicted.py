@@ -19,13 +19,13 @@ class Comparison(NamedTuple):
 
     Attributes:
         memory: bytes on the fullest GPU, without the CUDA context and NCCL, as torch counts them; None: not measured.
-        rate: images per second.
+        rate: images per second; None: not measured on GPUs.
     """
 
     strategy: str
     devices: int
     memory: tuple[float, float | None]
-    rate: tuple[float, float]
+    rate: tuple[float, float | None]
 
 
 def predict(
@@ -57,22 +57,35 @@ def comparison_table(comparisons: list[Comparison]) -> list[str]:
     for strategy, devices, memory, rate in comparisons:
         cells = [strategy, str(devices), f"{memory[0] / MiB:,.0f}"]
         cells += ["", ""] if memory[1] is None else [f"{memory[1] / MiB:,.0f}", f"{memory[0] / memory[1] - 1:+.0%}"]
-        cells += [f"{rate[0]:,.0f}", f"{rate[1]:,.0f}", f"{rate[0] / rate[1] - 1:+.0%}"]
+        cells += [f"{rate[0]:,.0f}"]
+        cells += ["", ""] if rate[1] is None else [f"{rate[1]:,.0f}", f"{rate[0] / rate[1] - 1:+.0%}"]
         lines.append(f"| {' | '.join(cells)} |")
-    pairs = [(one.rate[0] < other.rate[0]) == (one.rate[1] < other.rate[1]) for one, other in combinations(comparisons, 2)]
+    measured = [(rate[0], rate[1]) for *_, rate in comparisons if rate[1] is not None]
+    if not measured:
+        return lines
+    pairs = [(one[0] < other[0]) == (one[1] < other[1]) for one, other in combinations(measured, 2)]
     return [*lines, "", f"{sum(pairs)} of {len(pairs)} pairs of strategies are ranked by speed as measured."]
 
 
-def predictions(results: list[Result], overrides: list[str], gpus: str) -> list[str]:
-    """Return a Markdown table of predicted and measured values of the strategies that ran."""
+def predictions(results: list[Result], overrides: list[str], gpus: str, on_gpus: bool) -> list[str]:
+    """Return a Markdown table of predicted and measured values of the strategies that ran.
+
+    Args:
+        results: of the runs.
+        overrides: of train.py, for all strategies.
+        gpus: as in `python -m ddp_lab.advise --gpus`.
+        on_gpus: whether the runs used GPUs. What was measured on CPUs cannot be compared with the predictions, and is left out.
+    """
     comparisons: list[Comparison] = []
     for entry, rate, profile in ((result.entry, result.rate, result.profile) for result in results if not result.problem):
         memory, predicted = predict(entry.name, [*entry.overrides, *entry.options], entry.ranks, entry.devices, overrides, gpus)
-        measured = max(profile["peak_memory_bytes"]) if profile else None
-        comparisons.append(Comparison(entry.title, entry.devices, (memory, measured), (predicted, rate)))
+        measured = max(profile["peak_memory_bytes"]) if profile and on_gpus else None
+        rates = predicted, rate if on_gpus else None
+        comparisons.append(Comparison(entry.title, entry.devices, (memory, measured), rates))
+    heading = f"Predicted for {gpus}, and measured:" if gpus != "here" else "Predicted and measured:"
     return [
         "",
-        f"Predicted for {gpus}, and measured:" if gpus != "here" else "Predicted and measured:",
+        heading if on_gpus else f"Predicted for {gpus}. The runs were on CPUs, so there is nothing to compare:",
         "",
         *comparison_table(comparisons),
     ]
