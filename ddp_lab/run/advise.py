@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from ddp_lab.config.check import check
@@ -21,14 +20,13 @@ from ddp_lab.estimate.schedule import step_time
 from ddp_lab.estimate.step_time import Device, Links, StepTime
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import Made, make_model
-from ddp_lab.models.own import build_model, key_of
-from ddp_lab.models.trial import freeze_unused, meta_copy, without_gradient
+from ddp_lab.models.make import Made
 from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_own, with_strategy
 from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import Job
 from ddp_lab.run.machine import Machine
 from ddp_lab.run.places import places
+from ddp_lab.run.planned_model import plan_model, reads_values
 from ddp_lab.run.planned_rank import predict_rank
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.loss import build_loss
@@ -75,31 +73,13 @@ class Advisor:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model on the meta device, or on the CPU if its constructor needs values."""
-        node, shape = self.cfg.model, self.dataset.model_shape()
-        runtime = PlannedRuntime(1, 1, self.cfg.precision)
-        runtime.device = torch.device("cpu")  # where a model that reads values is tried
-        try:
-            with torch.device("meta"):
-                model = build_model(node, shape)
-            if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
-                images = shape["in_channels"], shape["image_size"], shape["image_size"]
-                freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
-        except ConfigError:
-            return make_model(node, shape, runtime, self.cfg.seed, with_weights=False).model
-        return model
+        """The model, as `plan_model` returns it."""
+        return plan_model(self.cfg, self.dataset)
 
     @cached_property
     def reads_values(self) -> bool:
-        """Whether the host waits for values in the forward pass, as for `.item()`. Such a step cannot be captured."""
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            return False
-        try:
-            images = torch.empty(2, *self.dataset.train.shape, device="meta")
-            without_gradient(meta_copy(self.model), images, len(self.dataset.classes))
-        except Exception:
-            return True
-        return False
+        """Whether the host waits for values in the forward pass."""
+        return reads_values(self.model, self.dataset)
 
     @cached_property
     def tracer(self) -> Tracer:
