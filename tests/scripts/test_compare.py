@@ -56,7 +56,9 @@ def test_compare_shows_the_same_weights_for_all_strategies(report):
     assert table["tp"][1] == "not run: needs an even number of ranks, got 3"
     assert (out / "report.md").read_text() in output
     assert "- pipeline-3: bubble: the busiest rank" in output
-    assert " ddp_pipeline mesh 'mesh strategy.pp=3 strategy.num_microbatches=3' --gpus 3xH100 -- " in output, "the command cannot be repeated"
+    assert " ddp_pipeline mesh 'mesh strategy.pp=3 strategy.num_microbatches=3' --gpus 3xH100 -- " in output, (
+        "the command cannot be repeated"
+    )
     assert (out / "mesh_pp_3_num_microbatches_3-3" / "config.yaml").exists()
 
 
