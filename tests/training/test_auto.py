@@ -157,6 +157,16 @@ def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(parts, mon
     assert Runs.chosen == [(0, True), (LIMITED, False)], "40 s are too short for all of cuDNN's kernels"
 
 
+@pytest.mark.parametrize(("answer", "tried"), [("yes", [(False, True)]), ("no", [])])
+def test_rank_0_decides_whether_to_compile(answer, tried, parts, monkeypatch):
+    """Ranks with other layers, as those of a pipeline, may find something else, and would wait for each other forever."""
+    monkeypatch.setattr("ddp_lab.training.speed.attempts.time_eager", lambda step, loader: 0.001)
+    runtime = parts[0].strategy.runtime
+    monkeypatch.setattr(runtime, "agree", lambda key, decide: answer if key == "compile" else decide())
+    build_step(Runs(False, "auto", True), choose("auto", LEFT, GPU), *parts, 1 if answer == "yes" else 10**9)
+    assert Runs.tried == [(False, False), *tried]
+
+
 def test_unreadable_mark_is_ignored(parts, monkeypatch):
     monkeypatch.setattr("ddp_lab.training.speed.attempts.time_eager", lambda step, loader: 0.001)
     mark = mark_of(*parts)

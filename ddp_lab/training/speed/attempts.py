@@ -21,8 +21,8 @@ from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
 TIMED = 10  # steps
-# In shorter runs cuDNN times LIMITED kernels for each convolution, and once. To time all of them takes 2 s more for ResNet-18
-# in bf16, 9 s in float32, and saves about 2 % of a step (an H200, torch 2.11, 2026-11-23).
+# In shorter runs cuDNN times LIMITED kernels for each convolution, and once. To time all of them takes 2 to 3 s more for
+# ResNet-18, and saves about 2 % of a step in bf16 and nothing in float32 (an H200, torch 2.11, 2026-11-23).
 LONG, LIMITED = 600.0, 10  # seconds, kernels
 
 
@@ -144,16 +144,18 @@ def set_fused(step: Step, fused: bool | None) -> None:
 
 
 def decide(step: Step, seconds: float, steps_left: int, cached: bool) -> Choice:
-    """Return whether to compile the step.
+    """Return whether to compile the step, as rank 0 decides: the stages of a pipeline have different layers. Collective.
 
     Args:
         step: the step in eager mode.
-        seconds: duration of a step that is not compiled; the same on all ranks.
+        seconds: duration of a step that is not compiled.
         steps_left: steps until the end of the run.
         cached: whether its kernels are in the cache.
     """
+    runtime = step.strategy.runtime
     layers = sum(any(True for _ in layer.parameters(recurse=False)) for layer in step.strategy.module.modules())
-    return earns_compiling(steps_left, seconds, compile_seconds(layers, cached), step.strategy.runtime.precision)
+    found = earns_compiling(steps_left, seconds, compile_seconds(layers, cached), runtime.precision)
+    return found._replace(value=runtime.agree("compile", lambda: "yes" if found.value else "no") == "yes")
 
 
 def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:
