@@ -129,8 +129,8 @@ def workspaces(job: Job, constants: Constants, multiplies: bool) -> float:
         multiplies: whether the rank has layers that cuBLAS computes, which allocates a workspace when it is first used.
     """
     # A captured backward pass runs in its caller's thread. Under DDP there was one more workspace (H200s, 2026-11-23).
-    # With compile=true cuDNN chooses its kernels again before the capture, in at least one new thread (kernel_choice.py).
-    # speed=auto does so only in long runs, which is neglected.
+    # A compiled step is captured in a thread of its own (kernel_choice.py). Whether speed=auto compiles is not known yet, and
+    # neglected.
     chosen = job.options.compile not in (False, AUTO) and not job.strategy.collective_passes
     threads = 1 if job.options.cuda_graph and not chosen and not isinstance(job.strategy, DDP) else 2
     return threads * constants.workspace if multiplies else 0

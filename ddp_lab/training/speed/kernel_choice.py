@@ -10,12 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
-from operator import call
 from typing import Any
 
 import torch
 
-MOST_THREADS = 16  # each choosing thread keeps a cuBLAS workspace allocated, 32 MiB on an H200
+MOST_THREADS = 16
 # Milliseconds; a single run of the kernels of longer work is measurement enough. On one H200 four choices for ResNet-18 (3 ms)
 # differed by 1 % and took 2.5 s each, sixteen for LeNet (0.2 ms) differed by 6 % and took 0.2 s each (torch 2.11, 2026-11-23).
 LONGEST = 1.0
@@ -75,16 +74,21 @@ def quickest(graphs: list[torch.cuda.CUDAGraph], rounds: int = 5) -> int:
     return medians.index(min(medians))
 
 
-def fastest_thread(work: Callable[[], None], seconds: float) -> Thread:
-    """Return the thread whose kernels are the fastest for `work`: the current one, with the choice already made, or a new one.
+def fastest_thread(work: Callable[[], None], seconds: float) -> NewThread:
+    """Return a new thread whose kernels are the fastest for `work`.
 
-    Work whose graph takes longer than LONGEST stays in the current thread. The backward pass must run in the thread that calls
-    it (`torch.autograd.set_multithreading_enabled(False)`).
+    torch keeps cuDNN's choices for each thread and never revises them. The current thread may have the first guesses of a step
+    that was tried before. The backward pass must run in the thread that calls it
+    (`torch.autograd.set_multithreading_enabled(False)`).
 
     Args:
         work: queues work that a CUDA graph can capture. It has no collectives, because each rank chooses for itself.
-        seconds: how long new threads are started; a thread started in that time completes its work.
+        seconds: how long new threads are started; a thread started in that time completes its work. One thread, which chooses
+            when it is first used, if that is 0; one, too, if the graph of the work takes longer than LONGEST.
     """
+    first = NewThread()
+    if not seconds:
+        return first
     pool = torch.cuda.graph_pool_handle()
 
     def capture() -> torch.cuda.CUDAGraph:
@@ -93,23 +97,31 @@ def fastest_thread(work: Callable[[], None], seconds: float) -> Thread:
             work()
         return graph
 
-    work()  # a capture needs all memory that is created once
-    first = capture()
-    first.replay()  # the first replay also sends the graph to the device
-    if duration(first.replay) > LONGEST:
-        return call
-    threads: list[Thread] = [call]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end and len(threads) < MOST_THREADS:
-        thread = NewThread()
-        thread(work)
-        threads.append(thread)
+    run_in(first, work)  # a capture needs all memory that is created once
+    graph = run_in(first, capture)
+    graph.replay()  # the first replay also sends the graph to the device
+    threads, end = [first], time.perf_counter() + seconds
+    if duration(graph.replay) <= LONGEST:
+        while time.perf_counter() < end and len(threads) < MOST_THREADS:
+            thread = NewThread()
+            run_in(thread, work)
+            threads.append(thread)
     # One after the other: they share the pool's memory.
-    fastest = threads[quickest([first, *(thread(capture) for thread in threads[1:])])]
+    fastest = threads[quickest([graph, *(run_in(thread, capture) for thread in threads[1:])])]
     for thread in threads:
-        if isinstance(thread, NewThread) and thread is not fastest:
+        if thread is not fastest:
             thread.close()
     return fastest
+
+
+def run_in(thread: NewThread, task: Callable[[], Any]) -> Any:
+    """Run `task` in a thread and free the workspace of its cuBLAS handle, 32 MiB on an H200. Return the task's result.
+
+    A capture after that takes its workspace from the graphs' pool, where it stays valid and is shared with the other graphs.
+    """
+    result = thread(task)
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage], torch has no public function
+    return result
 
 
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> AbstractContextManager[None]:
