@@ -53,6 +53,7 @@ from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.tp import TP
 from ddp_lab.training.speed import auto, kernel_choice, options
+from ddp_lab.training.speed.batch_norm import shift_batch_norms
 from ddp_lab.training.speed.cache import VARIABLE
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep
@@ -313,6 +314,7 @@ def results_of(model: nn.Module, images: torch.Tensor, dtype: torch.dtype, compi
     model, inputs = deepcopy(model).to(wide), images.to(wide, memory_format=torch.channels_last).requires_grad_()
     if compiled:
         pad_convolutions(model)
+        shift_batch_norms(model)
         model = torch.compile(model, dynamic=False, fullgraph=True, options=COMBO | CHANNELS_LAST)
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         outputs = model(inputs)
@@ -339,6 +341,21 @@ def test_padded_convolutions_round_like_eager_ones(conv, dtype):
         errors = [((got - wanted).norm() / wanted.norm()).item() for got in (theirs, ours)]
         print(f"{conv} {dtype}: eager {errors[0]:.1e}, padded {errors[1]:.1e} of {tuple(wanted.shape)}")
         assert errors[1] <= 1.5 * errors[0] + torch.finfo(dtype).eps / 4
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("mean", [0.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_shifted_batch_norm_rounds_like_cudnns(dtype, mean):
+    """Outputs and gradients against float64; images are rounded to `dtype` before all three passes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()).to("cuda", memory_format=torch.channels_last)
+    images = (mean + torch.randn(256, 64, 28, 28, device="cuda")).to(dtype)
+    exact, eager, shifted = (results_of(model, images, *how) for how in ((torch.float64,), (dtype,), (dtype, True)))
+    for wanted, theirs, ours in zip(exact, eager, shifted, strict=True):
+        errors = [((got - wanted).norm() / wanted.norm()).item() for got in (theirs, ours)]
+        print(f"{dtype} {mean}: eager {errors[0]:.1e}, shifted {errors[1]:.1e} of {tuple(wanted.shape)}")
+        assert errors[1] <= 1.5 * errors[0] + 32 * torch.finfo(torch.float32).eps
 
 
 def options_name(case: Case) -> str:

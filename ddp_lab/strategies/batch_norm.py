@@ -20,24 +20,45 @@ BatchNorm = Literal["local", "sync"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class SyncBatchNorm(nn.BatchNorm2d):
+class WrittenBatchNorm(nn.BatchNorm2d):
+    """A BatchNorm2d for a forward pass written out in simple operations, in the place of one of torch's.
+
+    Args:
+        layer: layer to replace; its parameters and buffers are shared. It must be affine and track running statistics with a
+            momentum, as nn.BatchNorm2d does by default.
+    """
+
+    def __init__(self, layer: nn.BatchNorm2d):
+        super().__init__(layer.num_features, layer.eps, layer.momentum, device="meta")  # allocates nothing
+        self.weight, self.bias = layer.weight, layer.bias
+        for name, buffer in layer.named_buffers():
+            setattr(self, name, buffer)
+        self.train(layer.training)
+
+    @torch.no_grad()
+    def _update_running_statistics(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(unbiased_variance, self.momentum)
+
+
+class SyncBatchNorm(WrittenBatchNorm):
     """A BatchNorm2d that normalises by the statistics of the global batch.
 
     It replaces torch.nn.SyncBatchNorm, which has no CPU kernels, and whose backward pass gives a rank with an empty local batch
     no gradient at all: under FSDP that rank skipped collectives, and both ranks hung (two H200s, torch 2.11).
 
     Args:
-        layer: layer to replace; its parameters and buffers are shared. It must be affine and track running statistics with a
-            momentum, as nn.BatchNorm2d does by default.
+        layer: layer to replace, as in `WrittenBatchNorm`.
         sum_over_ranks: returns the sum of all ranks' tensors, [n]; differentiable.
     """
 
     def __init__(self, layer: nn.BatchNorm2d, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__(layer.num_features, layer.eps, layer.momentum, device="meta")  # allocates nothing
-        self.weight, self.bias = layer.weight, layer.bias
-        for name, buffer in layer.named_buffers():
-            setattr(self, name, buffer)
-        self.train(layer.training)
+        super().__init__(layer)
         self.sum_over_ranks = sum_over_ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -54,16 +75,6 @@ class SyncBatchNorm(nn.BatchNorm2d):
         self._update_running_statistics(mean, variance * count / (count - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale.view(-1, 1, 1) + self.bias.view(-1, 1, 1)).to(dtype)
-
-    @torch.no_grad()
-    def _update_running_statistics(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
-        self.num_batches_tracked += 1
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(unbiased_variance, self.momentum)
 
 
 def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Model:

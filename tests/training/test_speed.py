@@ -6,7 +6,6 @@ import threading
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from operator import call
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -29,16 +28,18 @@ from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.strategies.all_reduce import flatten, unflatten
+from ddp_lab.strategies.batch_norm import SyncBatchNorm
 from ddp_lab.strategies.buckets import Buckets, MiB
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
 from ddp_lab.training.speed import kernel_choice
+from ddp_lab.training.speed.batch_norm import ShiftedBatchNorm, shift_batch_norms
 from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep, compile_step
 from ddp_lab.training.speed.kernel_choice import NewThread
 from ddp_lab.training.speed.options import PerformanceOptions
-from ddp_lab.training.speed.switches import compiling
+from ddp_lab.training.speed.switches import compiling, cudnn_guesses
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import LONGEST, Tally
 from ddp_lab.world.runtime import Runtime
@@ -111,19 +112,25 @@ class StandIn:
 
     Attributes:
         replays: number of replays of all graphs.
+        cleared: how often cuBLAS's workspaces were freed.
     """
 
     milliseconds: ClassVar[list[float]]
     work: ClassVar[float]
     made: ClassVar[list["StandIn"]]
     replays: ClassVar[int]
+    cleared: ClassVar[int]
 
     def __init__(self):
-        self.thread = threading.get_ident()
+        self.thread, self.cleared_before = threading.get_ident(), StandIn.cleared
         self.made.append(self)
 
     def replay(self) -> None:
         StandIn.replays += 1
+
+    @classmethod
+    def clear(cls) -> None:
+        cls.cleared += 1
 
     @classmethod
     def duration(cls, work, times: int = 1) -> float:
@@ -135,8 +142,9 @@ class StandIn:
 @pytest.fixture
 def graphs(monkeypatch):
     """Let `fastest_thread` work without a GPU."""
-    for name, value in {"made": [], "replays": 0, "milliseconds": []}.items():
+    for name, value in {"made": [], "replays": 0, "milliseconds": [], "cleared": 0}.items():
         monkeypatch.setattr(StandIn, name, value, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", StandIn.clear, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
@@ -152,21 +160,34 @@ def test_fastest_thread_keeps_the_thread_with_the_fastest_kernels(best, graphs):
     graphs.milliseconds = [0.5 if place == best else 1.0 for place in range(count)]
     worked = []
     thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
-    here, recorded = threading.get_ident(), [graph.thread for graph in graphs.made]
-    assert recorded == [here, *dict.fromkeys(recorded[1:])]
-    assert here not in recorded[1:]
-    assert worked == [here, here, *recorded[1:], *recorded[1:]], "in each thread before the capture, and for it"
+    recorded = [graph.thread for graph in graphs.made]
+    assert recorded == list(dict.fromkeys(recorded))
+    assert len(recorded) == count
+    assert threading.get_ident() not in recorded, "it may have the first guesses of an eager step"
+    first, *others = recorded
+    assert worked == [first, first, *others, *others], "in each thread before the capture, and for it"
     assert thread(threading.get_ident) == recorded[best]
-    assert threading.active_count() == before + (best > 0)
-    if best:
-        thread.close()
+    assert threading.active_count() == before + 1
+    assert [graph.cleared_before for graph in graphs.made] == [1, *range(count + 1, 2 * count)]
+    assert graphs.cleared == 2 * count, "cuBLAS's workspaces are freed after each thread's work and after its capture"
+    thread.close()
 
 
-def test_kernels_of_long_work_are_not_chosen_again(graphs):
+def test_kernels_of_long_work_are_chosen_once(graphs):
     graphs.milliseconds = [kernel_choice.LONGEST + 1]
+    worked, before = [], threading.active_count()
+    thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
+    assert set(worked) == {thread(threading.get_ident)} != {threading.get_ident()}
+    assert threading.active_count() == before + 1
+    thread.close()
+
+
+def test_choice_in_no_time_is_left_to_the_first_use(graphs):
     worked = []
-    assert kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60) is call
-    assert set(worked) == {threading.get_ident()}
+    thread = kernel_choice.fastest_thread(lambda: worked.append(0), seconds=0)
+    assert thread(threading.get_ident) != threading.get_ident()
+    assert worked == graphs.made == []
+    thread.close()
 
 
 @pytest.mark.parametrize("milliseconds", [0.01, 1.0, 15.0])
@@ -258,13 +279,98 @@ def test_pad_convolutions_keeps_parameters_and_their_names():
     assert all(after[name] is parameter for name, parameter in before.items())
 
 
+def normalised(model: nn.Module, images: torch.Tensor, compiled: bool = False) -> dict[str, torch.Tensor]:
+    """Return outputs, gradients and buffers of a copy of `model` after one pass, in float64."""
+    torch._dynamo.reset()
+    model, inputs = deepcopy(model), images.clone().requires_grad_()
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.autocast("cpu", torch.bfloat16, enabled=images.dtype == torch.bfloat16):
+        outputs = forward(inputs)
+    targets = torch.linspace(-1, 1, outputs.numel(), dtype=torch.float64).view_as(outputs)
+    gradients = torch.autograd.grad((outputs * targets).sum(), [inputs, *model.parameters()])
+    names = ["inputs", *dict(model.named_parameters())]
+    return {"outputs": outputs, **dict(zip(names, gradients, strict=True)), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_batch_norm_rounds_like_torchs(dtype, mean):
+    """Errors against float64, in units of rounding. Unshifted sums would have no digit right at a mean of 1000."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(6, momentum=0.3)).to(torch.float64)
+    nn.init.normal_(model[0].weight)
+    nn.init.normal_(model[0].bias)
+    images = (mean + torch.randn(16, 6, 9, 9)).to(dtype).contiguous(memory_format=torch.channels_last)
+    exact = normalised(model, images.double())
+    model.to(torch.promote_types(dtype, torch.float32))
+    theirs = normalised(model, images, compiled=True)
+    shift_batch_norms(model)
+    assert isinstance(model[0], ShiftedBatchNorm)
+    ours = normalised(model, images, compiled=True)
+    assert ours["outputs"].dtype == theirs["outputs"].dtype
+    assert ours["outputs"].stride() == theirs["outputs"].stride()
+    for name, wanted in exact.items():
+        scale = wanted.double().norm() * torch.finfo(torch.promote_types(ours[name].dtype, torch.bfloat16)).eps
+        torchs, shifted = (((got[name].double() - wanted).norm() / scale).item() for got in (theirs, ours))
+        assert shifted <= 1.5 * torchs + 32, name
+
+
+def test_batch_norm_in_eager_mode_is_torchs():
+    torch.manual_seed(0)
+    model, images = nn.Sequential(nn.BatchNorm2d(3)), torch.randn(4, 3, 5, 5)
+    for training in (True, False):
+        model.train(training)
+        expected = normalised(model, images)
+        replaced = deepcopy(model)
+        shift_batch_norms(replaced)
+        got = normalised(replaced, images)
+        assert all(torch.equal(got[name], wanted) for name, wanted in expected.items())
+        if not training:
+            assert all(torch.equal(value, expected[name]) for name, value in normalised(replaced, images, True).items())
+
+
+def test_compiled_batch_norm_refuses_one_pixel():
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    shift_batch_norms(model)
+    with pytest.raises(Exception, match="Expected more than 1 value per channel when training"):
+        normalised(model, torch.randn(1, 3, 1, 1), compiled=True)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(3, affine=False),
+        nn.BatchNorm2d(3, momentum=None),
+        nn.BatchNorm2d(3, track_running_stats=False),
+        nn.BatchNorm1d(3),
+        SyncBatchNorm(nn.BatchNorm2d(3), lambda values: values),
+    ],
+    ids=str,
+)
+def test_shift_batch_norms_keeps_unsupported_layers(norm):
+    model = nn.Sequential(norm)
+    shift_batch_norms(model)
+    assert model[0] is norm
+
+
+def test_shift_batch_norms_keeps_parameters_and_buffers():
+    model = resnet18(1, 28, 10, None).eval()
+    before = dict(model.state_dict(keep_vars=True))
+    shift_batch_norms(model)
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert sum(isinstance(layer, ShiftedBatchNorm) for layer in model.modules()) == 20
+    assert not any(layer.training for layer in model.modules())
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_compile_step_sets_inductor_options_and_pads_on_cuda(device):
-    fuses, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))
+def test_compile_step_sets_inductor_options_and_replaces_layers_on_cuda(device):
+    fuses, model = [], nn.Sequential(nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20))
     strategy = SimpleNamespace(device=torch.device(device), module=model, compile=fuses.append)
     compile_step(SimpleNamespace(strategy=strategy), None, tuned=False, channels_last=True)
     assert fuses[0].keywords["options"] == COMBO | CHANNELS_LAST
-    assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
+    assert [isinstance(model[0], PaddedConv2d), isinstance(model[1], ShiftedBatchNorm)] == [device == "cuda"] * 2
 
 
 @pytest.mark.parametrize(
@@ -279,6 +385,9 @@ def test_switches_are_set_for_training_and_restored(performance):
         assert switches() == ((True, 64, "eager_on_recompile") if performance.compile else before)
         with compiling():
             assert switches() == ((True, 64, "default") if performance.compile else before)
+        with cudnn_guesses():
+            assert not torch.backends.cudnn.benchmark
+        assert torch.backends.cudnn.benchmark == bool(performance.compile)
     assert switches() == before == (False, 8, "default")
 
 

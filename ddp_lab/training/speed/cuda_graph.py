@@ -15,10 +15,11 @@ import torch
 from ddp_lab.data.loaders import DeviceLoader
 from ddp_lab.data.sharding import Batch, Turn
 from ddp_lab.strategies.compilation import Fuse
+from ddp_lab.training.speed.batch_norm import shift_batch_norms
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.kernel_choice import Thread, capturing, fastest_thread
 from ddp_lab.training.speed.notice import working
-from ddp_lab.training.speed.switches import compiling, end_choosing
+from ddp_lab.training.speed.switches import compiling, cudnn_guesses, end_choosing
 from ddp_lab.training.speed.warm_up import refusing_to_wait, try_out, unchanged, warm_up
 from ddp_lab.training.step import Step
 
@@ -54,8 +55,8 @@ class GraphStep:
         """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN's choice of kernels is repeated in new threads, unless passes contain collectives;
-                None: the step is not compiled. For 0 and None cuDNN's first choice is kept.
+            choosing: seconds in which cuDNN chooses its kernels again and again, in new threads, unless passes contain
+                collectives; 0: it chooses once. None: the step is not compiled.
             first: text of the notice about the first steps, which compile or warm up.
             checked: whether a step that waits for the GPU raises an error before the capture begins.
         """
@@ -64,12 +65,17 @@ class GraphStep:
         # Backward uses its caller's thread and its kernels.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             # Warm up in this thread first: torch.compile compiles only in the thread that imported it (asserted in torch 2.11).
-            with working(first), compiling() if choosing is not None else nullcontext():
+            elsewhere = None if self.step.strategy.collective_passes else choosing
+            with (
+                working(first),
+                nullcontext() if choosing is None else compiling(),
+                nullcontext() if elsewhere is None else cudnn_guesses(),
+            ):
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used
-            if choosing and not self.step.strategy.collective_passes:
+            if elsewhere is not None:
                 with working("choosing cuDNN's kernels"), unchanged(self.step):
-                    self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), choosing)
+                    self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), elsewhere)
             with working("capturing the training step as a CUDA graph"):
                 self.thread(partial(self._capture, turns, checked))
 
@@ -159,7 +165,7 @@ CHANNELS_LAST = {"force_layout_optimization": True}
 
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> str:
-    """Compile a step, except its collectives, for the shape of the first batch. On a GPU, pad the model's convolutions.
+    """Compile a step, except its collectives, for the shape of the first batch. On a GPU, replace layers by faster ones.
 
     Other batch sizes and evaluation run in eager mode, because compiling them would take as long again.
 
@@ -177,6 +183,7 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
     fuse = cast(Fuse, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
+        shift_batch_norms(step.strategy.module)
     what = step.strategy.compile(fuse)
     if loader is not None:
         loader.compile(fuse)
