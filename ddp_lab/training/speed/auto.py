@@ -8,8 +8,8 @@ DATA_SHARE = 0.5  # of the device's free memory; the rest is for the model, its 
 MODEL_SHARE = 0.05  # of that memory: a capture warms up with steps whose effects are undone, from copies of weights and momenta
 # Measured on one H200 with torch 2.11, Fashion-MNIST, 2026-11-23: `train.py cuda_graph=true channels_last=true epochs=1` with
 # compile=true, and speed=auto, which did not compile. ResNet-18 at batch 64: an epoch takes 2.60 s captured and 2.13 s compiled
-# in float32, 2.02 and 1.39 s in bf16. LeNet gains more. On another H200 compiling took 14 to 18 s for ResNet-18 and 8 to 10 s
-# for LeNet at batch 256, from the cache 3 to 5 s and 2.5 s.
+# in float32, 2.02 and 1.39 s in bf16. LeNet gains more. On other H200s compiling took 14 to 18 s for ResNet-18 and 8 to 10 s
+# for LeNet at batch 256, from the cache 3 to 5 s and 2.5 s, and 5 s more where cuDNN first read its kernels from the disk.
 GAINS = {"float32": 0.18, "bf16": 0.3}  # share of a step that compiling saves, by precision
 COLD, EACH = 9.0, 0.2  # seconds that compiling takes, and more for each layer with parameters
 WARM = 0.3  # share of that time if the kernels are in the cache
