@@ -49,7 +49,7 @@ EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/sums.py
 MESH = "ddp_lab/strategies/mesh.py"
 EMA, FSDP = "ddp_lab/training/ema.py", "ddp_lab/strategies/fsdp.py"
 SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
-SHARDING, WORKERS, AUGMENT = "ddp_lab/data/sharding.py", "ddp_lab/data/workers.py", "ddp_lab/data/augment.py"
+LOADER, WORKERS, AUGMENT = "ddp_lab/data/loader.py", "ddp_lab/data/workers.py", "ddp_lab/data/augment.py"
 TORCHRUN, SWEEP, SLURM = "ddp_lab/launch/torchrun.py", "ddp_lab/launch/sweep.py", "ddp_lab/launch/slurm.py"
 KUBERNETES = "ddp_lab/launch/kubernetes.py"
 MAIN, OUTCOME = "ddp_lab/__main__.py", "ddp_lab/launch/outcome.py"
@@ -191,10 +191,10 @@ ERRORS = [
           "math.sqrt(factor)", "factor",
           "tests/config/test_config.py::test_scaling_determines_global_batch_and_learning_rate[weak-sqrt-1024-0.2]"),
 
-    Error("padding counts as samples", SHARDING,
+    Error("padding counts as samples", LOADER,
           "targets[self.real - first :] = IGNORE", "pass",
           "tests/data/test_data.py::test_loader_without_shuffle_reads_every_sample_once[3-4]"),
-    Error("a resumed epoch begins at its first sample", SHARDING,
+    Error("a resumed epoch begins at its first sample", LOADER,
           "math.ceil(samples / self.dp_size)", "0",
           "tests/data/test_data.py::test_loader_resumes_within_an_epoch_for_any_world_size[1-device-1]"),
     Error("worker processes shuffle for themselves", WORKERS,

@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.sharding import IGNORE, Batch
+from ddp_lab.data.batch import IGNORE, Batch
 
 
 def draw(mixup: float, cutmix: float, size: int, seed: int, step: int) -> tuple[float, ...]:

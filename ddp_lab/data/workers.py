@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
+from ddp_lab.data.loader import Loader, LoaderOptions
 from ddp_lab.data.samples import Samples
-from ddp_lab.data.sharding import Loader, LoaderOptions, Shard
+from ddp_lab.data.sharding import Shard
 from ddp_lab.world.process import REQUESTS
 
 RawBatch = tuple[torch.Tensor, torch.Tensor]

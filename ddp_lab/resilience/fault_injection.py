@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from ddp_lab.config.faults import parse
-from ddp_lab.data.loaders import DeviceLoader
-from ddp_lab.data.sharding import Loader
+from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.loader import Loader
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.training.speed.cuda_graph import GraphStep

@@ -13,11 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.data.loaders import LOADERS
+from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.loader import Loader
 from ddp_lab.data.mix import Mix
 from ddp_lab.data.samples import Dataset, LabelledImages
-from ddp_lab.data.sharding import Loader
 from ddp_lab.data.sources import check_same, make_source
+from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import key_of, require_chain
@@ -30,6 +31,7 @@ from ddp_lab.training.speed.auto import Choice
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
+LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}
 EVALUATED = 8  # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a step
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 

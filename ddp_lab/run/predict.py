@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.decode import ImageError, decode, evaluation_view
-from ddp_lab.data.sharding import scale_and_offset
+from ddp_lab.data.loader import scale_and_offset
 from ddp_lab.data.sources import image_options
 from ddp_lab.data.tree import SUFFIXES, find_files
 from ddp_lab.run.data_record import DataRecord

@@ -21,7 +21,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.config.types import Count
-from ddp_lab.data.sharding import IGNORE
+from ddp_lab.data.batch import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, not_selective

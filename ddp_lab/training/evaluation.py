@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ddp_lab.data.sharding import Batch
+from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sums import TOP, count_predictions, new_counts, sum_dtype, sums
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.data.sharding import Loader
+from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy

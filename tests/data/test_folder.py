@@ -19,9 +19,9 @@ from torchvision.transforms import v2
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
+from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.decode import decode, evaluation_view, resize
 from ddp_lab.data.samples import Dataset
-from ddp_lab.data.sharding import IGNORE
 from ddp_lab.data.tree import Names, find_images, is_held_out
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.run.job import Job

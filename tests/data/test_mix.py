@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.batch import IGNORE, Batch
 from ddp_lab.data.mix import Mix, classes_of, draw
-from ddp_lab.data.sharding import IGNORE, Batch
 
 BATCH, SIZE, CLASSES = 24, 8, 5
 INPUTS = torch.randn(BATCH, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from own_losses import Focal
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.sharding import IGNORE
+from ddp_lab.data.batch import IGNORE
 from ddp_lab.strategies.loss import CrossEntropy, build_loss
 from ddp_lab.strategies.sums import sums
 

@@ -11,7 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.loaders import DeviceLoader
+from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run.job import Job

@@ -21,7 +21,7 @@ from worlds import run_world
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.loaders import DeviceLoader
+from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.data.sharding import Shard
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from ddp_lab.data.sharding import Loader
+from ddp_lab.data.loader import Loader
 from ddp_lab.observe.logger import log
 from ddp_lab.training.speed.auto import AUTO, Choice, compile_seconds, earns_compiling, notice
 from ddp_lab.training.speed.cache import leave_mark, mark_of, read_mark

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ddp_lab.data.sharding import Loader
+from ddp_lab.data.loader import Loader
 from ddp_lab.training.step import Step
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it looks for a kernel

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from ddp_lab.data.loaders import DeviceLoader
-from ddp_lab.data.sharding import Batch, Turn
+from ddp_lab.data.batch import Batch, Turn
+from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.strategies.compilation import Fuse
 from ddp_lab.training.speed.batch_norm import shift_batch_norms
 from ddp_lab.training.speed.convolution import pad_convolutions

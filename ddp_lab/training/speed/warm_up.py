@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ddp_lab.data.sharding import Batch
+from ddp_lab.data.batch import Batch
 from ddp_lab.training.step import Step
 
 

@@ -1,4 +1,4 @@
-"""Two loaders of the same batches: one gathers them on the device, which holds the whole dataset, one in worker processes."""
+"""The loader of samples that are on the device, all of them."""
 
 from collections.abc import Callable, Iterator
 from typing import Unpack
@@ -7,9 +7,9 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment
+from ddp_lab.data.batch import IGNORE
+from ddp_lab.data.loader import Loader, LoaderOptions
 from ddp_lab.data.samples import LabelledImages, Samples
-from ddp_lab.data.sharding import IGNORE, Loader, LoaderOptions
-from ddp_lab.data.workers import WorkerLoader
 
 Gather = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -104,6 +104,3 @@ class DeviceLoader(Loader):
         if self._moves is not None:  # the same for the loader's whole life, so a captured graph remains correct
             images = augment(images, *self._moves[:, places])
         return self.normalise(images), self._wanted[places]
-
-
-LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}
