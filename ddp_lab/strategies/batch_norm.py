@@ -14,52 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.collectives import sum_over_ranks
 
 BatchNorm = Literal["local", "sync"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class WrittenBatchNorm(nn.BatchNorm2d):
-    """A BatchNorm2d for a forward pass written out in simple operations, in the place of one of torch's.
-
-    Args:
-        layer: layer to replace; its parameters and buffers are shared. It must be affine and track running statistics with a
-            momentum, as nn.BatchNorm2d does by default.
-    """
-
-    def __init__(self, layer: nn.BatchNorm2d):
-        super().__init__(layer.num_features, layer.eps, layer.momentum, device="meta")  # allocates nothing
-        self.weight, self.bias = layer.weight, layer.bias
-        for name, buffer in layer.named_buffers():
-            setattr(self, name, buffer)
-        self.train(layer.training)
-
-    @torch.no_grad()
-    def _update_running_statistics(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
-        self.num_batches_tracked += 1
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(unbiased_variance, self.momentum)
-
-
-class SyncBatchNorm(WrittenBatchNorm):
-    """A BatchNorm2d that normalises by the statistics of the global batch.
+class SyncBatchNorm(nn.BatchNorm2d):
+    """A BatchNorm2d that normalises by the statistics of the global batch. `set_batch_norm` makes it of one of torch's.
 
     It replaces torch.nn.SyncBatchNorm, which has no CPU kernels, and whose backward pass gives a rank with an empty local batch
     no gradient at all: under FSDP that rank skipped collectives, and both ranks hung (two H200s, torch 2.11).
 
-    Args:
-        layer: layer to replace, as in `WrittenBatchNorm`.
+    Attributes:
         sum_over_ranks: returns the sum of all ranks' tensors, [n]; differentiable.
     """
 
-    def __init__(self, layer: nn.BatchNorm2d, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__(layer)
-        self.sum_over_ranks = sum_over_ranks
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise [b, channels, height, width]. In training this is collective, and b may be 0."""
@@ -72,15 +44,36 @@ class SyncBatchNorm(WrittenBatchNorm):
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = inputs - mean.view(-1, 1, 1)
         variance = self.sum_over_ranks(centred.square().sum((0, 2, 3))) / count
-        self._update_running_statistics(mean, variance * count / (count - 1))
+        update_running_statistics(self, mean, variance * count / (count - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale.view(-1, 1, 1) + self.bias.view(-1, 1, 1)).to(dtype)
 
 
-def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Model:
-    """Replace every BatchNorm2d of `model` by a SyncBatchNorm if `mode` is "sync". In place.
+@torch.no_grad()
+def update_running_statistics(layer: nn.BatchNorm2d, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
+    """Update the running statistics of a layer that `keeps_usual_statistics`.
 
-    Parameters and buffers stay the same objects under the same names.
+    Args:
+        mean, unbiased_variance: of the batch, [channels].
+    """
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    assert layer.momentum is not None
+    layer.num_batches_tracked += 1
+    layer.running_mean.lerp_(mean, layer.momentum)
+    layer.running_var.lerp_(unbiased_variance, layer.momentum)
+
+
+def keeps_usual_statistics(layer: nn.BatchNorm2d) -> bool:
+    """Return whether `layer` is affine and tracks running statistics with a momentum, as nn.BatchNorm2d does by default."""
+    return layer.affine and layer.track_running_stats and layer.momentum is not None
+
+
+def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Model:
+    """Make a SyncBatchNorm of every BatchNorm2d of `model` if `mode` is "sync". In place.
+
+    Only the class of a layer is changed, so its parameters, names, hooks and other references to it stay.
 
     Args:
         model: already on its device.
@@ -89,14 +82,23 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
 
     Returns:
         The model.
+
+    Raises:
+        ConfigError: a layer is of the user's own class, or not affine, or has no running statistics or momentum.
     """
     if mode == "local":
         return model
     # Excluded from compilation: with it compiled, ResNet-18's step was wrong (weights differed by 0.15; two H200s, torch 2.11).
     total = cast(Callable[[torch.Tensor], torch.Tensor], torch.compiler.disable(partial(sum_over_ranks, group=group)))
-    for path, layer in list(model.named_modules()):
+    for name, layer in model.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
-            model.set_submodule(path, SyncBatchNorm(layer, total))
+            if type(layer) not in (nn.BatchNorm2d, SyncBatchNorm) or not keeps_usual_statistics(layer):
+                raise ConfigError(
+                    f"strategy.batch_norm=sync: does not support the layer {name}, {layer}; allowed: nn.BatchNorm2d with "
+                    "affine, momentum and track_running_stats. Use strategy.batch_norm=local"
+                )
+            layer.__class__ = SyncBatchNorm
+            cast(SyncBatchNorm, layer).sum_over_ranks = total
     return model
 
 

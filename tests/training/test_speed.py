@@ -4,19 +4,23 @@ import json
 import shutil
 import threading
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
-from cases import RECIPE, assert_equal, ddp, scratch
+from cases import CLIPPED, RECIPE, assert_equal, ddp, scratch
 from launches import SMALL, finish, launch, main_in_world, read_metrics, start
 from omegaconf import OmegaConf
 from PIL import Image
 from torch import nn
-from training import Case, run_cases
+from torch.nn.utils import spectral_norm, weight_norm
+from torch.nn.utils.prune import l1_unstructured
+from training import OFF, Case, run_cases
 from worlds import run_world
 
 from ddp_lab.config.build import build
@@ -30,16 +34,17 @@ from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.strategies.all_reduce import flatten, unflatten
 from ddp_lab.strategies.batch_norm import SyncBatchNorm
 from ddp_lab.strategies.buckets import Buckets, MiB
+from ddp_lab.strategies.performance import PerformanceSupport
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
-from ddp_lab.training.speed import kernel_choice
+from ddp_lab.training.speed import cuda_graph, kernel_choice
 from ddp_lab.training.speed.batch_norm import ShiftedBatchNorm, shift_batch_norms
 from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep, compile_step
 from ddp_lab.training.speed.kernel_choice import NewThread
 from ddp_lab.training.speed.options import PerformanceOptions
-from ddp_lab.training.speed.switches import compiling, cudnn_guesses
+from ddp_lab.training.speed.switches import compiling, cudnn_benchmark, cudnn_guesses
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import LONGEST, Tally
 from ddp_lab.world.runtime import Runtime
@@ -63,6 +68,36 @@ def test_compiled_steps_produce_the_same_weights(case, size):
     outcome = run_world(size, run_cases, [compiled], timeout=240)[0][compiled]
     expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
     assert_equal(outcome, expected)
+
+
+BATCH_NORM = {"model": "narrow", "init": "default", "dtype": torch.float64, "lr": 0.1, "performance": COMPILED}
+
+
+def run_replaced(cases: list[Case]) -> dict:
+    """Run compiled cases with the layers that a GPU would have."""
+    plain = PerformanceSupport.compile
+
+    def compile_replaced(strategy, fuse):
+        pad_convolutions(strategy.module)
+        shift_batch_norms(strategy.module)
+        assert {PaddedConv2d, ShiftedBatchNorm} <= {type(layer) for layer in strategy.module.modules()}
+        return plain(strategy, fuse)
+
+    PerformanceSupport.compile = compile_replaced
+    return run_cases(cases)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [(Case(Single, accumulate=3, **CLIPPED, **BATCH_NORM), 1), (ddp(accumulate=2, **CLIPPED, **BATCH_NORM), 2)],
+    ids=["single", "ddp"],
+)
+def test_replaced_layers_produce_the_same_weights(case, size):
+    plain = replace(case, performance=OFF)
+    outcome = run_world(size, run_replaced, [case], timeout=240)[0][case]
+    assert_equal(outcome, run_world(size, run_cases, [plain])[0][plain], tolerance=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +203,7 @@ def test_fastest_thread_keeps_the_thread_with_the_fastest_kernels(best, graphs):
     assert worked == [first, first, *others, *others], "in each thread before the capture, and for it"
     assert thread(threading.get_ident) == recorded[best]
     assert threading.active_count() == before + 1
+    # The first thread works and captures; then all others work, and then all others capture.
     assert [graph.cleared_before for graph in graphs.made] == [1, *range(count + 1, 2 * count)]
     assert graphs.cleared == 2 * count, "cuBLAS's workspaces are freed after each thread's work and after its capture"
     thread.close()
@@ -179,7 +215,63 @@ def test_kernels_of_long_work_are_chosen_once(graphs):
     thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
     assert set(worked) == {thread(threading.get_ident)} != {threading.get_ident()}
     assert threading.active_count() == before + 1
+    assert graphs.replays == 2, "the only candidate is not compared with itself"
     thread.close()
+
+
+def test_no_thread_is_started_after_the_time_for_choosing(graphs):
+    graphs.milliseconds = [0.5] * kernel_choice.MOST_THREADS
+    kernel_choice.fastest_thread(lambda: None, seconds=1e-9).close()
+    assert len(graphs.made) == 1
+
+
+def test_new_thread_has_the_callers_stream_and_context_and_runs_backward_passes_itself(graphs, monkeypatch):
+    streams, context = [], ContextVar("context", default="default")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "side")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    context.set("callers")
+    thread = NewThread()
+    assert thread(context.get) == "callers"
+    assert streams == ["side"]
+    assert torch._C._is_multithreading_enabled()
+    assert not thread(torch._C._is_multithreading_enabled)
+    thread.close()
+
+
+@pytest.mark.parametrize(
+    ("collective", "choosing", "guessing", "expected"),
+    [
+        (False, None, True, [("warm-up", True), ("capture", "here")]),
+        (False, 0.0, True, [("warm-up", False), ("choose", 0.0), ("capture", "elsewhere")]),
+        (False, 2.0, True, [("warm-up", False), ("choose", 2.0), ("capture", "elsewhere")]),
+        (False, 2.0, False, [("warm-up", True), ("choose", 2.0), ("capture", "elsewhere")]),
+        (True, 2.0, True, [("warm-up", True), ("capture", "here")]),
+    ],
+    ids=["not compiled", "one choice", "several choices", "tuned", "collectives"],
+)
+def test_compiled_step_is_captured_in_a_thread_that_chooses_kernels(collective, choosing, guessing, expected, monkeypatch):
+    events, places = [], ["here"]
+
+    def elsewhere(task):
+        places.append("elsewhere")
+        return task()
+
+    def choose(work, seconds):
+        events.append(("choose", seconds))
+        return elsewhere
+
+    monkeypatch.setattr(cuda_graph, "warm_up", lambda *_: events.append(("warm-up", torch.backends.cudnn.benchmark)))
+    monkeypatch.setattr(cuda_graph, "unchanged", lambda step: nullcontext())
+    monkeypatch.setattr(cuda_graph, "compiling", nullcontext)
+    monkeypatch.setattr(cuda_graph, "fastest_thread", choose)
+    monkeypatch.setattr(GraphStep, "_capture", lambda *_: events.append(("capture", places[-1])))
+    monkeypatch.setattr(GraphStep, "_first_batch", lambda *_: None)
+    strategy = SimpleNamespace(device=torch.device("cpu"), collective_passes=collective)
+    step = SimpleNamespace(strategy=strategy, tally=SimpleNamespace(), optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]))
+    loader = SimpleNamespace(set_epoch=lambda epoch: None, turns=lambda: [1])
+    with cudnn_benchmark():
+        GraphStep(step, loader).capture(choosing, "warming up", guessing=guessing)
+    assert events == expected
 
 
 def test_choice_in_no_time_is_left_to_the_first_use(graphs):
@@ -280,7 +372,7 @@ def test_pad_convolutions_keeps_parameters_and_their_names():
 
 
 def normalised(model: nn.Module, images: torch.Tensor, compiled: bool = False) -> dict[str, torch.Tensor]:
-    """Return outputs, gradients and buffers of a copy of `model` after one pass, in float64."""
+    """Return outputs, gradients and buffers of a copy of `model` after one pass."""
     torch._dynamo.reset()
     model, inputs = deepcopy(model), images.clone().requires_grad_()
     forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
@@ -329,11 +421,24 @@ def test_batch_norm_in_eager_mode_is_torchs():
             assert all(torch.equal(value, expected[name]) for name, value in normalised(replaced, images, True).items())
 
 
-def test_compiled_batch_norm_refuses_one_pixel():
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((1, 3, 1, 1), "Expected more than 1 value per channel when training"), ((2, 3, 4), "expected 4D input")],
+)
+def test_compiled_batch_norm_refuses_what_torchs_refuses(shape, message):
     model = nn.Sequential(nn.BatchNorm2d(3))
     shift_batch_norms(model)
-    with pytest.raises(Exception, match="Expected more than 1 value per channel when training"):
-        normalised(model, torch.randn(1, 3, 1, 1), compiled=True)
+    with pytest.raises(Exception, match=message):
+        normalised(model, torch.randn(shape), compiled=True)
+
+
+def test_compiled_batch_norm_of_an_empty_batch_keeps_the_statistics():
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    images = torch.randn(0, 3, 4, 4)
+    expected = normalised(model, images)
+    shift_batch_norms(model)
+    got = normalised(model, images, compiled=True)
+    assert all(torch.equal(got[name], wanted) for name, wanted in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -343,7 +448,7 @@ def test_compiled_batch_norm_refuses_one_pixel():
         nn.BatchNorm2d(3, momentum=None),
         nn.BatchNorm2d(3, track_running_stats=False),
         nn.BatchNorm1d(3),
-        SyncBatchNorm(nn.BatchNorm2d(3), lambda values: values),
+        SyncBatchNorm(3),
     ],
     ids=str,
 )
@@ -362,6 +467,31 @@ def test_shift_batch_norms_keeps_parameters_and_buffers():
     assert all(after[name] is tensor for name, tensor in before.items())
     assert sum(isinstance(layer, ShiftedBatchNorm) for layer in model.modules()) == 20
     assert not any(layer.training for layer in model.modules())
+
+
+@pytest.mark.parametrize("change", [pad_convolutions, shift_batch_norms])
+def test_replaced_layers_keep_hooks_names_and_containers(change):
+    """A stage of a pipeline, a list of the user's model and a second name refer to the same layer."""
+    layers, called = [nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20)], []
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, inputs, outputs: called.append(type(layer)))
+    model, stage = nn.Sequential(*layers, nn.Sequential(*layers)), nn.Sequential(*layers)
+    change(model)
+    assert list(model)[:2] == list(model[2]) == list(stage) == layers
+    stage(torch.randn(2, 1, 5, 5))
+    assert called == [type(layer) for layer in layers]
+    assert {PaddedConv2d, ShiftedBatchNorm} & set(called)
+    model.eval()
+    assert not any(layer.training for layer in stage.children())
+
+
+@pytest.mark.parametrize("wrapped", [weight_norm, spectral_norm, partial(l1_unstructured, name="weight", amount=0.5)])
+def test_pad_convolutions_leaves_computed_weights(wrapped):
+    model, images = nn.Sequential(wrapped(nn.Conv2d(1, 20, 3)), nn.ReLU()).eval(), torch.randn(2, 1, 5, 5)
+    names, expected = list(model.state_dict()), model(images)
+    pad_convolutions(model)
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(images), expected)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -11,6 +11,7 @@ import torch
 from ddp_lab.data.loader import Loader
 from ddp_lab.training.step import Step
 
+CODE = 2  # raised when other code is compiled for the same work, whose kernels are not in the cache then
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it looks for a kernel
 
 
@@ -51,7 +52,7 @@ def mark_of(step: Step, loader: Loader) -> Path:
     """
     device, strategy = step.strategy.device, step.strategy
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    work = [torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
+    work = [CODE, torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
     work += [type(loader).__name__, loader.local_batch_size, type(step.optimizer).__name__, step.ema is None, step.mix is None]
     text = repr([*work, strategy.module])
     return cache_folder() / "ddp_lab" / hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,23 +16,8 @@ from torch import nn
 class PaddedConv2d(nn.Conv2d):
     """A convolution that pads its channels to multiples of 8 when compiled; in eager mode it is an nn.Conv2d.
 
-    Args:
-        conv: layer to replace, for which `can_be_rewritten` returns True; its parameters are shared.
+    Only for convolutions for which `can_be_rewritten` returns True.
     """
-
-    def __init__(self, conv: nn.Conv2d):
-        super().__init__(
-            conv.in_channels,
-            conv.out_channels,
-            pair(conv.kernel_size),
-            pair(conv.stride),
-            pair(conv.padding),
-            pair(conv.dilation),
-            bias=conv.bias is not None,
-            device="meta",  # draws no random numbers
-        )
-        self.weight, self.bias = conv.weight, conv.bias
-        self.train(conv.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():  # eager mode (evaluation, other batch sizes) cannot fuse the padding
@@ -45,10 +30,10 @@ class PaddedConv2d(nn.Conv2d):
 
 
 def pad_convolutions(model: nn.Module) -> None:
-    """Replace the convolutions of `model` that padding makes faster. Parameters keep their names and their order."""
-    for path, layer in list(model.named_modules()):
+    """Make PaddedConv2ds of the convolutions of `model` that padding makes faster, in place."""
+    for layer in model.modules():
         if type(layer) is nn.Conv2d and (layer.in_channels % 8 or layer.out_channels % 8) and can_be_rewritten(layer):
-            model.set_submodule(path, PaddedConv2d(layer))
+            layer.__class__ = PaddedConv2d  # only the class: a stage's container, a list or a hook may refer to the layer
 
 
 def pair(sizes: str | tuple[int, ...]) -> tuple[int, int]:

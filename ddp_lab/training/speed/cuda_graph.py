@@ -51,14 +51,15 @@ class GraphStep:
         """The learning rate of the last step."""
         return self.step.lr
 
-    def capture(self, choosing: float | None, first: str, checked: bool = False) -> None:
+    def capture(self, choosing: float | None, first: str, checked: bool = False, guessing: bool = True) -> None:
         """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN chooses its kernels again and again, in new threads, unless passes contain
-                collectives; 0: it chooses once. None: the step is not compiled.
+            choosing: seconds in which cuDNN chooses its kernels repeatedly, in new threads, unless passes contain collectives;
+                0: it chooses once. None: the step is not compiled.
             first: text of the notice about the first steps, which compile or warm up.
             checked: whether a step that waits for the GPU raises an error before the capture begins.
+            guessing: whether cuDNN need not choose for the first steps, if it will choose in new threads.
         """
         self.loader.set_epoch(1)
         turns = sorted(set(self.loader.turns()), reverse=True)
@@ -69,7 +70,7 @@ class GraphStep:
             with (
                 working(first),
                 nullcontext() if choosing is None else compiling(),
-                nullcontext() if elsewhere is None else cudnn_guesses(),
+                cudnn_guesses() if guessing and elsewhere is not None else nullcontext(),
             ):
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
             self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used

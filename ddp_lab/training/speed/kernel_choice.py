@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-MOST_THREADS = 16
+MOST_THREADS = 16  # LeNet starts as many in CHOOSING seconds
 # Milliseconds; a single run of the kernels of longer work is measurement enough. On one H200 four choices for ResNet-18 (3 ms)
 # differed by 1 % and took 2.5 s each, sixteen for LeNet (0.2 ms) differed by 6 % and took 0.2 s each (torch 2.11, 2026-11-23).
 LONGEST = 1.0
@@ -100,12 +100,13 @@ def fastest_thread(work: Callable[[], None], seconds: float) -> NewThread:
     run_in(first, work)  # a capture needs all memory that is created once
     graph = run_in(first, capture)
     graph.replay()  # the first replay also sends the graph to the device
+    if duration(graph.replay) > LONGEST:
+        return first
     threads, end = [first], time.perf_counter() + seconds
-    if duration(graph.replay) <= LONGEST:
-        while time.perf_counter() < end and len(threads) < MOST_THREADS:
-            thread = NewThread()
-            run_in(thread, work)
-            threads.append(thread)
+    while time.perf_counter() < end and len(threads) < MOST_THREADS:
+        thread = NewThread()
+        run_in(thread, work)
+        threads.append(thread)
     # One after the other: they share the pool's memory.
     fastest = threads[quickest([graph, *(run_in(thread, capture) for thread in threads[1:])])]
     for thread in threads:
@@ -115,9 +116,10 @@ def fastest_thread(work: Callable[[], None], seconds: float) -> NewThread:
 
 
 def run_in(thread: NewThread, task: Callable[[], Any]) -> Any:
-    """Run `task` in a thread and free the workspace of its cuBLAS handle, 32 MiB on an H200. Return the task's result.
+    """Run `task` in a thread, then free the cuBLAS workspaces of all threads, 32 MiB each on an H200. Return the task's result.
 
-    A capture after that takes its workspace from the graphs' pool, where it stays valid and is shared with the other graphs.
+    A capture after that takes its workspace from the graphs' pool, where it stays valid and is shared with the other graphs. A
+    graph that was captured otherwise before must not be replayed again.
     """
     result = thread(task)
     torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage], torch has no public function

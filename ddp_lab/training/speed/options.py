@@ -116,7 +116,8 @@ class PerformanceOptions(NamedTuple):
             notice = f"compiling the training step (compile={str(self.compile).lower()}): {what}"
         if self.cuda_graph and device_loader is not None:
             graph = GraphStep(step, device_loader)
-            graph.capture(CHOOSING * thorough if self.compile else None, notice, checked)
+            # Inductor compares its own convolutions with the best of cuDNN's, not with a guess.
+            graph.capture(CHOOSING * thorough if self.compile else None, notice, checked, guessing=self.compile != "tuned")
             return graph
         if self.compile:
             loader.set_epoch(1)
