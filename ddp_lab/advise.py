@@ -72,13 +72,13 @@ def main() -> None:
 def measure(overrides: list[str]) -> None:
     """Measure the card here and, under torchrun, the connection of the ranks' cards."""
     from ddp_lab.launch.command_line import compose_config
-    from ddp_lab.run.calibrate import calibrate, describe
+    from ddp_lab.run.calibrate import calibrate, card_of, describe
     from ddp_lab.world.runtime import Runtime
 
     cfg = compose_config(overrides, None)
     check(cfg)
     with Runtime(cfg.device, timeout=cfg.timeout) as runtime:
-        constants, path = calibrate(runtime)
+        constants, path = calibrate(runtime, card_of(runtime))
     if runtime.rank == 0:
         print(describe(constants, path))
 

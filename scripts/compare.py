@@ -34,7 +34,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ddp_lab.config.errors import ConfigError  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder  # noqa: E402
+from ddp_lab.run.machine import find_machine  # noqa: E402
 from scripts.comparison.plots import draw  # noqa: E402
 from scripts.comparison.predicted import predictions  # noqa: E402
 from scripts.comparison.report import diagnoses, report, rows  # noqa: E402
@@ -62,16 +64,24 @@ def main() -> None:
     for override in arguments.overrides:
         if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{override}: is set by compare.py; use --out and --strategies")
+    notes = list[str]()
+    if arguments.gpus:
+        try:
+            find_machine(arguments.gpus, 1, None)
+        except ConfigError as error:
+            if arguments.gpus != "here":
+                parser.error(str(error))
+            notes, arguments.gpus = [f"Nothing is predicted: {error}"], None
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
     # The default has so few steps that rounding differences stay small.
     overrides = arguments.overrides or ["epochs=4", "model.init_std=null", "optimizer.lr=0.03"]
     results = [run(chosen[0], [*overrides, "profile=true"], out)]
-    profile, notes = ["profile=true"], list[str]()
+    profile = ["profile=true"]
     if results[0].refused:
         again = run(chosen[0], overrides, out)
         if not again.refused:  # profile=true was refused: the run is too short or the device is not supported
-            notes = [f"Memory and bytes sent are not measured, because no step was profiled: {results[0].problem}"]
-            print(notes[0])
+            notes += [f"Memory and bytes sent are not measured, because no step was profiled: {results[0].problem}"]
+            print(notes[-1])
             profile, results = [], [again]
     results += [run(entry, overrides + profile, out) for entry in chosen[1:]]
     if all(result.problem for result in results):

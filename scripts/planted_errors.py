@@ -145,7 +145,7 @@ ERRORS = [
     Error("the model stays in evaluation mode after the first epoch", LOOP,
           "    strategy.train()\n", "", BY_HAND.format("batch_norm")),
     Error("evaluation runs in training mode", EVALUATION,
-          "strategy.train(False)", "pass", BY_HAND.format("batch_norm")),
+          "strategy.train(False)", "pass", BY_HAND.format("lenet")),
     Error("padding counts in the confusion matrix", SUMS,
           "real.to(counts.dtype)", "torch.ones_like(real).to(counts.dtype)", SINGLE_SAMPLES),
     Error("rows and columns of the confusion matrix are swapped", SUMS,

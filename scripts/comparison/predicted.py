@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import yaml
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.advise import Advisor, constants_for
 from ddp_lab.run.candidates import Candidate
 from ddp_lab.run.machine import find_machine
@@ -77,8 +78,14 @@ def predictions(results: list[Result], overrides: list[str], gpus: str, on_gpus:
         on_gpus: whether the runs used GPUs. What was measured on CPUs cannot be compared with the predictions, and is left out.
     """
     comparisons: list[Comparison] = []
+    problems: list[str] = []
     for entry, rate, profile in ((result.entry, result.rate, result.profile) for result in results if not result.problem):
-        memory, predicted = predict(entry.name, [*entry.overrides, *entry.options], entry.ranks, entry.devices, overrides, gpus)
+        given = [*entry.overrides, *entry.options]
+        try:
+            memory, predicted = predict(entry.name, given, entry.ranks, entry.devices, overrides, gpus)
+        except ConfigError as error:
+            problems += ["", f"{entry.title} is not predicted: {error}"]
+            continue
         measured = max(profile["peak_memory_bytes"]) if profile and on_gpus else None
         rates = predicted, rate if on_gpus else None
         comparisons.append(Comparison(entry.title, entry.devices, (memory, measured), rates))
@@ -88,4 +95,5 @@ def predictions(results: list[Result], overrides: list[str], gpus: str, on_gpus:
         heading if on_gpus else f"Predicted for {gpus}. The runs were on CPUs, so there is nothing to compare:",
         "",
         *comparison_table(comparisons),
+        *problems,
     ]

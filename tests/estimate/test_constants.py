@@ -18,7 +18,7 @@ from ddp_lab.estimate.constants import ASSUMED, Constants
 from ddp_lab.estimate.constants_file import load, path_of, save
 from ddp_lab.estimate.rates import Convolutions
 from ddp_lab.run.advise import advise
-from ddp_lab.run.calibrate import calibrate
+from ddp_lab.run.calibrate import calibrate, card_of, describe
 from ddp_lab.run.launching import LEAST, fit, launches
 from ddp_lab.run.machine import find_machine
 from ddp_lab.world.runtime import Runtime
@@ -36,7 +36,9 @@ def calibrate_here(cache: str) -> tuple[Constants, str]:
 
     os.environ["XDG_CACHE_HOME"] = cache
     with Runtime("cpu", timeout=30) as runtime:
-        constants, path = calibrate(runtime)
+        constants, path = calibrate(runtime, CPU)
+    if runtime.rank == 0:
+        assert json.loads(describe(constants, path).removeprefix(f"{path}: ")) == json.loads(path.read_text())
     return constants, str(path)
 
 
@@ -104,19 +106,18 @@ def test_convolutions_have_a_rate_and_a_start(monkeypatch, each, fixed):
     assert flops * 1024 / found.rate + 3 * found.start == pytest.approx(fixed + 1024 * each)
 
 
-def test_command_measures_the_device_and_prints_its_file(tmp_path):
-    code, output = launch("python -m ddp_lab.advise --calibrate device=cpu")
-    assert code == 0, output
-    path = tmp_path / "ddp_lab" / "constants-cpu.json"
-    assert output.startswith(f"{path}: ")
-    assert json.loads(output.removeprefix(f"{path}: ")) == json.loads(path.read_text())
+def test_cpu_is_not_calibrated(tmp_path):
+    code, output = launch("torchrun --standalone --nproc_per_node=2 -m ddp_lab.advise --calibrate device=cpu")
+    assert code != 0
+    assert output.count("error: --calibrate: no GPU is available, and only GPUs are measured") == 1, output
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_card_cannot_be_calibrated(monkeypatch):
     runtime = SimpleNamespace(device=torch.device("cuda"), world_size=1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ConfigError, match=r"--calibrate: Tesla T4 is unknown; the cards are B200, H200"):
-        calibrate(cast(Runtime, runtime))
+        card_of(cast(Runtime, runtime))
 
 
 @pytest.mark.parametrize(

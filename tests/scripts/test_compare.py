@@ -193,6 +193,20 @@ def test_compare_refuses_a_directory_that_is_not_empty(tmp_path):
     assert (code, output) == (1, f"error: --out {tmp_path}/other: cannot be created (File exists); use another folder\n")
 
 
+def test_compare_refuses_unknown_cards_before_the_first_run():
+    code, output = launch("python scripts/compare.py --gpus 2xFOO -- epochs=2")
+    assert code == 2
+    assert "--gpus 2xFOO: must be here, or a number and a card such as 2xH100" in output
+
+
+def test_strategy_that_cannot_be_predicted_keeps_the_report():
+    fits, not_laid = Entry("single", [], None, 1), Entry("mesh", ["strategy.tp=3"], 3, 3)
+    results = [result_of(entry, [1.0], [1234.0], 0.0, 0.0) for entry in (fits, not_laid)]
+    lines = predictions(results, ["model=lenet", "data=digits", "batch_size=64"], "3xH100", False)
+    assert sum(line.startswith("| single") for line in lines) == 1
+    assert sum("mesh" in line and " is not predicted: " in line for line in lines) == 1
+
+
 def test_compare_refuses_zero_ranks():
     code, output = launch("python scripts/compare.py --ranks 2 0 -- epochs=2")
     assert code == 2
