@@ -138,6 +138,14 @@ def test_gradients_of_several_micro_batches_are_added_up():
     assert twice["single"].memory.gradients == whole > once["single"].memory.gradients
 
 
+def test_weak_scaling_is_ranked_by_images_per_second():
+    advice = advised("data=fashion_mnist", "model=resnet18", "batch_size=256", "scaling=weak", gpus="2xH100")
+    single, ddp = (next(each for each in advice.predictions if each.name == name) for name in ("single", "ddp"))
+    assert single.time.total < ddp.time.total
+    assert single.images_per_second < ddp.images_per_second
+    assert advice.conclusion.startswith("Recommended: ddp, ")
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_not_recommended():
     card = CARDS["H100"]

@@ -8,6 +8,7 @@ from ddp_lab.estimate.sizes import describe_bytes
 from ddp_lab.estimate.step_time import StepTime
 
 SIMPLER = 1.05  # a simpler strategy is recommended unless another one is faster by this factor
+SIMPLEST = ("strategy=single", "strategy=ddp")  # before all others: `dp` is a historical baseline, and `scratch` is for study
 
 
 def name_of(overrides: list[str]) -> str:
@@ -97,11 +98,15 @@ class Advice:
 
     @property
     def ranked(self) -> list[Prediction]:
-        """The predictions that fit, the recommended one first, then by time."""
-        fitting = sorted((each for each in self.predictions if each.fits), key=lambda each: each.time.total)
+        """The predictions that fit, the recommended one first, then by images per second.
+
+        With scaling=weak the batch grows with the number of ranks, so that times of a step cannot be compared.
+        """
+        fitting = sorted((each for each in self.predictions if each.fits), key=lambda each: -each.images_per_second)
         if not fitting:
             return []
-        first = next(each for each in self.predictions if self._is_close(each, fitting[0]))
+        simple_first = sorted(self.predictions, key=lambda each: (*SIMPLEST, each.overrides[0]).index(each.overrides[0]))
+        first = next(each for each in simple_first if self._is_close(each, fitting[0]))
         return [first, *(each for each in fitting if each is not first)]
 
     @property
@@ -120,17 +125,18 @@ class Advice:
         return f"Recommended: {best.name}, because {self._reason(best)}{chosen}\n  {best.launch}"
 
     def _is_close(self, each: Prediction, fastest: Prediction) -> bool:
-        return each.fits and each.time.total <= SIMPLER * fastest.time.total
+        return each.fits and SIMPLER * each.images_per_second >= fastest.images_per_second
 
     def _reason(self, best: Prediction) -> str:
         too_large = [each.name for each in self.predictions if not each.fits]
-        fastest = min(self.ranked, key=lambda each: each.time.total)
+        fastest = max(self.ranked, key=lambda each: each.images_per_second)
         if fastest is best:
             reason = f"it is predicted to be the fastest of {len(self.ranked)} that fit"
         else:
             close = sum(self._is_close(each, fastest) for each in self.ranked)
             reason = (
-                f"it is the simplest of {close} whose predicted times are within 5 % of that of the fastest, {fastest.name}"
+                f"it is the simplest of {close} that are predicted to be within 5 % of the images/s of the fastest, "
+                f"{fastest.name}"
             )
         if best.host:
             reason += f"; it keeps {describe_bytes(best.host)} in the host memory of each machine"

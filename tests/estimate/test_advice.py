@@ -9,9 +9,10 @@ from ddp_lab.estimate.step_time import StepTime
 MEMORY = Memory(**dict.fromkeys(Memory.__dataclass_fields__, 0))
 
 
-def prediction(line: str, milliseconds: float, fits: bool = True) -> Prediction:
+def prediction(line: str, milliseconds: float, fits: bool = True, batch: int = 256) -> Prediction:
     time = StepTime(milliseconds / 1000, 0, 0, 0)
-    return Prediction(line.split(), 1, fits, MEMORY, Footprint(0, 0, 0, 0, 0), 0, time, 1.0, 1.0, "python -m ddp_lab")
+    rate = batch / time.total
+    return Prediction(line.split(), 1, fits, MEMORY, Footprint(0, 0, 0, 0, 0), 0, time, rate, 1.0, "python -m ddp_lab")
 
 
 def advice(*predictions: Prediction, own: str | None = None, refused: list[Refused] | None = None) -> Advice:
@@ -24,8 +25,22 @@ def test_a_simpler_strategy_is_recommended_before_a_slightly_faster_one():
         prediction("strategy=tp", 10), own="strategy=tp",
     )  # fmt: skip
     assert found.conclusion.startswith(
-        "Recommended: ddp, because it is the simplest of 3 whose predicted times are within 5 % of that of the fastest, tp\n"
+        "Recommended: ddp, because it is the simplest of 3 that are predicted to be within 5 % of the images/s of the fastest, "
+        "tp\n"
     )
+
+
+def test_strategies_with_batches_of_different_sizes_are_ranked_by_images_per_second():
+    found = advice(
+        prediction("strategy=single", 7), prediction("strategy=fsdp", 12, batch=512), prediction("strategy=ddp", 7.1, batch=512)
+    )  # fmt: skip
+    assert [each.name for each in found.ranked] == ["ddp", "fsdp", "single"]
+    assert found.conclusion.startswith("Recommended: ddp, because it is predicted to be the fastest of 3 that fit\n")
+
+
+def test_ddp_is_recommended_before_the_historical_baseline_and_the_hand_written_strategy():
+    found = advice(*(prediction(f"strategy={name}", time) for name, time in {"dp": 10.2, "scratch": 10, "ddp": 10.4}.items()))
+    assert found.conclusion.startswith("Recommended: ddp, because it is the simplest of 3 ")
 
 
 def test_the_users_own_strategy_is_listed_first_and_not_taken_for_the_simplest():

@@ -52,6 +52,13 @@ def test_refusal_names_the_two_strategies_that_are_predicted_to_be_the_best():
     assert f"Use {one} or {other}, the best of {len(best)} that are predicted to fit on 4 such GPUs. `python -m" in text
 
 
+def test_refusal_with_weak_scaling_names_what_trains_the_most_images_per_second():
+    run = ["model=resnet18", "data=synthetic", "data.dataset.image_size=28", "batch_size=256", "scaling=weak"]
+    text = refusal([*run, "strategy=ddp"], 4 * GiB, ranks=2)
+    assert "Use strategy=ddp (" in text
+    assert ") or strategy=scratch (" in text
+
+
 def test_refusal_of_one_process_counts_all_gpus_of_the_machine():
     text = refusal([*LARGE, "strategy=single"], 3 * GiB, ranks=1, gpus=8)
     assert text.count("`torchrun --standalone --nproc_per_node=8 -m ddp_lab ... strategy=") == 2
