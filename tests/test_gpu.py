@@ -223,6 +223,7 @@ ALONE += [
     *with_options(FUSED, Case(Single, **AUGMENTED)),
     *with_options(BOTH, Case(Single, **AUGMENTED), Case(Single, accumulate=3, **RECIPE)),
     *with_options(BOTH, Case(Single, **EXACT_VIT), Case(Single, **EXACT_VIT | {"model": "vit_drop"})),
+    *with_options(BOTH, Case(Single, **ONE_STEP)),
 ]
 TOGETHER = [
     *with_options(
