@@ -14,9 +14,11 @@ from worlds import run_world
 from ddp_lab import advise as command
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.estimate.advice import Advice
+from ddp_lab.estimate.buckets import buckets_of
 from ddp_lab.estimate.cards import CARDS, GiB
+from ddp_lab.estimate.constants import ASSUMED
 from ddp_lab.estimate.report import as_json, best_of, memory_plot, table
-from ddp_lab.run.advise import advise
+from ddp_lab.run.advise import Advisor, advise
 from ddp_lab.run.candidates import Candidate, candidates, with_own
 from ddp_lab.run.machine import Machine, find_machine
 from ddp_lab.strategies.fsdp import FSDP
@@ -220,6 +222,25 @@ def test_models_that_read_values_are_predicted_without_a_capture():
 
 def test_chains_that_read_values_are_predicted_under_pipelines():
     assert {"single", "split", "pipeline", "mesh pp=2"} <= set(names(advised(*own_model("waiting_blocks"), gpus="2xH100")))
+
+
+def test_frozen_parameters_have_no_gradients_under_any_strategy():
+    for precision in ("float32", "bf16"):
+        advice = advised(*own_model("Frozen"), "accumulate=2", "speed=off", f"precision={precision}", gpus="2xH100")
+        found = {each.name: each for each in advice.predictions}
+        head = 4 * 10 * (1024 + 1)
+        assert found["ddp"].memory.gradients == found["fsdp"].memory.gradients == head, precision
+        assert found["fsdp"].held.gradients == head / 2
+
+
+def test_frozen_blocks_are_gathered_and_their_gradients_are_not_summed():
+    advisor = Advisor(own_model("frozen_blocks"), None, find_machine("2xH100", 1, None), ASSUMED)
+    job = advisor.job(Candidate("fsdp", {}, 2))
+    job.partition()
+    _, first, frozen, _ = (4 * sum(each.numel() for each in block.parameters()) for block in advisor.model.children())
+    gathered = buckets_of(job.strategy, job.strategy.share(advisor.model, 0), advisor.model, bf16=False).gathered
+    assert list(gathered.values())[1] == first
+    assert list(gathered.values())[2] == first + frozen + 4 * 10 * (1024 + 1)
 
 
 def test_models_that_fail_in_bf16_are_refused_where_inputs_are_cast():

@@ -66,19 +66,23 @@ def gathered(strategy: FSDP | Mesh, share: Share, model: nn.Module, bf16: bool) 
     """
     units = dict(model.named_children()) if isinstance(model, Chain) else {"": model}
     width = 2 if bf16 else 4
-    sizes = {
-        unit: width * sum(torch.Size(share.size(f"{unit}.{name}", tensor)).numel() for name, tensor in block.named_parameters())
+    elements = {
+        unit: [
+            (torch.Size(share.size(f"{unit}.{name}", tensor)).numel(), tensor.requires_grad)
+            for name, tensor in block.named_parameters()
+        ]
         for unit, block in units.items()
     }
+    sizes = {unit: width * sum(size for size, _ in each) for unit, each in elements.items()}
+    summed = {unit: 4 * sum(size for size, trained in each if trained) for unit, each in elements.items()}
     names = [name for name in units if share.has(name)]
     if not (strategy.reshard_after_forward if isinstance(strategy, FSDP) else strategy.axes["pp"] == 1):
         return Buckets(constant=sum(sizes[name] for name in names))
-    wide = 2 if bf16 else 1  # the sums of gradients are float32
     return Buckets(
         gathered={
             name: sizes[name]
             + (sizes[names[place - 1]] if place else 0)
-            + (wide * sizes[names[place + 1]] if place + 1 < len(names) else 0)
+            + (summed[names[place + 1]] if place + 1 < len(names) else 0)
             for place, name in enumerate(names)
         }
     )

@@ -25,15 +25,18 @@ class Sizes:
     Attributes:
         gradients: bytes of the gradients that it keeps.
         gathered: bytes of the parameters that it computes with, in the dtype in which they are gathered.
-        unsharded: bytes of their gradients in float32.
-        tensors, units: number of its parameters, and of the blocks that are gathered.
+        unsharded: bytes of their gradients in float32; frozen parameters have none.
+        tensors, trained, units: number of its parameters, of those that have gradients, and of the blocks that are gathered.
+        mixed: whether it computes in bf16.
     """
 
     gradients: float
     gathered: float
     unsharded: float
     tensors: int
+    trained: int
     units: int
+    mixed: bool
 
 
 def along_dp(strategy: Strategy, sizes: Sizes, links: Links, forward: float, backward: float) -> float:
@@ -52,7 +55,7 @@ def along_dp(strategy: Strategy, sizes: Sizes, links: Links, forward: float, bac
     if isinstance(strategy, Scratch):
         if strategy.algorithm == "bucketed":
             return overlapped(sizes.gradients, strategy.bucket_sizes[0], LAST_BUCKET, ranks, links, backward)
-        calls = sizes.tensors if strategy.algorithm in ("per_tensor", "star") else 1
+        calls = sizes.trained if strategy.algorithm in ("per_tensor", "star") else 1
         return links.all_reduce(sizes.gradients, ranks, calls=calls) * (ranks / 2 if strategy.algorithm == "star" else 1)
     if isinstance(strategy, DDP | DDPPipeline):
         bucket = strategy.bucket_cap_mb * MiB if isinstance(strategy, DDP) else DDP_BUCKET

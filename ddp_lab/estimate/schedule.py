@@ -64,7 +64,7 @@ def step_time(strategy: Strategy, ranks: list[Passes], device: Device, links: Li
     if isinstance(strategy, FSDP | Mesh):
         kernels += sharding(strategy, rank.sizes, rounds, accumulate)
     elif strategy.dp_size > 1:
-        kernels += Work(0, RANKS_KERNELS + SCRATCH_KERNELS * rank.sizes.tensors * isinstance(strategy, Scratch))
+        kernels += Work(0, RANKS_KERNELS + SCRATCH_KERNELS * rank.sizes.trained * isinstance(strategy, Scratch))
     if isinstance(strategy, Pipeline) and strategy.axes["pp"] > 1:
         kernels += Work(0, PIPELINE_KERNELS * rounds)
     # One Python process launches the kernels of all devices.
@@ -101,7 +101,7 @@ def sharding(strategy: FSDP | Mesh, sizes: Sizes, rounds: int, accumulate: int) 
         copies = COPIES * units + COPIES_EACH * each
         total += Work(copies, SHARDED_KERNELS * units + SHARDED_EACH * each) * accumulate
     if rounds > accumulate:
-        total += Work(0, HOOKS_KERNELS * units + HOOKS_EACH * each * (sizes.gathered < sizes.unsharded)) * rounds
+        total += Work(0, HOOKS_KERNELS * units + HOOKS_EACH * sizes.trained * sizes.mixed) * rounds
     return total
 
 
@@ -139,4 +139,4 @@ def offloaded(rank: Passes) -> float:
 def updates(rank: Passes, device: Device) -> Work:
     """Return the optimizer's step: it reads and writes parameters and state, and reads gradients, in two or three passes."""
     traffic = 2.5 * (2 * rank.sizes.gradients + 2 * rank.optimizer + rank.sizes.gradients)
-    return Work(device.traffic(traffic), OPTIMIZER_KERNELS * rank.sizes.tensors)
+    return Work(device.traffic(traffic), OPTIMIZER_KERNELS * rank.sizes.trained)

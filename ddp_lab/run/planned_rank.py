@@ -84,10 +84,14 @@ def predict_rank(job: Job, rank: int, compiled: bool, tracer: Tracer, constants:
 def sizes_of(job: Job, share: Share, held: Footprint, blocks: set[str]) -> Sizes:
     """Return what the rank sends from."""
     computed = [
-        torch.Size(share.size(name, tensor)).numel() for name, tensor in job.model.named_parameters() if share.has(name)
+        (torch.Size(share.size(name, tensor)).numel(), tensor.requires_grad)
+        for name, tensor in job.model.named_parameters()
+        if share.has(name)
     ]
-    width = 2 if job.cfg.precision == "bf16" else 4
-    return Sizes(held.gradients, width * sum(computed), 4 * sum(computed), len(computed), len(blocks))
+    trained = [elements for elements, has_gradient in computed if has_gradient]
+    mixed = job.cfg.precision == "bf16"
+    gathered = (2 if mixed else 4) * sum(elements for elements, _ in computed)
+    return Sizes(held.gradients, gathered, 4 * sum(trained), len(computed), len(trained), len(blocks), mixed)
 
 
 def gradients_of(job: Job, share: Share, blocks: dict[str, Traced]) -> dict[str, int]:

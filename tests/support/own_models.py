@@ -57,6 +57,21 @@ class Scalar(Plain):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Frozen(Plain):
+    """Only its last layer is trained."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes, hidden=1024)
+        self.requires_grad_(False)
+        self.head.requires_grad_(True)
+
+
+def frozen_blocks(in_channels, image_size, num_classes):
+    """Blocks, of which the third one is frozen."""
+    first, frozen, head = nn.Linear(in_channels * image_size**2, 1024), nn.Linear(1024, 1024), nn.Linear(1024, num_classes)
+    return nn.Sequential(nn.Flatten(), first, frozen.requires_grad_(False), head)
+
+
 class Tied(Plain):
     """Two blocks of FSDP share a weight."""
 
