@@ -83,7 +83,7 @@ def step_time(strategy: Strategy, ranks: list[Passes], device: Device, links: Li
         # Python does not wait for other ranks: it launches a stage's kernels before their inputs have arrived.
         bubble = accumulate * computed.seconds / rounds * (stages - 1) / of_rank
         cut = max((list(each.blocks.values())[-1].output for each in ranks[:-1]), default=0)
-        along_pp = (rounds + stages - 1) * 2 * of_rank * links.send(cut, links.per_node // stages or links.per_node)
+        along_pp = (rounds + stages - 1) * 2 * of_rank * links.send(cut, crosses_machines(strategy, links.per_node))
     to_host = offloaded(rank) if getattr(strategy, "offload", False) else 0.0
     return StepTime(kernels.seconds, launching, in_dp + in_tp + along_pp + to_host, bubble)
 
@@ -115,6 +115,23 @@ def micro_batches(strategy: Strategy) -> int:
 def is_cut(strategy: Strategy) -> bool:
     """Return whether micro-batches pass through several stages."""
     return isinstance(strategy, Split) or (isinstance(strategy, Pipeline) and strategy.axes["pp"] > 1)
+
+
+def crosses_machines(strategy: Strategy, per_node: int) -> bool:
+    """Return whether two consecutive stages of some pipeline are on different machines.
+
+    Args:
+        strategy: whose micro-batches pass through several stages.
+        per_node: number of GPUs of a machine.
+    """
+    if not isinstance(strategy, Pipeline):
+        return False
+    pp = strategy.axes["pp"]
+    others = strategy.dp_size * strategy.axes.get("tp", 1)
+    # In `mesh` the stage varies slowest with the rank, in `pipeline` and `ddp_pipeline` fastest.
+    firsts, step = (range(others), others) if isinstance(strategy, Mesh) else (range(0, pp * others, pp), 1)
+    pipelines = [range(first, first + pp * step, step) for first in firsts]
+    return any(len({rank // per_node for rank in ranks}) > 1 for ranks in pipelines)
 
 
 def passes(rank: Passes, device: Device) -> tuple[Work, Work]:

@@ -158,6 +158,10 @@ class Links:
         """Return the seconds of all-reduces of so many bytes in all; a rank sends 2 (W-1)/W times as many."""
         return self.gather(2 * nbytes, ranks, neighbours, calls)
 
-    def send(self, nbytes: float, distance: int = 1) -> float:
-        """Return the seconds in which a rank sends so many bytes to another one."""
-        return nbytes / (self.inside if distance < self.per_node else self.between) + self.latency / 2
+    def send(self, nbytes: float, far: bool = False) -> float:
+        """Return the seconds in which a rank sends so many bytes to another one.
+
+        Args:
+            far: whether the other one is on another machine.
+        """
+        return nbytes / (self.between if far else self.inside) + self.latency / 2

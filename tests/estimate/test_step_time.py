@@ -8,8 +8,10 @@ import torch
 from ddp_lab.estimate.cards import CARDS
 from ddp_lab.estimate.constants import ASSUMED
 from ddp_lab.estimate.recorder import CAST, FEW_ROWS, Operation, Recorder
+from ddp_lab.estimate.schedule import crosses_machines
 from ddp_lab.estimate.step_time import KERNELS, REDUCTION, REST_KERNELS, ROW, Device, Links, StepTime, Work
 from ddp_lab.run.advise import Advisor
+from ddp_lab.run.candidates import Candidate
 from ddp_lab.run.machine import find_machine
 
 CARD = CARDS["H100"]
@@ -194,6 +196,42 @@ def test_links_between_machines_expose_communication():
     far = time_of("2xH100", "strategy=scratch", "batch_size=4096", nodes=2)
     assert far.communication > near.communication > 0
     assert far.compute == pytest.approx(near.compute)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "strategy", "crosses"),
+    [
+        (1, 4, "mesh pp=2", False),
+        (2, 2, "mesh pp=2", True),
+        (2, 2, "mesh pp=4", True),
+        (2, 2, "mesh pp=2 tp=2", True),
+        (2, 2, "mesh pp=2 shard=2", True),
+        (2, 2, "pipeline", True),
+        (2, 2, "ddp_pipeline pp=2", False),
+        (3, 2, "ddp_pipeline pp=3", True),
+        (1, 4, "pipeline", False),
+        (1, 4, "split", False),
+    ],
+)
+def test_stages_on_different_machines_send_over_the_link_between_machines(nodes, per_node, strategy, crosses):
+    name, *options = strategy.split()
+    own = [f"strategy={name}", *(f"strategy.{option}" for option in options)]
+    overrides = ["model=vit", "data=synthetic", "batch_size=192", *own]
+    advisor = Advisor(overrides, None, find_machine(f"{per_node}xH100", nodes, None), ASSUMED)
+    job = advisor.job(next(each for each in advisor.candidates() if each.overrides == own))
+    job.partition()
+    assert crosses_machines(job.strategy, per_node) == crosses
+
+
+def test_mesh_sends_activations_to_the_next_machine_in_each_tick_of_the_schedule():
+    overrides = ["model=vit", "data=synthetic", "data.dataset.image_size=28", "batch_size=256"]
+    own = ["strategy=mesh", "strategy.pp=2"]
+    exposed = []
+    for link in (1, 100):
+        advisor = Advisor([*overrides, *own], None, find_machine("2xH100", 2, link), ASSUMED)
+        exposed.append(advisor.predict(Candidate("mesh", {"pp": 2}, 4)).time.communication)
+    ticks, cut = 8 + 2 - 1, 16 * 16 * 64 * 4  # images of a micro-batch, tokens, width, bytes
+    assert exposed[0] - exposed[1] == pytest.approx(2 * ticks * cut * (1e-9 - 1e-11) / ASSUMED.link)
 
 
 def test_checkpointing_computes_the_forward_pass_again():
