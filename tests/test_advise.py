@@ -172,6 +172,16 @@ def test_several_machines_have_their_launch_line():
     assert {"dp", "split"}.isdisjoint(names(advice)), "one process cannot use the GPUs of two machines"
 
 
+@pytest.mark.parametrize("strategy", ["dp", "split"])
+def test_one_process_is_predicted_with_the_gpus_of_one_machine(strategy):
+    two, one = (
+        next(each for each in advised(f"strategy={strategy}", gpus="2xH100", nodes=nodes).listed if each.name == strategy)
+        for nodes in (2, 1)
+    )
+    assert two.devices == 2
+    assert (two.time, two.memory, two.images_per_second) == (one.time, one.memory, one.images_per_second)
+
+
 def test_table_names_each_part_of_the_memory_of_what_is_recommended_and_of_the_users_own():
     advice = advised(*VIT, "optimizer=adamw", "strategy=ddp", gpus="2xH100")
     short, long = table(advice, everything=False), table(advice, everything=True)

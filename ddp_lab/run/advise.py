@@ -110,7 +110,7 @@ class Advisor:
         if self.reads_values and cfg.cuda_graph == AUTO:
             cfg.cuda_graph = False  # train.py finds out when it tries
         alone = candidate.strategy in ALONE
-        gpus = 1 if candidate.strategy == "single" else self.machine.gpus
+        gpus = 1 if candidate.strategy == "single" else self.machine.per_node  # one process uses the GPUs of its machine
         free = int(self.machine.card.memory - self.constants.context)
         runtime = PlannedRuntime(candidate.ranks, self.machine.per_node, cfg.precision, gpus=gpus if alone else 1, free=free)
         job = Job(cfg, runtime, with_weights=False)
