@@ -253,6 +253,30 @@ def test_frozen_blocks_are_gathered_and_their_gradients_are_not_summed():
     assert list(gathered.values())[2] == first + frozen + 4 * 10 * (1024 + 1)
 
 
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_chains_that_change_their_inputs_in_place_are_predicted(compiled):
+    advice = advised(*own_model("in_place"), f"compile={compiled}", "strategy=pipeline", gpus="2xH100")
+    assert {"single", "split", "ddp", "fsdp", "tp tp=2"} <= set(names(advice))
+    assert advice.own_refusal is not None
+    assert advice.own_refusal.reason.startswith(
+        "stage 2 of the pipeline, which begins with block 2, changes its input in place;"
+    )
+    cut = advised(*own_model("in_place"), f"compile={compiled}", "strategy=pipeline", "strategy.cut=['3']", gpus="2xH100")
+    assert cut.listed[0].name == "pipeline cut=['3']"
+
+
+def test_batches_that_the_model_cannot_compute_are_refused_with_the_reason():
+    advice = advised(*own_model("Normalizing"), "batch_size=2", gpus="2xH100")
+    assert names(advice)[0] == "single"
+    (reason,) = {each.reason for each in advice.refused if each.name == "ddp"}
+    assert reason == (
+        "the model failed with 1 samples at a time: ValueError: Expected more than 1 value per channel when training, got "
+        "input size torch.Size([1, 16]) (own_models.py, line 29). Correct the model, or change batch_size"
+    )
+    with pytest.raises(ConfigError, match=r"^no strategy can be predicted on these GPUs. single is refused: the model failed"):
+        advised(*own_model("Normalizing"), "batch_size=1", gpus="1xH100")
+
+
 def test_models_that_fail_in_bf16_are_refused_where_inputs_are_cast():
     advice = advised(*own_model("Converting"), "precision=bf16", gpus="2xH100")
     assert {"single", "ddp"} <= set(names(advice))

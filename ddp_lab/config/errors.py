@@ -46,7 +46,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type and the text of an error and, if it was raised in the user's code, the place."""
+    """Return the type and the text of an error and, if it was raised in the user's code, the place. No full stop ends it."""
     others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
     places = [
         frame
@@ -54,4 +54,4 @@ def describe_error(error: Exception) -> str:
         if not frame.filename.startswith("<") and not any(folder in Path(frame.filename).parents for folder in others)
     ]
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{where}"

@@ -92,9 +92,9 @@ class Advice:
         return next((each for each in self.refused if each.overrides == self.own), None)
 
     @property
-    def least(self) -> Prediction | None:
-        """What needs the least memory; None if nothing can be laid on the GPUs."""
-        return min(self.predictions, key=lambda each: each.memory.total, default=None)
+    def least(self) -> Prediction:
+        """What needs the least memory."""
+        return min(self.predictions, key=lambda each: each.memory.total)
 
     @property
     def ranked(self) -> list[Prediction]:
@@ -113,8 +113,7 @@ class Advice:
     def conclusion(self) -> str:
         """The recommendation with its reason, and the line to paste."""
         if not self.ranked:
-            if (least := self.least) is None:
-                return "Nothing can be laid on these GPUs: --all shows why"
+            least = self.least
             short = (least.memory.total - self.memory) / 2**30
             return (
                 f"Nothing fits: {least.name} needs the least and lacks {short:,.1f} GiB. Use more or larger GPUs, a smaller "

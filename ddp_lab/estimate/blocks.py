@@ -65,7 +65,7 @@ class Tracer:
             compiled: whether torch.compile compiles the model; the loss, which is small, is traced in eager mode.
 
         Raises:
-            ConfigError: the model reads values, and fails with those of a few samples.
+            ConfigError: the model fails with so many samples or, if it reads values, with a few.
         """
         blocks = self._graphs(strategy) if compiled else self.named
         # fully_shard casts parameters and inputs by itself; all other strategies use autocast.
@@ -91,9 +91,12 @@ class Tracer:
             if key not in self._known:
                 try:
                     self._known[key] = self._trace(block, sizes, given, casts, division, compiled)
-                except Exception:
+                except Exception as error:
                     if any(tensor.is_meta for tensor in block.parameters()):
-                        raise
+                        if not isinstance(error, RuntimeError | ValueError):  # the model's, such as of a batch of one sample
+                            raise
+                        text = f"the model failed with {samples} samples at a time: {describe_error(error)}"
+                        raise ConfigError(f"{text}. Correct the model, or change batch_size") from error
                     self._known[key] = self._trace_values(block, sizes, given, casts, division)
             records[name], given = self._known[key]
         key = (LOSS, given.shape, given.dtype)

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.func import functional_call
 
 from ddp_lab.estimate.fusion import Kernel, kernels_of, nbytes_of, value_of
-from ddp_lab.estimate.trace import Traced, layout_of, mixed_precision, on_meta
+from ddp_lab.estimate.trace import Traced, layout_of, mixed_precision, on_meta, output_of_another_block
 from ddp_lab.strategies.activation_checkpointing import kept
 
 
@@ -48,7 +48,7 @@ def trace_compiled(block: nn.Module, given: torch.Tensor, autocast: bool) -> tup
         autocast: whether the forward pass runs in bf16 by autocast.
     """
     with mixed_precision(autocast):
-        graphs, result = graphs_of(block, given)
+        graphs, result = graphs_of(block, output_of_another_block(given))
     made, output = graphs.kept(), graphs.output()
     stored = {value: nbytes_of(value) for value in made.values() if value.op != "placeholder"}
     forward, backward = kernels_of(graphs.forward), [] if graphs.backward is None else kernels_of(graphs.backward)
@@ -59,6 +59,7 @@ def trace_compiled(block: nn.Module, given: torch.Tensor, autocast: bool) -> tup
         saved=sum(size for value, size in stored.items() if value is not output),
         keeps_input=next(iter(inputs_of(graphs.forward).values())) in made.values(),
         keeps_output=output in stored,
+        in_place=False,
         selective=sum(nbytes_of(node) for node in graphs.forward.nodes if node.target in kept() and value_of(node) is node),
         gradients=sum(tensor.grad.nbytes for tensor in block.parameters() if tensor.grad is not None),
         forward_peak=peak_of(forward, {}, {}, stored.keys() | {output}),

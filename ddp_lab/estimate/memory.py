@@ -100,11 +100,12 @@ def peak_memory(
 def kept_by(blocks: Sequence[Traced], checkpointing: str) -> list[float]:
     """Return what each block keeps for the backward pass; an output that the next block keeps counts once, as this block's."""
     sizes: list[float] = []
-    for place, block in enumerate(blocks):
-        following = blocks[place + 1] if place + 1 < len(blocks) else None
-        if checkpointing == "none" or following is None:
-            wanted = block.keeps_output or (following is not None and following.keeps_input)
-            sizes.append(block.saved + block.output * wanted)
+    wanted = False
+    for block in reversed(blocks):
+        if checkpointing == "none" or not sizes:
+            inner, kept = block.saved, block.keeps_output or wanted
         else:  # the next block's input is kept in any case
-            sizes.append(block.output + (block.selective if checkpointing == "selective" else 0))
-    return sizes
+            inner, kept = block.selective if checkpointing == "selective" else 0, True
+        sizes.append(inner + block.output * (kept and not block.in_place))
+        wanted = block.keeps_input or (block.in_place and kept)
+    return sizes[::-1]

@@ -22,6 +22,7 @@ class Traced:
         input, output: of the block.
         saved: what autograd keeps for the backward pass, without parameters, the input and the output.
         keeps_input, keeps_output: whether it keeps them, too.
+        in_place: whether the output has the memory of the input: of an operation in place, or of a view.
         selective: results that selective activation checkpointing keeps.
         gradients: of the parameters, as the backward pass allocates them.
         forward_peak: most that the forward pass allocates, with the output and what is saved.
@@ -34,12 +35,30 @@ class Traced:
     saved: int
     keeps_input: bool
     keeps_output: bool
+    in_place: bool
     selective: int
     gradients: int
     forward_peak: int
     backward_peak: int
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
+
+
+class Begin(torch.autograd.Function):
+    """The rest of a model before a block: operations in place can change the output of another block, but no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def output_of_another_block(given: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the memory of an input of a block that is no leaf of autograd if it requires a gradient."""
+    return cast(torch.Tensor, Begin.apply(given)) if given.requires_grad else given
 
 
 class End(torch.autograd.Function):
@@ -112,6 +131,7 @@ def trace(
     Returns:
         The record, and a tensor like the output on the meta device.
     """
+    given = output_of_another_block(given)
     others, saved = {key_of(tensor) for tensor in [*own, given]}, Saved()
     with recorder or Recorder(kept()) as recorder:
         with saved.hooks(), mixed_precision(autocast):
@@ -119,6 +139,7 @@ def trace(
         forward_peak, forward, kept_by_selective = recorder.peak, recorder.restart(), recorder.kept
         inner = {key: size for key, size in saved.sizes.items() if key not in others | {key_of(output)}}
         keeps_input, keeps_output = key_of(given) in saved.sizes, key_of(output) in saved.sizes
+        in_place = key_of(output) == key_of(given)
         layout, size = layout_of(output), output.untyped_storage().nbytes()
         if output.requires_grad:
             end = cast(torch.Tensor, End.apply(output))
@@ -133,6 +154,7 @@ def trace(
         saved=sum(inner.values()),
         keeps_input=keeps_input,
         keeps_output=keeps_output,
+        in_place=in_place,
         selective=kept_by_selective,
         gradients=sum(gradient.nbytes for gradient in gradients),
         forward_peak=forward_peak,

@@ -197,12 +197,16 @@ def advise(overrides: Sequence[str], config_dir: str | None, machine: Machine) -
         machine: the GPUs.
 
     Raises:
-        ConfigError: the overrides are wrong, or they choose another device than a GPU.
+        ConfigError: the overrides are wrong, they choose another device than a GPU, or no strategy can be predicted.
     """
     advisor = Advisor(overrides, config_dir, machine, constants_for(machine.card))
     if not advisor.cfg.device.startswith(("auto", "cuda")):
         raise ConfigError(f"device={advisor.cfg.device}: predictions are made for GPUs; leave it out")
-    return advisor.advise()
+    advice = advisor.advise()
+    if not advice.predictions:
+        first = advice.own_refusal or advice.refused[0]
+        raise ConfigError(f"no strategy can be predicted on these GPUs. {first.name} is refused: {first.reason}")
+    return advice
 
 
 def constants_for(card: Card) -> Constants:

@@ -100,6 +100,8 @@ def alternatives(job: Job, memory: int) -> str:
     number = f"{machine.gpus} such GPU{'s' * (machine.gpus > 1)}"
     if best := advice.ranked[:MOST_ALTERNATIVES]:
         return f"Use {' or '.join(map(line, best))}, the best of {len(advice.ranked)} that are predicted to fit on {number}"
+    if not advice.predictions:
+        return f"No strategy can be predicted: {advice.refused[0].name}: {advice.refused[0].reason.rstrip('.')}"
     least = sorted(advice.predictions, key=lambda each: each.memory.total)[:MOST_ALTERNATIVES]
     return (
         f"With activations and the CUDA context nothing is predicted to fit on {number}; the least memory need "

@@ -96,12 +96,13 @@ def sizes_of(job: Job, share: Share, held: Footprint, blocks: set[str]) -> Sizes
 
 def gradients_of(job: Job, share: Share, blocks: dict[str, Traced]) -> dict[str, int]:
     """Return the bytes of each block's gradients that the rank keeps on its GPU."""
-    gradients, record = dict.fromkeys(blocks, 0), ""
-    for name, tensor in job.model.named_parameters():
-        block = name.split(".")[0] if isinstance(job.model, Chain) else ""
+    gradients, records, record = dict.fromkeys(blocks, 0), dict[str, str](), ""
+    for block, _ in job.model.named_children():
         record = block if block in blocks else record  # that of a graph has the name of its first block
+        records[block] = record
+    for name, tensor in job.model.named_parameters():
         if tensor.requires_grad and share.has(name) and not share.offload:
-            gradients[record] += share.nbytes(name, tensor)
+            gradients[records[name.split(".")[0]] if isinstance(job.model, Chain) else ""] += share.nbytes(name, tensor)
     return gradients
 
 

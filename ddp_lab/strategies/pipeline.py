@@ -23,7 +23,7 @@ from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.config.types import Count
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.partition import Partition
+from ddp_lab.models.partition import Partition, changes_input
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, not_selective
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
@@ -88,8 +88,21 @@ class Pipeline(Strategy):
                 f"strategy.balance=time: has no effect with strategy.cut={listed(self.cut)}, which names the stages; remove one"
             )
         self.parts = Partition(model, self.num_stages, self.cut)
+        if self.balance == "flops":
+            self._require_kept_inputs(list(model.children()))
         self.timed_samples = max(1, samples // self.num_microbatches)
         self.shapes: list[torch.Size] = self.parts.shapes
+
+    def _require_kept_inputs(self, blocks: list[nn.Module]) -> None:
+        """Check that no stage changes what it receives in place: torch's pipelines receive into leaves of autograd."""
+        for number, part in enumerate(self.parts.parts[1:], start=2):
+            if changes_input([blocks[i] for i in part], self.parts.shapes[part.start]):
+                first = self.parts.names[part.start]
+                raise ConfigError(
+                    f"stage {number} of the pipeline, which begins with block {first}, changes its input in place; torch's "
+                    "pipelines do not allow that. Use inplace=False in the first layers of this stage, or other first "
+                    "blocks of the stages by strategy.cut"
+                )
 
     def share(self, model: nn.Module, rank: int) -> Share:
         return Share(self.blocks_of(rank % self.axes["pp"]))

@@ -11,6 +11,7 @@ from ddp_lab.estimate.memory import kept_by
 from ddp_lab.estimate.planned import PlannedRuntime
 from ddp_lab.estimate.recorder import Recorder, key_of
 from ddp_lab.estimate.trace import mixed_precision, trace
+from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import checkpointed
 from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.share import Share
@@ -34,7 +35,22 @@ class Tied(nn.Module):
         return self.head(self.three(self.two(hidden).tanh()).relu())
 
 
+def changing() -> Chain:
+    """Return blocks that change their input in place, and one that returns a view of it."""
+    return Chain(
+        (3, 16, 16),
+        convolution=nn.Conv2d(3, 8, 3),
+        relu=nn.ReLU(inplace=True),
+        flatten=nn.Flatten(),
+        linear=nn.Linear(8 * 14 * 14, 64),
+        dropout=nn.Dropout(0.5, inplace=True),
+        head=nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 10)),
+    )
+
+
 def made(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
+    if name == "changing":
+        return changing(), (3, 16, 16)
     if name == "tied":
         return Tied(), (3, 16, 16)
     _, channels, size = MODELS[name]
@@ -71,7 +87,7 @@ def saved(name: str, precision: str) -> int:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("name", ["lenet", "vit", "narrow", "tied", "partly_frozen"])
+@pytest.mark.parametrize("name", ["lenet", "vit", "narrow", "tied", "partly_frozen", "changing"])
 def test_activations_are_what_autograd_saves(name, precision):
     assert predicted(name, precision) == pytest.approx(saved(name, precision), rel=0.05)
 
@@ -91,7 +107,7 @@ def test_checkpointed_blocks_keep_what_is_predicted(mode):
     assert mode == "none" or predicted("vit", checkpointing=mode) < 0.8 * predicted("vit")
 
 
-@pytest.mark.parametrize("name", ["lenet", "vit", "narrow"])
+@pytest.mark.parametrize("name", ["lenet", "vit", "narrow", "changing"])
 def test_peak_of_the_backward_pass_is_that_of_real_tensors(name):
     model, shape = made(name)
     records = tracer(name).blocks(Single(PlannedRuntime(1, 1, "float32")), Share(), BATCH)

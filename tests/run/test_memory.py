@@ -80,6 +80,15 @@ def test_refusal_where_nothing_is_predicted_to_fit_names_what_needs_the_least():
     assert "Use more or larger GPUs, a smaller batch_size, or accumulate=N" in text
 
 
+def test_refusal_where_nothing_can_be_predicted_names_the_reason(monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("the model failed")
+
+    monkeypatch.setattr(memory.Advisor, "predict", refuse)
+    text = refusal([*LENET, "strategy=ddp"], STATE - 1, ranks=4)
+    assert "activations need more. No strategy can be predicted: single: the model failed. `python" in text
+
+
 def train_with_memory(size: int, line: str) -> tuple[object, str]:
     memory.card_memory = lambda device: size
     return refusal_in_world(line)

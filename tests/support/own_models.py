@@ -1,5 +1,7 @@
 """Models as users write them, which import nothing of ddp_lab."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -33,6 +35,21 @@ class Plain(nn.Module):
 def sequential(num_classes):
     """A function that takes only one of the arguments that follow from the data."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, num_classes))
+
+
+def in_place(in_channels, image_size, num_classes):
+    """Blocks that change their input in place, after a block without parameters."""
+    sizes = in_channels * image_size**2, 24, 24, 24, num_classes
+    first, second, third, last = (nn.Linear(*pair) for pair in pairwise(sizes))
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(inplace=True), second, nn.Tanh(), third, nn.ReLU(inplace=True), last)
+
+
+class Normalizing(Plain):
+    """BatchNorm of vectors, which needs two samples."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.entry = nn.Sequential(self.entry, nn.BatchNorm1d(16))
 
 
 class WaitingLayer(nn.Linear):
