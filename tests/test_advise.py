@@ -49,7 +49,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
     assert lines[-3].startswith("Recommended: ")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "advice.json").read_text())
-    assert found.keys() == {"head", "card_memory", "own", "predictions", "refused", "recommended", "conclusion"}
+    assert found.keys() == {"head", "card_memory", "own", "predictions", "notes", "refused", "recommended", "conclusion"}
     first = found["predictions"][0]
     assert first.keys() == {
         "overrides",
@@ -263,6 +263,15 @@ def test_chains_that_change_their_inputs_in_place_are_predicted(compiled):
     )
     cut = advised(*own_model("in_place"), f"compile={compiled}", "strategy=pipeline", "strategy.cut=['3']", gpus="2xH100")
     assert cut.listed[0].name == "pipeline cut=['3']"
+
+
+def test_compiled_models_that_are_predicted_as_in_eager_mode_are_named_with_the_reason():
+    advice = advised(*own_model("Recurrent"), "compile=true", gpus="1xH100")
+    line = "compiled, but predicted as in eager mode: Recurrent (KeyError: unbind)"
+    assert f"\n{line}\n" in table(advice, everything=False)
+    assert as_json(advice)["notes"] == [line]
+    for other in (advised(*own_model("Recurrent"), gpus="1xH100"), advised(*own_model("Plain"), "compile=true", gpus="1xH100")):
+        assert as_json(other)["notes"] == []
 
 
 def test_batches_that_the_model_cannot_compute_are_refused_with_the_reason():

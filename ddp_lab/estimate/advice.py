@@ -1,5 +1,6 @@
 """Predictions for all strategies of a run, and which of them is recommended."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_lab.estimate.footprint import Footprint
@@ -73,6 +74,7 @@ class Advice:
         predictions: the simplest strategies first.
         refused: what cannot be laid on the GPUs.
         own: overrides of the user's own strategy; None if there is none.
+        notes: lines about what the predictions leave out.
     """
 
     head: list[str]
@@ -80,6 +82,7 @@ class Advice:
     predictions: list[Prediction]
     refused: list[Refused]
     own: list[str] | None = None
+    notes: Sequence[str] = ()
 
     @property
     def listed(self) -> list[Prediction]:

@@ -6,7 +6,6 @@ Blocks that train.py compiles as one graph are traced as one: what autograd keep
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,11 +44,13 @@ class Tracer:
 
     Attributes:
         named: the blocks of the model with their names.
+        not_compiled: why what is compiled is predicted as in eager mode, by name of the block, or of the class of the model.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, input_shape: Sequence[int], precision: str):
         self.model, self.loss, self.input_shape, self.precision = model, loss, tuple(input_shape), precision
         self.named = list(model.named_children()) if isinstance(model, Chain) else [("", model)]
+        self.not_compiled: dict[str, str] = {}
         self._known: dict[tuple[Any, ...], tuple[Traced, torch.Tensor]] = {}
 
     def blocks(self, strategy: Strategy, share: Share, samples: int, compiled: bool = False) -> dict[str, Traced]:
@@ -90,7 +91,7 @@ class Tracer:
             )
             if key not in self._known:
                 try:
-                    self._known[key] = self._trace(block, sizes, given, casts, division, compiled)
+                    self._known[key] = self._trace(name, block, sizes, given, casts, division, compiled)
                 except Exception as error:
                     if any(tensor.is_meta for tensor in block.parameters()):
                         if not isinstance(error, RuntimeError | ValueError):  # the model's, such as of a batch of one sample
@@ -119,6 +120,7 @@ class Tracer:
 
     def _trace(
         self,
+        name: str,
         block: nn.Module,
         sizes: dict[str, torch.Size],
         given: torch.Tensor,
@@ -139,8 +141,10 @@ class Tracer:
                 return copied
 
             if compiled:
-                with suppress(Exception):  # torch.compile compiles only parts of it: predicted as in eager mode
+                try:
                     return trace_compiled(own(), inputs, autocast)
+                except Exception as error:  # torch.compile may compile parts of it
+                    self.not_compiled[name or type(block).__name__] = describe_error(error)
             eager = own()
             return trace(eager, list(eager.parameters()), inputs, autocast)
 

@@ -26,6 +26,7 @@ def table(advice: Advice, everything: bool) -> str:
         lines.insert(1, f"{own.name}  is refused: {own.reason}")
     hidden = len(advice.predictions) - len(shown)
     notes = [f"and {hidden} more, which --all shows"] if hidden else []
+    notes += advice.notes
     if everything:
         notes += [f"refused: {' '.join(each.overrides)}: {each.reason}" for each in advice.refused if each is not own]
     best = advice.ranked[0] if advice.ranked else advice.least
@@ -90,6 +91,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "card_memory": advice.memory,
         "own": advice.own,
         "predictions": [with_totals(prediction) for prediction in advice.listed],
+        "notes": list(advice.notes),
         "refused": [asdict(refused) for refused in advice.refused],
         "recommended": advice.ranked[0].overrides if advice.ranked else None,
         "conclusion": advice.conclusion,

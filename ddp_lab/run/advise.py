@@ -173,7 +173,15 @@ class Advisor:
                 predictions.append(self.predict(candidate))
             except ConfigError as error:
                 refused.append(Refused(candidate.overrides, str(error)))
-        return Advice(self.head(), self.machine.card.memory, predictions, refused, self.own and self.own.overrides)
+        return Advice(
+            self.head(), self.machine.card.memory, predictions, refused, self.own and self.own.overrides, self.notes()
+        )
+
+    def notes(self) -> list[str]:
+        """Return lines about what the predictions, which must have been made, leave out."""
+        blocks = self.tracer.not_compiled
+        reason = next(iter(blocks.values()), "")
+        return [f"compiled, but predicted as in eager mode: {', '.join(blocks)} ({reason})"] if blocks else []
 
     def head(self) -> list[str]:
         """Return lines that describe the run, the GPUs and the constants."""

@@ -1,9 +1,12 @@
 """What is predicted of compiled blocks: they keep what AOTAutograd keeps, and elementwise operations become few kernels."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
+from launches import ROOT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import MODELS, make_model
@@ -130,6 +133,22 @@ def test_blocks_that_cannot_be_traced_are_predicted_as_in_eager_mode(monkeypatch
     assert records("vit", "float32", compiled=True) == records("vit", "float32", compiled=False)
     whole, blocks = (list(records("lenet", "float32", compiled).values()) for compiled in (True, False))
     assert sum(kept_by(whole, "none")) == sum(kept_by(blocks, "none"))
+
+
+POOLING = """
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from ddp_lab.estimate.compiled import trace_compiled
+with FakeTensorMode():
+    trace_compiled(nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2)), torch.empty(2, 3, 8, 8), autocast=False)
+"""
+
+
+def test_max_pooling_is_traced_first_in_a_process():
+    """Its decomposition uses a module of Inductor that other traces import."""
+    done = subprocess.run([sys.executable, "-c", POOLING], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 class Small(nn.Module):
