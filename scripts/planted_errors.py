@@ -376,7 +376,7 @@ ERRORS = [
           "self._lock = lock(path)", "pass", "tests/resilience/test_faults.py::test_second_writer_is_refused"),
     Error("two launches of the same second share a directory", RUN_DIR,
           "(root / name).mkdir()", "(root / name).mkdir(exist_ok=True)",
-          "tests/world/test_ranks.py::test_all_nodes_use_the_same_run_directory"),
+          "tests/world/test_ranks.py::test_launches_of_the_same_second_get_different_directories"),
     Error("a new launch takes the directory of the last one", RUN_DIR,
           "if agents & set(file.read_text().splitlines())", "if True",
           "tests/world/test_ranks.py::test_find_launch_returns_the_directory_of_this_launch_alone"),

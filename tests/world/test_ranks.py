@@ -2,11 +2,14 @@
 
 import os
 import time
+from datetime import datetime
+from types import SimpleNamespace
 
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.resilience.run_directory import LAUNCH_FILE, RunDir, find_launch
+from ddp_lab.resilience import run_directory
+from ddp_lab.resilience.run_directory import LAUNCH_FILE, RunDir, find_launch, make_unused
 from ddp_lab.world.runtime import Runtime
 
 
@@ -46,6 +49,15 @@ def test_all_nodes_use_the_same_run_directory(tmp_path):
     chosen = {name for _ in range(3) for name in set(run_world(4, choose_run_dir, tmp_path))}
     assert len(chosen) == 3, "each launch must have exactly one directory"
     assert chosen == {str(path) for path in tmp_path.iterdir()}
+
+
+def test_launches_of_the_same_second_get_different_directories(tmp_path, monkeypatch):
+    noon = datetime(2026, 1, 2, 12)
+    monkeypatch.setattr(run_directory, "datetime", SimpleNamespace(now=lambda: noon))
+    names = {make_unused(tmp_path, "label") for _ in range(3)}
+    assert names == {path.name for path in tmp_path.iterdir()}
+    assert len(names) == 3
+    assert all(name.startswith("label-20260102-120000") for name in names)
 
 
 def restart_with(agent: str, runs_dir) -> tuple[str, bool]:
