@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import replace
 from functools import cache
@@ -102,6 +103,33 @@ def test_own_strategy_that_cannot_be_laid_is_reported_with_the_reason():
     assert "\nmesh tp=3  is refused: " in shown
     assert "cannot lay 2 ranks on a mesh" in shown
     assert as_json(advice)["own"] == ["strategy=mesh", "strategy.tp=3"]
+
+
+def test_options_of_the_strategy_that_an_experiment_chooses_apply_to_it():
+    experiment = ["experiment=book_lenet", *SYNTHETIC]
+    advice = advised(*experiment, "strategy.algorithm=ring", gpus="2xH100")
+    assert names(advice)[0] == "scratch algorithm=ring"
+    assert advice.listed[0].launch.endswith(f"ddp_lab {' '.join(experiment)} strategy.algorithm=ring")
+    advice = advised(*experiment, gpus="2xH100")
+    assert names(advice)[0] == "scratch"
+    assert as_json(advice)["own"] == ["strategy=scratch"]
+    assert as_json(advised(*SYNTHETIC, gpus="2xH100"))["own"] is None
+
+
+@pytest.mark.parametrize("change", ["++strategy.num_microbatches=16", "~strategy.balance"])
+def test_changes_of_the_strategy_are_not_applied_to_other_strategies(change):
+    advice = advised("strategy=pipeline", change, gpus="2xH100")
+    own = f"pipeline{' num_microbatches=16' if '16' in change else ''}"
+    assert names(advice)[0] == own
+    assert shlex.split(advice.listed[0].launch)[-2:] == ["strategy=pipeline", change]
+    assert [each.name for each in advice.predictions if change in each.launch] == [own]
+
+
+def test_own_mesh_is_listed_once_whatever_the_order_of_its_options():
+    advice = advised(*VIT, "strategy=mesh", "strategy.tp=2", "strategy.pp=2")
+    assert names(advice)[0] == "mesh tp=2 pp=2"
+    assert "mesh pp=2 tp=2" not in names(advice)
+    assert len(advice.predictions) == len(advised(*VIT).predictions)
 
 
 def test_shards_and_checkpointing_take_less_memory():

@@ -87,12 +87,16 @@ def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     return known.config_dir, others
 
 
-def compose_config(overrides: list[str], config_dir: str | None) -> DictConfig:
-    """Return the config of a command line: conf/, the groups in `config_dir` if it is given, and the overrides."""
+def compose_config(overrides: list[str], config_dir: str | None, with_choices: bool = False) -> DictConfig:
+    """Return the config of a command line: conf/, the groups in `config_dir` if it is given, and the overrides.
+
+    Args:
+        with_choices: whether the key `hydra` is kept, of which `runtime.choices` has the chosen option of each group.
+    """
     search = [] if config_dir is None else [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=[*search, *overrides])
+        return compose("config", overrides=[*search, *overrides], return_hydra_config=with_choices)
 
 
 def quote(value: str) -> str:

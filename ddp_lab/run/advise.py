@@ -21,7 +21,7 @@ from ddp_lab.estimate.step_time import Device, Links, StepTime
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import Made
-from ddp_lab.run.candidates import ALONE, Candidate, candidates, with_own, with_strategy
+from ddp_lab.run.candidates import ALONE, Candidate, candidates, is_of_strategy, options_of, with_own, with_strategy
 from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import Job
 from ddp_lab.run.machine import Machine
@@ -37,7 +37,7 @@ class Advisor:
     """Predicts memory for the strategies and meshes that a run can have.
 
     Args:
-        overrides: of train.py; those of the strategy apply to the strategy that they choose.
+        overrides: of train.py; those of the strategy apply to the strategy that they, or their experiment, choose.
         config_dir: directory of the user's own yaml.
         machine: the GPUs.
         constants: of their card.
@@ -55,15 +55,15 @@ class Advisor:
         constants: Constants,
         job: Job | None = None,
     ):
-        own = ("strategy=", "strategy.", "+strategy.")
         self.common = ["--config-dir", config_dir] if config_dir is not None else []
-        self.common += [override for override in overrides if not override.startswith(own)]
-        self.strategy = [override for override in overrides if override.startswith(own)]
-        self.machine, self.constants = machine, constants
+        self.common += [override for override in overrides if not is_of_strategy(override)]
+        self.strategy = [override for override in overrides if is_of_strategy(override)]
+        self.machine, self.constants, self.choice = machine, constants, "single"
         if job is not None:
             self.cfg, self.dataset, self.model = job.cfg, job.dataset, job.model
             return
         self.cfg = compose_config(list(overrides), config_dir)
+        self.choice = compose_config(list(overrides), config_dir, with_choices=True).hydra.runtime.choices.strategy
         check(self.cfg)
 
     @cached_property
@@ -96,13 +96,10 @@ class Advisor:
 
     @cached_property
     def own(self) -> Candidate | None:
-        """The strategy that the overrides choose; None if they choose none."""
-        chosen = [override.partition("=")[2] for override in self.strategy if override.startswith("strategy=")]
-        if not chosen:
+        """The strategy that the overrides or their experiment choose; None if it is the default, which is the first anyway."""
+        if not self.strategy and self.choice == "single":
             return None
-        pairs = (override.removeprefix("+").removeprefix("strategy.").partition("=") for override in self.strategy)
-        options = {key: value for key, _, value in pairs if key != "strategy"}
-        return Candidate(chosen[-1], options, 1 if chosen[-1] in ALONE else self.machine.gpus)
+        return Candidate(self.choice, options_of(self.strategy), 1 if self.choice in ALONE else self.machine.gpus)
 
     def job(self, candidate: Candidate) -> Job:
         """Return the job of a candidate; its strategy, plan and partition are not decided yet."""
@@ -146,9 +143,13 @@ class Advisor:
             time,
             plan.global_batch_size / time.total,
             epochs * plan.steps_per_epoch * time.total * strategy.num_devices / 3600,
-            self.machine.launch([*self.common, *candidate.overrides], candidate.ranks),
+            self.machine.launch([*self.common, *self.overrides_of(candidate)], candidate.ranks),
             tuple(key for key in SWITCHED if job.choices[key].automatic and chosen[key] is True),
         )
+
+    def overrides_of(self, candidate: Candidate) -> list[str]:
+        """Return the Hydra overrides of a candidate: of the user's own as they were given."""
+        return self.strategy if candidate == self.own and self.strategy else candidate.overrides
 
     def _step(self, job: Job, compiled: bool) -> tuple[Memory, Footprint, StepTime]:
         """Return the memory and the held bytes of the rank whose peak is highest, and the time of a step."""

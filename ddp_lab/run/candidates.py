@@ -1,6 +1,7 @@
 """The strategies and meshes that may be laid on a number of GPUs. Whether the model allows it, the strategies decide."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
@@ -43,6 +44,17 @@ def text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def is_of_strategy(override: str) -> bool:
+    """Return whether a Hydra override chooses or changes the strategy."""
+    return re.match(r"(\+\+?|~)?strategy[.=]", override) is not None
+
+
+def options_of(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the options of the strategy that Hydra overrides set, by name."""
+    pairs = (re.match(r"\+{0,2}strategy\.([^=]+)=(.*)", override, re.DOTALL) for override in overrides)
+    return {found[1]: found[2] for found in pairs if found}
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
@@ -71,10 +83,13 @@ def candidates(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candid
 
 
 def with_own(found: list[Candidate], own: Candidate) -> list[Candidate]:
-    """Return candidates, simple ones first, with one of the user's: after those of its strategy that have fewer options."""
-    others = [each for each in found if each.overrides != own.overrides]
+    """Return candidates, simple ones first, with one of the user's: after those of its strategy that have fewer options.
+
+    It replaces the one that has the same options in any order.
+    """
+    others = [each for each in found if set(each.overrides) != set(own.overrides)]
     if len(others) < len(found):
-        place = [each.overrides for each in found].index(own.overrides)
+        place = [set(each.overrides) for each in found].index(set(own.overrides))
     else:
         same = [place for place, each in enumerate(found) if each.strategy == own.strategy]
         simpler = [place for place in same if len(found[place].options) < len(own.options)]
