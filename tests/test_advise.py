@@ -302,6 +302,14 @@ def test_compiled_models_that_are_predicted_as_in_eager_mode_are_named_with_the_
         assert as_json(other)["notes"] == []
 
 
+def test_batches_larger_than_the_dataset_are_predicted_with_a_note():
+    line = "batches of 1,438 are predicted, but the dataset has 1,437 samples: real steps are smaller and faster"
+    for overrides in (["batch_size=1438"], ["batch_size=719", "scaling=weak"]):
+        advice = advised("data=digits", *overrides, gpus="2xH100")
+        assert f"\n{line}\n" in table(advice, everything=False)
+    assert advised("data=digits", "batch_size=1437", gpus="1xH100").notes == []
+
+
 def test_batches_that_the_model_cannot_compute_are_refused_with_the_reason():
     advice = advised(*own_model("Normalizing"), "batch_size=2", gpus="2xH100")
     assert names(advice)[0] == "single"
@@ -369,7 +377,12 @@ REFUSED = {
     "--gpus 2xH100 --link inf": "--link inf: must be a number above 0, in GB/s",
     "--gpus 2xH100 --link nan": "--link nan: must be a number above 0, in GB/s",
     "--gpus 2xH100 --picture a.xyz": "--picture a.xyz: must be the name of a .png file",
-    "--gpus 2xH100 device=cpu": "device=cpu: predictions are made for GPUs; leave it out",
+    "--gpus 2xH100 device=cpu": "device=cpu: predictions are made for GPUs, and for all that --gpus names; leave it out",
+    "--gpus 2xH100 device=cuda:0": "device=cuda:0: predictions are made for GPUs, and for all that --gpus names; leave it out",
+    "--gpus 2xH100 strategy=dp strategy.devices=[cuda:0]": "strategy.devices=[cuda:0]: predictions are made for all GPUs that",
+    "--gpus 2xH100 model.weights=/nope/x.pt": "model.weights=/nope/x.pt: cannot be read on ",
+    "--gpus 2xH100 --config-dir /nope": "--config-dir /nope: there is no such directory. Use the directory of your own yaml",
+    "--gpus 2xH100 strategy=ddp,fsdp": "strategy=ddp,fsdp: has several values. Use one of them, key=[value1,value2] for",
     "--gpus 2xH100 --json /no/such/file.json": "--json /no/such/file.json: cannot be written: /no/such does not exist",
     "--gpus 2xH100 --picture /no/such/file.png": "--picture /no/such/file.png: cannot be written",
     "--gpus 2xH100 epochs=0": "epochs=0: must be an integer of at least 1",

@@ -6,6 +6,7 @@ rest.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,10 @@ def trace_compiled(block: nn.Module, given: torch.Tensor, autocast: bool) -> tup
 
 def graphs_of(block: nn.Module, given: torch.Tensor) -> tuple[Graphs, torch.Tensor]:
     """Return the graphs of a block and its output. It leaves gradients in the block's parameters."""
-    import torch._inductor.lowering  # decompositions, such as that of max pooling, use it and do not import it
     from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition  # loads 400 modules
     from torch._inductor.decomposition import select_decomp_table
 
+    import_module("torch._inductor.lowering")  # decompositions, such as that of max pooling, use it and do not import it
     found = list[fx.Graph]()
     own = dict(block.named_parameters()) | dict(block.named_buffers())
 

@@ -92,7 +92,12 @@ def compose_config(overrides: list[str], config_dir: str | None, with_choices: b
 
     Args:
         with_choices: whether the key `hydra` is kept, of which `runtime.choices` has the chosen option of each group.
+
+    Raises:
+        ConfigError: there is no such directory.
     """
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no such directory. Use the directory of your own yaml")
     search = [] if config_dir is None else [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -137,6 +142,11 @@ def explain(error: Exception) -> str:
         return f"{group}={option}: there is no such option; allowed: {', '.join(sorted(error.options))}"
     if unknown := re.match(r"Could not override '(?!hydra\.)([\w.@/]+)'", text):
         return explain_unknown_key(unknown[1])
+    if several := re.match(r"Ambiguous value for argument '(.+?)' 1\.", text):
+        return (
+            f"{several[1]}: has several values. Use one of them, key=[value1,value2] for a list, \"key='value1,value2'\" for a "
+            "text with a comma, or `python -m ddp_lab --multirun ...` to train with each of them"
+        )
     return text.split(" See https")[0] + ". Overrides look like key=value: python -m ddp_lab --help"
 
 

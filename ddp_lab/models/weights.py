@@ -67,6 +67,24 @@ def is_head(given: torch.Tensor, own: torch.Tensor, num_classes: int) -> bool:
     return own.dim() > 0 and own.size(0) == num_classes and given.dim() > 0 and given.shape[1:] == own.shape[1:]
 
 
+def check_file(path: str) -> None:
+    """Check that a file of weights can be opened.
+
+    Raises:
+        NodeError: the file is missing or cannot be read on this machine.
+    """
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: str, error: OSError) -> NodeError:
+    """Return the error about a file that cannot be read."""
+    where, reason = socket.gethostname(), error.strerror or str(error)
+    return NodeError(f"model.weights={path}: cannot be read on {where} ({reason}). Use the path of an existing file")
+
+
 def read(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors in a file by name, without the prefixes of wrappers.
 
@@ -80,14 +98,11 @@ def read(path: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     key = f"model.weights={path}"
+    check_file(path)
     try:
-        Path(path).open("rb").close()
         state = load_file(path) if path.endswith(".safetensors") else load(path)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise NodeError(
-            f"{key}: cannot be read on {socket.gethostname()} ({reason}). Use the path of an existing file"
-        ) from None
+        raise unreadable(path, error) from None
     except pickle.UnpicklingError:
         raise ConfigError(
             f"{key}: has other objects than tensors, which could run code when they are loaded, or is damaged. Where you trust "

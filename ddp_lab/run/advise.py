@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from functools import cached_property
 
+from hydra.utils import get_object
 from torch import nn
 
 from ddp_lab.config.check import check
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.data.samples import Dataset
 from ddp_lab.estimate.advice import Advice, Prediction, Refused
 from ddp_lab.estimate.blocks import Tracer
@@ -21,6 +22,8 @@ from ddp_lab.estimate.step_time import Device, Links, StepTime
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import Made
+from ddp_lab.models.torchvision_models import torchvision_model
+from ddp_lab.models.weights import check_file
 from ddp_lab.run.candidates import ALONE, Candidate, candidates, is_of_strategy, options_of, with_own, with_strategy
 from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import Job
@@ -182,7 +185,13 @@ class Advisor:
         """Return lines about what the predictions, which must have been made, leave out."""
         blocks = self.tracer.not_compiled
         reason = next(iter(blocks.values()), "")
-        return [f"compiled, but predicted as in eager mode: {', '.join(blocks)} ({reason})"] if blocks else []
+        notes = [f"compiled, but predicted as in eager mode: {', '.join(blocks)} ({reason})"] if blocks else []
+        batch = self.cfg.batch_size * (self.machine.gpus if self.cfg.scaling == "weak" else 1)
+        if batch > (most := self.dataset.train.size):
+            notes.append(
+                f"batches of {batch:,} are predicted, but the dataset has {most:,} samples: real steps are smaller and faster"
+            )
+        return notes
 
     def head(self) -> list[str]:
         """Return lines that describe the run, the GPUs and the constants."""
@@ -209,8 +218,15 @@ def advise(overrides: Sequence[str], config_dir: str | None, machine: Machine) -
         ConfigError: the overrides are wrong, they choose another device than a GPU, or no strategy can be predicted.
     """
     advisor = Advisor(overrides, config_dir, machine, constants_for(machine.card))
-    if not advisor.cfg.device.startswith(("auto", "cuda")):
-        raise ConfigError(f"device={advisor.cfg.device}: predictions are made for GPUs; leave it out")
+    cfg = advisor.cfg
+    if cfg.device not in ("auto", "cuda"):
+        raise ConfigError(f"device={cfg.device}: predictions are made for GPUs, and for all that --gpus names; leave it out")
+    if devices := cfg.strategy.get("devices"):
+        raise ConfigError(
+            f"strategy.devices={listed(devices)}: predictions are made for all GPUs that --gpus names; leave it out"
+        )
+    if (weights := cfg.model.get("weights")) and get_object(cfg.model["_target_"]) is not torchvision_model:
+        check_file(weights)
     advice = advisor.advise()
     if not advice.predictions:
         first = advice.own_refusal or advice.refused[0]
