@@ -159,7 +159,7 @@ def test_help_names_every_strategy():
         ("optimizer=adamw +optimizer.betas=[0.9]", "optimizer: ConfigIndexError: list index out of range "),
         (
             "optimizer=adamw +optimizer.foreach=true +optimizer.fused=true",
-            "optimizer: RuntimeError: `fused` and `foreach` cannot be `True` together.; it was given lr=0.001, ",
+            "optimizer: RuntimeError: `fused` and `foreach` cannot be `True` together; it was given lr=0.001, ",
         ),
         ("optimizer=adamw +optimizer.momentum=0.9", "optimizer.momentum=0.9: there is no such key"),
         ("epochs=0 ~data.root", "data.root: is missing"),
