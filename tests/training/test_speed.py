@@ -38,7 +38,7 @@ from ddp_lab.strategies.performance import PerformanceSupport
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
-from ddp_lab.training.speed import cuda_graph, kernel_choice
+from ddp_lab.training.speed import cuda_graph, kernel_choice, options
 from ddp_lab.training.speed.batch_norm import ShiftedBatchNorm, shift_batch_norms
 from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep, compile_step
@@ -282,6 +282,16 @@ def test_choice_in_no_time_is_left_to_the_first_use(graphs):
     thread.close()
 
 
+@pytest.mark.parametrize(("compiled", "guessing"), [(True, True), ("tuned", False)])
+def test_tuned_convolutions_are_compared_with_kernels_that_cudnn_has_timed(compiled, guessing, monkeypatch):
+    given = []
+    captured = SimpleNamespace(capture=lambda *_, **named: given.append(named))
+    monkeypatch.setattr(options, "compile_step", lambda *_: "the complete model")
+    monkeypatch.setattr(options, "GraphStep", lambda step, loader: captured)
+    assert PerformanceOptions(True, compiled, False).build(SimpleNamespace(), object.__new__(DeviceLoader)) is captured
+    assert given == [{"guessing": guessing}]
+
+
 @pytest.mark.parametrize("milliseconds", [0.01, 1.0, 15.0])
 def test_comparison_of_graphs_ends_in_time(milliseconds, graphs):
     graphs.milliseconds = [milliseconds] * 4
@@ -343,20 +353,25 @@ def test_convolution_of_an_empty_batch_is_empty():
 
 
 @pytest.mark.parametrize(
-    "conv",
+    ("change", "layer"),
     [
-        nn.Conv2d(8, 16, 3),
-        nn.Conv2d(20, 50, 3, groups=5),
-        nn.Conv2d(3, 4, 3, padding="same"),
-        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
-        nn.LazyConv2d(4, 3),
+        (pad_convolutions, nn.Conv2d(8, 16, 3)),
+        (pad_convolutions, nn.Conv2d(20, 50, 3, groups=5)),
+        (pad_convolutions, nn.Conv2d(3, 4, 3, padding="same")),
+        (pad_convolutions, nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
+        (pad_convolutions, nn.LazyConv2d(4, 3)),
+        (shift_batch_norms, nn.BatchNorm2d(3, affine=False)),
+        (shift_batch_norms, nn.BatchNorm2d(3, momentum=None)),
+        (shift_batch_norms, nn.BatchNorm2d(3, track_running_stats=False)),
+        (shift_batch_norms, nn.BatchNorm1d(3)),
+        (shift_batch_norms, SyncBatchNorm(3)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, nn.Module) else value.__name__,
 )
-def test_pad_convolutions_keeps_unsupported_convolutions(conv):
-    model = nn.Sequential(conv)
-    pad_convolutions(model)
-    assert model[0] is conv
+def test_unsupported_layers_keep_their_class(change, layer):
+    before = type(layer)
+    change(nn.Sequential(layer))
+    assert type(layer) is before
 
 
 def test_pad_convolutions_keeps_parameters_and_their_names():
@@ -439,23 +454,6 @@ def test_compiled_batch_norm_of_an_empty_batch_keeps_the_statistics():
     shift_batch_norms(model)
     got = normalised(model, images, compiled=True)
     assert all(torch.equal(got[name], wanted) for name, wanted in expected.items())
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [
-        nn.BatchNorm2d(3, affine=False),
-        nn.BatchNorm2d(3, momentum=None),
-        nn.BatchNorm2d(3, track_running_stats=False),
-        nn.BatchNorm1d(3),
-        SyncBatchNorm(3),
-    ],
-    ids=str,
-)
-def test_shift_batch_norms_keeps_unsupported_layers(norm):
-    model = nn.Sequential(norm)
-    shift_batch_norms(model)
-    assert model[0] is norm
 
 
 def test_shift_batch_norms_keeps_parameters_and_buffers():
