@@ -19,7 +19,8 @@ from ddp_lab.estimate.buckets import buckets_of
 from ddp_lab.estimate.cards import CARDS, GiB
 from ddp_lab.estimate.constants import ASSUMED
 from ddp_lab.estimate.report import as_json, best_of, memory_plot, table
-from ddp_lab.run.advise import Advisor, advise
+from ddp_lab.run.advise import advise
+from ddp_lab.run.advisor import Advisor
 from ddp_lab.run.candidates import Candidate, candidates, with_own
 from ddp_lab.run.machine import Machine, find_machine
 from ddp_lab.strategies.fsdp import FSDP

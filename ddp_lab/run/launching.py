@@ -12,7 +12,7 @@ from ddp_lab.estimate.cards import Card
 from ddp_lab.estimate.constants import ASSUMED, BETWEEN_NODES
 from ddp_lab.estimate.rates import seconds
 from ddp_lab.launch.command_line import compose_config
-from ddp_lab.run.advise import Advisor
+from ddp_lab.run.advisor import Advisor
 from ddp_lab.run.candidates import Candidate
 from ddp_lab.run.job import prepare
 from ddp_lab.run.machine import Machine

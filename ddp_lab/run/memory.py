@@ -17,7 +17,8 @@ from ddp_lab.estimate.cards import CARDS, Card, card_called
 from ddp_lab.estimate.constants import BETWEEN_NODES
 from ddp_lab.estimate.footprint import footprint, on_device
 from ddp_lab.estimate.sizes import describe_bytes
-from ddp_lab.run.advise import Advisor, constants_for
+from ddp_lab.run.advise import constants_for
+from ddp_lab.run.advisor import Advisor
 from ddp_lab.run.candidates import ALONE
 from ddp_lab.run.job import Job
 from ddp_lab.run.machine import Machine

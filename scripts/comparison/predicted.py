@@ -7,7 +7,8 @@ from typing import NamedTuple
 import yaml
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.run.advise import Advisor, constants_for
+from ddp_lab.run.advise import constants_for
+from ddp_lab.run.advisor import Advisor
 from ddp_lab.run.candidates import Candidate
 from ddp_lab.run.machine import find_machine
 from scripts.comparison.runs import Result

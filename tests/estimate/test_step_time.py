@@ -10,7 +10,7 @@ from ddp_lab.estimate.constants import ASSUMED
 from ddp_lab.estimate.recorder import CAST, FEW_ROWS, Operation, Recorder
 from ddp_lab.estimate.schedule import crosses_machines
 from ddp_lab.estimate.step_time import KERNELS, REDUCTION, REST_KERNELS, ROW, Device, Links, StepTime, Work
-from ddp_lab.run.advise import Advisor
+from ddp_lab.run.advisor import Advisor
 from ddp_lab.run.candidates import Candidate
 from ddp_lab.run.machine import find_machine
 
