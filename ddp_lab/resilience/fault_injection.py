@@ -115,6 +115,7 @@ class Fault:
         self.step(batch)
 
     def _disk_full(self, batch: Any) -> None:
+        self.checkpoints.wait()  # a save of an earlier step succeeds, however late its writer thread starts
         self.checkpoints.write = partial(write_atomically, temporary=Path("/dev/full"))
         if self.checkpoints.shards is not None:
             self.checkpoints.shards.write_share = fill_disk

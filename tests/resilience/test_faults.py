@@ -16,6 +16,7 @@ import pytest
 import torch
 from launches import NARROW, SMALL, finish, launch, read_heartbeat, read_metrics, start
 
+from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.overview import suspicion
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.world.runtime import Runtime
@@ -398,13 +399,22 @@ def test_full_disk_keeps_the_last_valid_checkpoint(choice, tmp_path):
         assert [record["epoch"] for record in read_metrics(tmp_path / "full")] == [1, 2, 3]
 
 
+def test_save_of_an_earlier_step_succeeds_although_the_disk_is_full_later(tmp_path):
+    writers = []
+    checkpoints = SimpleNamespace(write="disk", shards=None, wait=lambda: writers.append(checkpoints.write))
+    Fault(lambda batch: None, "disk_full@rank=0,step=1", 0, tmp_path, checkpoints, taken=0)(None)
+    assert writers == ["disk"]
+    assert checkpoints.write != "disk"
+
+
 def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
-    """The write fails only after training has ended. It is the only one: an earlier one could still be going on at step 12."""
+    """Training has ended before the write fails. The best checkpoints of epochs 1 and 2 were written."""
     full = "checkpoint.every_epochs=3", "inject=disk_full@rank=0,step=12"
     code, output = launch("python train.py", *overrides(tmp_path, "full", *full))
     assert code == 1, output
     assert f"step_{3 * STEPS:08d}.pt could not be written" in output
     assert status(tmp_path / "full")["status"] == "failed"
+    assert (tmp_path / "full" / "checkpoints" / "best.pt").exists()
 
 
 def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
