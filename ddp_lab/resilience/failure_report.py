@@ -15,6 +15,13 @@ from ddp_lab.world.process import show
 
 FILE = "failure.json"
 SHOWN = ("rank", "host", "epoch", "step", "doing")  # what is reported of the other ranks
+# What to do about errors of torch that the user's choices cause, by a part of their texts.
+ADVICE = {
+    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance of one sample. Choose a "
+    "batch_size with which each rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too",
+    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: python -m ddp_lab.advise, with the same "
+    "overrides, predicts which ones fit",
+}
 
 
 @dataclass
@@ -47,6 +54,15 @@ class Others:
     def __str__(self) -> str:
         text = "; ".join(f"rank {beat['rank']} {beat['doing']}, step {beat['step']}" for beat in self.listed)
         return text + (f". All ranks: {self.summary}" if self.summary else "")
+
+
+def advice(error: str) -> str:
+    """Return a line that says what to do about an error of torch; "" for an error that is not known.
+
+    Args:
+        error: the text of the error and of its causes.
+    """
+    return next((f"\n{todo}" for part, todo in ADVICE.items() if part in error), "")
 
 
 def describe(who: Heartbeat, what: str, others: Others) -> str:

@@ -17,7 +17,7 @@ from typing import Literal
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
 from ddp_lab.observe.log import LOG_FILES, log
 from ddp_lab.resilience import failure_report
-from ddp_lab.resilience.failure_report import Others, describe
+from ddp_lab.resilience.failure_report import Others, advice, describe
 from ddp_lab.resilience.hang import HangCheck
 from ddp_lab.resilience.heartbeat import OwnHeartbeat
 from ddp_lab.resilience.node_board import FAILURE, Heartbeat, NodeBoard, memory_folder
@@ -157,7 +157,11 @@ class Watchdog:
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)
         while secondary and time.time() < deadline and not self.board.read(FAILURE):
             time.sleep(BEAT / 5)
-        what = str(error) if isinstance(error, SampleError) else f"failed:\n{''.join(text.splitlines(True)[-6:])}"
+        what = (
+            str(error)
+            if isinstance(error, SampleError)
+            else f"failed:\n{''.join(text.splitlines(True)[-6:]).rstrip()}{advice(text)}"
+        )
         own = self.own.record()
         if isinstance(error, TrainingError):  # its message contains the step and the rank
             first = self._report(own, error.kind, f"error: {error}")

@@ -4,6 +4,10 @@ import json
 import os
 from types import SimpleNamespace
 
+import pytest
+import torch
+from torch import nn
+
 from ddp_lab.config.errors import SampleError
 from ddp_lab.resilience import failure_report
 from ddp_lab.resilience.watchdog import Watchdog
@@ -20,6 +24,36 @@ def test_sample_that_cannot_be_read_is_reported_without_a_traceback(tmp_path, ca
     assert failure["message"].endswith("epoch 0, step 0, starting: sample 5 cannot be read")
     assert failure["message"] in capsys.readouterr().err
     assert "SampleError: sample 5" in (tmp_path / "train.rank1.log").read_text()
+
+
+def one_sample():
+    nn.BatchNorm1d(2)(torch.ones(1, 2))
+
+
+def full_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB")
+
+
+def own_mistake():
+    raise ValueError("own mistake")
+
+
+@pytest.mark.parametrize(
+    ("fail", "end"),
+    [
+        (one_sample, "in the last batch of an epoch, too"),
+        (full_gpu, "predicts which ones fit"),
+        (own_mistake, "ValueError: own mistake"),
+    ],
+)
+def test_errors_of_torch_that_have_a_remedy_end_with_it(fail, end, tmp_path):
+    watchdog = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu"), 60, tmp_path).__enter__()
+    with pytest.raises((ValueError, torch.OutOfMemoryError)) as raised:
+        fail()
+    watchdog.failed(raised.value)
+    message = json.loads((tmp_path / "failure.json").read_text())["message"]
+    assert str(raised.value) in message
+    assert message.endswith(end)
 
 
 class Disk:
