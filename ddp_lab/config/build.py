@@ -1,22 +1,27 @@
 """Construction of the object that a config group describes."""
 
+import inspect
 from functools import partial
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig
 
 
 def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call the class or function that `_target_` names, with hydra.utils.instantiate, and return the result.
 
-    An exception of the constructor is raised unchanged. A partial is returned as a plain `functools.partial`.
+    `fused: null` is not passed to a constructor without this option: some optimizers do not have it, and the overrides of a
+    launch line cannot delete a null. An exception of the constructor is raised unchanged. A partial is returned as a plain
+    `functools.partial`.
 
     Args:
         node: The config group: `_target_` and the keyword arguments for it.
         args, kwargs: Further arguments, which the config does not contain.
     """
+    if not takes_fused(node):
+        node = {str(key): value for key, value in node.items() if key != "fused"}
     try:
         built = instantiate(node, *args, **kwargs)
     except InstantiationException as error:
@@ -24,3 +29,8 @@ def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(built, partial):  # Hydra 1.3.8's own partial costs 0.1 ms per call, and every training step makes one
         return partial(built.func, *built.args, **built.keywords)
     return built
+
+
+def takes_fused(node: DictConfig | dict[str, Any]) -> bool:
+    """Return whether the constructor has the option `fused` of a config group, if it is null there; else True."""
+    return node.get("fused", False) is not None or "fused" in inspect.signature(get_object(node["_target_"])).parameters

@@ -5,7 +5,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import build, takes_fused
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.messages import explain
 from ddp_lab.config.options import GROUPS, options
@@ -26,7 +26,10 @@ def check(cfg: DictConfig) -> RunConfig:
     validate(OptimizerConfig, config.optimizer, "optimizer.")
     for group, node in groups.items():
         given = {key: value for key, value in node.items() if not key.startswith("_") and value != "???"}
-        validate(options(group, node), given, f"{group}.")
+        schema = options(group, node)
+        if group == "optimizer" and not takes_fused(node):
+            del given["fused"]
+        validate(schema, given, f"{group}.")
     check_optimizer(config.optimizer)
     return config
 
@@ -49,18 +52,31 @@ def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
 
 
 def check_optimizer(node: dict[str, Any]) -> None:
-    """Construct the optimizer once, with a single weight, to run its own checks.
+    """Construct the optimizer and take a step with a single weight, to run its own checks.
 
     Args:
         node: The config group `optimizer`.
 
     Raises:
-        ConfigError: The optimizer rejects its options.
+        ConfigError: The optimizer rejects its options, or cannot train parameters of any shape.
     """
     import torch  # takes 1.5 s, so it is imported after all checks that do not need it
 
+    make = build(node)
+    matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,)))
     try:
-        build(node)([torch.nn.Parameter(torch.zeros(1))])
+        make([matrix])
     except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
         given = ", ".join(f"{key}={value}" for key, value in node.items() if not key.startswith("_"))
         raise ConfigError(f"optimizer: {describe_error(error)}; it was given {given}") from None
+    bias.grad = torch.zeros(1)
+    try:
+        optimizer = make([bias])
+        for group in optimizer.param_groups:
+            group |= {"capturable": False} if "capturable" in group else {}  # which CPUs do not have
+        optimizer.step()
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer._target_={node['_target_']}: cannot train a bias: {describe_error(error)}. Use an optimizer that takes "
+            "parameters of any shape with dense gradients, and whose step() needs no closure, such as torch.optim.AdamW"
+        ) from None

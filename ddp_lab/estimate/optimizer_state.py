@@ -19,6 +19,8 @@ def state_of(make_optimizer: MakeOptimizer) -> tuple[int, int]:
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
     optimizer = make_optimizer([probe])
+    for group in optimizer.param_groups:
+        group |= {"capturable": False} if "capturable" in group else {}  # which CPUs do not have
     optimizer.step()
     tensors = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
     copies = [tensor for tensor in tensors if tensor.shape == probe.shape]

@@ -18,6 +18,7 @@ from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
 from scripts import configuration
 
+OPTIMIZER = "optimizer._target_=torch.optim."
 GROUPS = ["data", "model", "strategy", "loss", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 OPTIONS.remove(("model", "own"))  # tests/models/test_own.py
@@ -162,6 +163,17 @@ def test_help_names_every_strategy():
             "optimizer: RuntimeError: `fused` and `foreach` cannot be `True` together; it was given lr=0.001, ",
         ),
         ("optimizer=adamw +optimizer.momentum=0.9", "optimizer.momentum=0.9: there is no such key"),
+        *(
+            (
+                f"{OPTIMIZER}{name} ~optimizer.momentum ~optimizer.nesterov{more}",
+                f"{OPTIMIZER}{name}: cannot train a bias: {why}",
+            )
+            for name, more, why in (
+                ("LBFGS", " ~optimizer.weight_decay", "TypeError: "),
+                ("SparseAdam", " ~optimizer.weight_decay", "RuntimeError: SparseAdam does not support dense gradients"),
+                ("Muon", "", "ValueError: Muon only supports 2D parameters"),
+            )
+        ),
         ("epochs=0 ~data.root", "data.root: is missing"),
         ("epochs=0 batch_size=0", "epochs=0: must be"),
         ("strategy._target_=ddp_lab.nothing optimizer.lr=0", "optimizer.lr=0: must be"),
@@ -177,6 +189,16 @@ def plan_of(cfg: DictConfig, world: int, replicas: int, train_size: int) -> Plan
     keys = ("batch_size", "scaling", "accumulate", "lr_scaling", "lr_base_batch_size")
     sizes = {"world_size": world, "replicas": replicas, "train_size": train_size}
     return Plan.make(**sizes, lr=cfg.optimizer.lr, **{key: cfg[key] for key in keys})
+
+
+def test_optimizer_without_a_fused_kernel_is_chosen_by_its_name():
+    cfg = config(f"{OPTIMIZER}RMSprop", "~optimizer.nesterov", "optimizer.lr=0.001")
+    check(cfg)
+    optimizer = build(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+    assert type(optimizer) is torch.optim.RMSprop
+    assert optimizer.defaults["momentum"] == 0.9
+    with pytest.raises(ConfigError, match=r"^optimizer\.fused=True: there is no such key"):
+        check(config(f"{OPTIMIZER}RMSprop", "~optimizer.nesterov", "optimizer.fused=true"))
 
 
 def test_check_returns_plain_frozen_values():

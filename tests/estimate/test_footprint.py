@@ -122,6 +122,7 @@ def test_split_holds_a_stage_on_each_device():
         (torch.optim.SGD, (0, 0)),
         (lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9), (1, 0)),
         (torch.optim.Adagrad, (1, 4)),
+        (lambda parameters: torch.optim.Adam(parameters, capturable=True), (2, 4)),
     ],
 )
 def test_state_of_an_optimizer_is_found_by_a_step(optimizer, expected):
