@@ -36,9 +36,14 @@ class SavedState:
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Return the complete model's state under plain names, on the CPU. Collective; as `state_dict`, without optimizer."""
+        return self._read_model(self.save_options)
+
+    def _read_model(self, options: StateOptions) -> dict[str, torch.Tensor]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.module, options=StateDictOptions(**self.save_options)))
+        if not self.module.state_dict():  # a stage of a pipeline without parameters, such as nn.ReLU, which torch refuses
+            return {}
+        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.module, options=StateDictOptions(**options)))
 
     def load_model_state(self, state: dict[str, torch.Tensor]) -> None:
         """Load what the `model_state` of any strategy returned. Collective; `state` must be complete on every rank."""
@@ -46,23 +51,25 @@ class SavedState:
 
         held = self.module.state_dict().keys()
         own: dict[str, Any] = {name: tensor for name, tensor in state.items() if name in held}
-        set_model_state_dict(self.module, own, options=StateDictOptions(**self.load_options))
+        if held:
+            set_model_state_dict(self.module, own, options=StateDictOptions(**self.load_options))
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the complete state of model and optimizer under plain names, on the CPU.
 
         Collective. The state is complete on rank 0 and may be empty on the other ranks.
         """
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-        model, optim = get_state_dict(self.module, optimizer, options=StateDictOptions(**self.save_options))
-        return {"model": model, "optimizer": optim}
+        options = StateDictOptions(**self.save_options)
+        return {
+            "model": self._read_model(self.save_options),
+            "optimizer": get_optimizer_state_dict(self.module, optimizer, options=options),
+        }
 
     def local_model_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of the model under plain names. Sharded tensors are DTensors, and nothing is copied."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        return cast("dict[str, torch.Tensor]", get_model_state_dict(self.module))
+        return self._read_model({})
 
     def local_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state of `local_model_state`: "state" and "param_groups". Nothing is copied.

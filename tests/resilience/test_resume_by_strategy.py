@@ -8,7 +8,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import LENET, RECIPE, SHORT, UNDECAYED, assert_equal, ddp, ddp_pipeline, fsdp, mesh, pipeline, scratch, tp
+from cases import (
+    EMPTY_STAGE,
+    LENET,
+    RECIPE,
+    SHORT,
+    UNDECAYED,
+    assert_equal,
+    ddp,
+    ddp_pipeline,
+    fsdp,
+    mesh,
+    pipeline,
+    scratch,
+    tp,
+)
 from cases import name as case_name
 from checkpoints import assert_same
 from training import Case, Outcome, largest_difference, run_cases
@@ -156,6 +170,7 @@ RESUMED = [
     ("recipe", scratch(epochs=2, loader="workers", **RECIPE)),
     ("recipe", pipeline("1f1b", epochs=2, **RECIPE)),
     *(("one group", case) for case in (pipeline("gpipe", **GROUPED), fsdp(**GROUPED), tp(2, **GROUPED))),
+    ("one group", pipeline("gpipe", **GROUPED | EMPTY_STAGE)),
     *(("two groups", case) for case in (pipeline("gpipe", **UNGROUPED), fsdp(**UNGROUPED), tp(2, **UNGROUPED))),
 ]
 
@@ -202,7 +217,7 @@ def test_parameter_groups_are_those_of_this_launch(tmp_path):
     groups = {writer: state["optimizer"]["param_groups"] for writer, state in saved.items()}
     assert [group["weight_decay"] for group in groups["one group"]] == [0.1]
     assert [(group["weight_decay"], group["params"]) for group in groups["two groups"]] == [
-        (0.1, ["first.1.weight", "second.weight"]),
+        (0.1, ["first.0.weight", "second.weight"]),
         (0.0, ["second.bias"]),
     ]
     one = outcomes[resuming(folder, "two groups", Case(Single, **UNGROUPED))]

@@ -27,6 +27,7 @@ UNDECAYED = {"weight_decay": 0.1, "decay_norms_and_biases": False}
 RECIPE = {"mixup": 0.4, "cutmix": 1.0, "lr_schedule": "multi_step", **SMOOTHED, **UNDECAYED}
 FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}
 FROZEN = {"model": "partly_frozen"}
+EMPTY_STAGE = {"model": "unbiased", "cut": ("first",)}  # without parameters or buffers
 FILES = {"files": True, "loader": "workers", **ALMOST_EMPTY}
 VIT = {"model": "vit", "init": "by_block", "lr": 0.2}  # its logits are 0 at first, so smaller steps change too little
 DROPPING = VIT | {"model": "vit_drop"}
@@ -192,6 +193,7 @@ MODEL_PARALLEL = {
         tp(2, **FILES),
         pipeline("1f1b", init="by_block"),
         pipeline("1f1b", balance="time"),
+        pipeline("1f1b", **EMPTY_STAGE, **CLIPPED),
         fsdp(init="by_block"),
     ],
     3: [pipeline("gpipe"), pipeline("1f1b", m=7, **ALMOST_EMPTY), ddp_pipeline(3, "1f1b")],
@@ -257,6 +259,7 @@ MESHES = {
     4: [
         mesh(pp=2, tp=2, sequence=True, **CLIPPED),
         mesh(shard=None, pp=2),
+        mesh(shard=None, pp=2, **LENET | EMPTY_STAGE),
         mesh(shard=2, **ADAMW, **ALMOST_EMPTY),
         mesh(shard=2, accumulate=2, checkpointing="selective", **CLIPPED),
         mesh(pp=2, tp=2, sequence=True, checkpointing="selective"),

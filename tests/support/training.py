@@ -97,10 +97,11 @@ def dropping_vit(in_channels: int, image_size: int, num_classes: int, init_std: 
 
 
 def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network whose first stage of two has neither biases nor normalization layers."""
+    """Return a network whose first stage of two has neither biases nor normalization layers, and whose first block is empty."""
     return Chain(
         (in_channels, image_size, image_size),
-        first=nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 32, bias=False), nn.Tanh()),
+        flatten=nn.Flatten(),
+        first=nn.Sequential(nn.Linear(in_channels * image_size**2, 32, bias=False), nn.Tanh()),
         second=nn.Linear(32, num_classes),
     )
 
