@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Fraction
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.mix import classes_of
@@ -92,15 +92,18 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int, mixed: bool 
         mixed: whether it gets mixed targets.
 
     Raises:
-        ConfigError: the loss of two samples is not a loss per sample, the loss has trainable parameters, or it does not support
-            mixed targets.
+        ConfigError: the constructor fails, the loss of two samples fails or is not a loss per sample, the loss has trainable
+            parameters, or it does not support mixed targets.
     """
+    key = f"loss._target_={node['_target_']}"
     target = get_object(node["_target_"])
     arguments = {"reduction": "none"} if "reduction" in inspect.signature(target).parameters else {}
-    built = build(node, **arguments, _partial_=not inspect.isclass(target))
+    try:
+        built = build(node, **arguments, _partial_=not inspect.isclass(target))
+    except Exception as error:
+        raise ConfigError(f"{key}: cannot be constructed: {describe_error(error)}") from None
     if isinstance(built, Loss):
         return built
-    key = f"loss._target_={node['_target_']}"
     if isinstance(built, nn.Module) and (names := [name for name, _ in built.named_parameters()]):
         raise ConfigError(
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
@@ -108,25 +111,27 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int, mixed: bool 
     targets = torch.arange(2) % num_classes
     if problem := describe_losses(built, targets, num_classes):
         raise ConfigError(
-            f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; got {problem} for b=2. "
-            "Do not reduce them: ddp_lab divides their sum by the size of the global batch"
+            f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; for b=2 it {problem}"
         )
     if mixed and (problem := describe_losses(built, F.one_hot(targets, num_classes).float(), num_classes)):
         raise ConfigError(
-            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]; got {problem} for b=2. "
+            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]; for b=2 it {problem}. "
             "Use mixup=0 cutmix=0, or loss=cross_entropy"
         )
     return OwnLoss(built)
 
 
 def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
-    """Return what a loss returns for `targets`, as the end of "got ..."; None if it is a loss per sample."""
+    """Return what is wrong with a loss for `targets`, as the end of "it ..."; None if it is a loss per sample."""
     try:
         losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        return f"{type(error).__name__} ({str(error).splitlines()[0]})"
+    except Exception as error:
+        return f"failed: {describe_error(error)}"
     if not isinstance(losses, torch.Tensor):
-        return f"{type(losses).__name__}"
+        return f"returned {type(losses).__name__}"
     if losses.shape != targets.shape[:1]:
-        return f"a tensor of shape {list(losses.shape)}"
-    return None if losses.requires_grad else "a tensor without a gradient"
+        return (
+            f"returned a tensor of shape {list(losses.shape)}. Do not reduce the losses: ddp_lab divides their sum by the size "
+            "of the global batch"
+        )
+    return None if losses.requires_grad else "returned a tensor without a gradient"

@@ -53,7 +53,7 @@ def test_sums_of_mixed_targets_count_the_most_probable_class():
 
 
 def test_own_loss_of_class_indices_refuses_mixed_targets():
-    message = r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* got RuntimeError \(gather"
+    message = r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* it failed: RuntimeError: gather"
     with pytest.raises(ConfigError, match=message):
         own("Focal", mixed=True)
 
@@ -86,10 +86,12 @@ def test_logits_in_bf16_are_summed_in_float32():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mean", r"must return a loss per sample, .* got a tensor of shape \[\] for b=2. Do not reduce"),
-        ("detached", "got a tensor without a gradient"),
-        ("number", "got float for b=2"),
-        ("alone", r"got TypeError \(alone\(\) takes 1 positional argument"),
+        ("mean", r"must return a loss per sample, .* for b=2 it returned a tensor of shape \[\]. Do not reduce"),
+        ("detached", "it returned a tensor without a gradient"),
+        ("number", "for b=2 it returned float"),
+        ("alone", r"it failed: TypeError: alone\(\) takes 1 positional argument"),
+        ("failing", r"for b=2 it failed: KeyError: 'weights' \(own_losses.py, line \d+\)$"),
+        ("Unfinished", r"cannot be constructed: AttributeError: .*'missing' \(own_losses.py, line \d+\)$"),
         ("Trained", "has the parameter scale, which no optimizer would train"),
     ],
 )

@@ -40,6 +40,10 @@ def alone(logits):
     return logits.sum(1)
 
 
+def failing(logits, targets):
+    raise KeyError("weights")
+
+
 class Trained(nn.Module):
     def __init__(self):
         super().__init__()
@@ -47,3 +51,9 @@ class Trained(nn.Module):
 
     def forward(self, logits, targets):
         return self.scale * F.cross_entropy(logits, targets, reduction="none")
+
+
+class Unfinished(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.missing
