@@ -2,7 +2,8 @@
 
 import inspect
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from ddp_lab.data.decode import resize, to_tensor
 from ddp_lab.data.samples import Dataset
 from ddp_lab.data.streamed import Streamed
 from ddp_lab.data.transforms import ImageOptions
+
+T = TypeVar("T")
 
 
 class Own:
@@ -70,10 +73,21 @@ class Own:
     def _classes(self, split: Any) -> list[str]:
         if self.num_classes is not None:
             return [str(label) for label in range(self.num_classes)]
-        classes = getattr(split, "classes", None)
-        if classes is None:
+        if getattr(split, "classes", None) is None:
             raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
-        return [str(name) for name in classes]
+        return read(f"{self.name}: the names in the attribute classes", lambda: [str(name) for name in split.classes])
+
+
+def read(what: str, values: Callable[[], T]) -> T:
+    """Return `values()`, which calls the user's code.
+
+    Raises:
+        ConfigError: it fails; the message begins with `what`.
+    """
+    try:
+        return values()
+    except Exception as error:
+        raise ConfigError(f"{what} cannot be read: {describe_error(error)}") from None
 
 
 class OwnPictures:
@@ -91,14 +105,14 @@ class OwnPictures:
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):
                 raise ConfigError(f"{name}: has no {method}; it must be a map-style dataset, with __len__ and __getitem__")
-        self.size = len(dataset)
+        self.size = read(f"{name}: the number of samples (__len__)", lambda: len(dataset))
         if self.size == 0:
             raise ConfigError(f"{name}: has no samples; it must have at least one")
 
     def check(self) -> None:
         """Check the first sample and, where the dataset has them in an attribute `targets`, all labels."""
         _ = self[0]
-        labels = getattr(self.dataset, "targets", None)
+        labels = read(f"{self.name}: the labels in the attribute targets", lambda: getattr(self.dataset, "targets", None))
         for number, label in enumerate([] if labels is None else labels):
             self._label(number, label)
 

@@ -68,6 +68,9 @@ def test_float_images_are_those_of_uint8():
         ("NoSplit", [], r"must have a parameter split, which is train or data.val_split=val, or a parameter train"),
         ("Broken", [], r"cannot be constructed with split=train: OSError: no images \(own_datasets.py, line \d+\)$"),
         ("Broken", ["+data.dataset.where=sample"], r"sample 0 cannot be read: KeyError: 0 \(own_datasets.py, line \d+\)"),
+        ("Lost", [], r"the number of samples \(__len__\) cannot be read: KeyError: 'train' \(own_datasets.py, line \d+\)$"),
+        ("Counted", ["data.num_classes=null"], r"the names in the attribute classes cannot be read: TypeError: 'int' object"),
+        ("Unlabelled", [], r"the labels in the attribute targets cannot be read: OSError: no labels \(own_datasets.py, line"),
         (
             "Tested",
             [],
