@@ -5,6 +5,7 @@ parts. `materialize` (materialize.py) then connects the ranks and places the mod
 benchmark and the tests use the same functions.
 """
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from ddp_lab.run.speed import find_choices
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
 from ddp_lab.training.plan import Plan
+from ddp_lab.training.schedule import build_shape
 from ddp_lab.training.speed.auto import Choice
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
@@ -129,6 +131,11 @@ class Job:
         return build_loss(self.cfg.loss, len(self.dataset.classes), mixed=self.mix is not None)
 
     @cached_property
+    def schedule(self) -> Callable[..., float]:
+        """The shape of the learning-rate schedule."""
+        return build_shape(self.cfg.scheduler, self.cfg.epochs)
+
+    @cached_property
     def mix(self) -> Mix | None:
         """Mixup and CutMix of the training batches; None if both are off."""
         cfg, shape = self.cfg, self.dataset.model_shape()
@@ -201,7 +208,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job
     _ = job.strategy, job.dataset, job.plan
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
-    _ = job.model, job.shapes, job.loss
+    _ = job.model, job.shapes, job.loss, job.schedule
     job.partition()
     _ = job.loaders
     return job

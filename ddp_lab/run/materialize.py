@@ -80,7 +80,7 @@ def materialize(job: Job) -> Training:
     fused = job.choices["optimizer.fused"].value is True
     optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr), strategy.device, fused)
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
-    scheduler = make_scheduler(optimizer, build(cfg.scheduler), cfg.epochs, plan.steps_per_epoch, warmup_steps)
+    scheduler = make_scheduler(optimizer, job.schedule, cfg.epochs, plan.steps_per_epoch, warmup_steps)
     ema = None if cfg.ema is None else EMA(strategy, cfg.ema)
     drop_paths = DropPaths(strategy.module.modules(), cfg.seed)
     skip = cfg.on_nan == "skip"

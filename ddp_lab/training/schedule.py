@@ -7,10 +7,14 @@ since the beginning of the run, with a fraction within an epoch.
 import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LambdaLR
 
+from ddp_lab.config.build import build
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Fraction, Positive
 
 
@@ -51,6 +55,34 @@ def one_cycle(progress: float, pct_start: Fraction, div_factor: Positive, final_
     return end + (1 - end) * cosine((progress - pct_start) / (1 - pct_start))
 
 
+def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:
+    """Construct the shape that `_target_` names, and try it at the beginning, the middle and the end of the run.
+
+    Args:
+        node: the config group `scheduler`.
+        epochs: epochs of the run.
+
+    Raises:
+        ConfigError: the shape fails, or does not return a number.
+    """
+    shape = build(node)
+    name, end = ("epoch", epochs) if by_epoch(shape) else ("progress", 1)
+    for position in (0.0, end / 2, float(end)):
+        try:
+            float(shape(position))
+        except Exception as error:
+            raise ConfigError(
+                f"scheduler._target_={node['_target_']}: failed for {name}={position:g}: {describe_error(error)}. It must "
+                f"return a number, the factor of optimizer.lr, for each {name} from 0 to {end}"
+            ) from None
+    return shape
+
+
+def by_epoch(shape: Callable[..., float]) -> bool:
+    """Return whether a shape is a function of the epoch, and not of the progress."""
+    return "epoch" in inspect.signature(shape).parameters
+
+
 def make_scheduler(
     optimizer: torch.optim.Optimizer, shape: Callable[..., float], epochs: int, steps_per_epoch: int, warmup_steps: int
 ) -> LambdaLR:
@@ -65,12 +97,12 @@ def make_scheduler(
         warmup_steps: optimizer steps of the warm-up, which are the first of the run.
     """
     total_steps = epochs * steps_per_epoch
-    by_epoch = "epoch" in inspect.signature(shape).parameters
+    counts_epochs = by_epoch(shape)
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
-        if by_epoch:
+        if counts_epochs:
             return shape(step / steps_per_epoch)
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
-from ddp_lab.training.schedule import make_scheduler, multi_step, one_cycle
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.training.schedule import build_shape, make_scheduler, multi_step, one_cycle
 
 EPOCHS, STEPS = 6, 5  # steps per epoch
 
@@ -56,3 +57,28 @@ def test_one_cycle_has_the_rates_of_one_cycle_lr(pct):
     seen = rates(make_scheduler(sgd(), shape, EPOCHS, STEPS, 0), total)
     assert seen == pytest.approx(rates(theirs, total), rel=1e-9)
     assert 0.39 < max(seen) <= 0.4
+
+
+def own(name: str, **options):
+    return build_shape({"_target_": f"own_schedules.{name}", "_partial_": True, **options}, EPOCHS)
+
+
+def test_own_schedule_is_built_with_its_options():
+    assert own("falling", epochs=6)(3) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("failing", {}, r"failed for progress=0\.5: KeyError: 0\.5 \(own_schedules.py, line \d+\)\. It must return"),
+        (
+            "nothing",
+            {},
+            r"failed for progress=0: TypeError: .*'NoneType'\. It must return a number, the factor of optimizer.lr",
+        ),
+        ("falling", {"epochs": 0}, r"failed for epoch=0: ZeroDivisionError: .* \(own_schedules.py, line \d+\)"),
+    ],
+)
+def test_own_schedule_that_fails_is_refused(name, options, message):
+    with pytest.raises(ConfigError, match=rf"scheduler\._target_=own_schedules\.{name}: {message}"):
+        own(name, **options)
