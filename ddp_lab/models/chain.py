@@ -1,5 +1,6 @@
 """A model as a chain of named blocks, which any strategy can cut between two blocks."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -14,15 +15,19 @@ class Chain(nn.Sequential):
 
     Args:
         input_shape: one sample's (channels, height, width).
-        blocks: the modules by name; each gets the output of the one before it.
+        blocks: the modules by name; each gets the output of the one before it. A module without parameters and buffers may be
+            in several places, each of which gets a copy, as torch lists the children of a module without repetitions.
 
     Attributes:
         initializers: draw a block's initial weights in place, one after the other, after `reset_parameters` of its modules.
             They are used where a block is drawn alone (models/initial_weights.py).
+
+    Raises:
+        ConfigError: two blocks are the same module, which has parameters or buffers.
     """
 
     def __init__(self, input_shape: tuple[int, int, int], **blocks: nn.Module):
-        super().__init__(OrderedDict(blocks))
+        super().__init__(OrderedDict(each_its_own(blocks)))
         self.input_shape = input_shape
         self.initializers: list[Callable[[nn.Module], None]] = []
         self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
@@ -70,6 +75,21 @@ class Chain(nn.Sequential):
             pieces[0].insert(0, block)
             held, left = held + weight, left - weight
         return [nn.Sequential(*piece) for piece in pieces]
+
+
+def each_its_own(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the blocks with copies in place of repeated ones. The arguments and errors are those of `Chain`."""
+    names: dict[nn.Module, str] = {}
+    own = dict(blocks)
+    for name, block in blocks.items():
+        if (first := names.setdefault(block, name)) != name:
+            if block.state_dict():
+                raise ConfigError(
+                    f"the blocks {first} and {name} of the model are the same {type(block).__name__}: a strategy that cuts the "
+                    "model would train two of them. Use a copy, or put all places of it into one block"
+                )
+            own[name] = copy.deepcopy(block)
+    return own
 
 
 def init_normal(model: nn.Module, std: float) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from hydra.utils import get_object
@@ -18,7 +19,7 @@ from ddp_lab.models.torchvision_models import torchvision_model
 def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> nn.Module:
     """Call the class or function that `_target_` names and return the model.
 
-    A plain nn.Sequential becomes a Chain of its modules, with the same parameter names.
+    A plain nn.Sequential becomes a Chain of its modules, with the same parameter names, unless it uses a layer twice.
 
     Args:
         node: the config group `model`; `weights` and `init` are not passed.
@@ -50,7 +51,9 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> 
             f"of its constructor: self(torch.zeros(1, {shape['in_channels']}, {shape['image_size']}, {shape['image_size']}))"
         )
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return Chain((shape["in_channels"], shape["image_size"], shape["image_size"]), **dict(model.named_children()))
+        blocks = {name: child for name, child in model.named_modules(remove_duplicate=False) if name and "." not in name}
+        with suppress(ConfigError):
+            return Chain((shape["in_channels"], shape["image_size"], shape["image_size"]), **blocks)
     return model
 
 
@@ -72,6 +75,11 @@ def require_chain(model: nn.Module, strategy: str, key: str) -> None:
     """
     if not isinstance(model, Chain):
         problem = f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}. "
+        if isinstance(model, nn.Sequential):
+            raise ConfigError(
+                f"{problem.rstrip('. ')} that uses one layer in several places. Use single, scratch, dp, ddp or fsdp, or give "
+                "each place a layer of its own"
+            )
         if key.startswith("model.name="):
             raise ConfigError(f"{problem}Use single, scratch, dp, ddp or fsdp, or a model of ddp_lab, such as model=resnet18")
         raise ConfigError(

@@ -31,6 +31,7 @@ from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.saved_state import gather_states, merge
 from ddp_lab.strategies.schedules import Schedule, count_stages, describe, expected_bubble
+from ddp_lab.strategies.shardable import require_whole
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.stage import MicroBatchLoss, Stage
 from ddp_lab.strategies.sums import add_up
@@ -89,12 +90,18 @@ class Pipeline(Strategy):
             )
         self.parts = Partition(model, self.num_stages, self.cut)
         if self.balance == "flops":
-            self._require_kept_inputs(list(model.children()))
+            self._require_separable(model)
         self.timed_samples = max(1, samples // self.num_microbatches)
         self.shapes: list[torch.Size] = self.parts.shapes
 
-    def _require_kept_inputs(self, blocks: list[nn.Module]) -> None:
-        """Check that no stage changes what it receives in place: torch's pipelines receive into leaves of autograd."""
+    def _require_separable(self, model: Chain) -> None:
+        """Check that no two stages share a parameter, and that none changes what it receives in place.
+
+        torch's pipelines receive into leaves of autograd.
+        """
+        stage_of = {self.parts.names[i]: stage for stage, part in enumerate(self.parts.parts) for i in part}
+        require_whole(model, stage_of, self.name)
+        blocks = list(model.children())
         for number, part in enumerate(self.parts.parts[1:], start=2):
             if changes_input([blocks[i] for i in part], self.parts.shapes[part.start]):
                 first = self.parts.names[part.start]
@@ -115,6 +122,7 @@ class Pipeline(Strategy):
         assert isinstance(model, Chain)  # `needs_chain`
         if self.balance == "time" and self.axes["pp"] > 1:
             cut_by_time(self.parts, model, self.timed_samples, self.runtime, self.device, self.times_file)
+            self._require_separable(model)
         self.micro_batch_loss = MicroBatchLoss(self.loss)
         self.connect()
         ranks, rank = self.axes["pp"], dist.get_rank(self.pp_group)

@@ -1,4 +1,6 @@
-"""Models whose parameters cannot be sharded: parameters without dimensions, and shared ones."""
+"""Models whose parameters cannot be sharded or divided: parameters without dimensions, and shared ones."""
+
+from collections.abc import Hashable, Mapping
 
 from torch import nn
 
@@ -44,10 +46,36 @@ def require_own_parameters(model: Chain) -> None:
     Raises:
         ConfigError: two do. With uneven shards the last rank would never update its shard (pytorch#176076).
     """
-    names: dict[nn.Parameter, str] = {}
+    for first, name, *_ in shared(model):
+        raise ConfigError(
+            f"strategy=mesh: {name} is the same parameter as {first}, which torch does not always update if it is sharded "
+            "(pytorch#176076). Use a copy, or another strategy, for example ddp"
+        )
+
+
+def shared(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if names.setdefault(parameter, name) != name:
-            raise ConfigError(
-                f"strategy=mesh: {name} is the same parameter as {names[parameter]}, which torch does not always update if it "
-                "is sharded (pytorch#176076). Use a copy, or another strategy, for example ddp"
-            )
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def require_whole(model: Chain, place_of: Mapping[str, Hashable], strategy: str) -> None:
+    """Check that each parameter is in one place only; in each of several it would be a parameter of its own.
+
+    Args:
+        place_of: the stage or device of each block, by name.
+        strategy: name of the strategy, for the message.
+
+    Raises:
+        ConfigError: a parameter belongs to blocks in different places.
+    """
+    for names in shared(model):
+        first, *others = names
+        for name in others:
+            if place_of[name.split(".")[0]] != place_of[first.split(".")[0]]:
+                raise ConfigError(
+                    f"strategy={strategy}: {name} is the same parameter as {first}, which is in another stage; each would "
+                    "train its own. Use a copy, another number of stages or strategy.cut, or another strategy, for example ddp"
+                )

@@ -24,6 +24,7 @@ from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
+from ddp_lab.strategies.shardable import require_whole
 from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.device import find_device
@@ -66,7 +67,12 @@ class Split(Strategy):
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
+        self._require_whole(model)
         self.timed_samples = max(1, samples // self.num_microbatches)
+
+    def _require_whole(self, model: Chain) -> None:
+        places = zip(self.parts.parts, self.devices, strict=True)
+        require_whole(model, {self.parts.names[i]: device for part, device in places for i in part}, self.name)
 
     def share(self, model: nn.Module, rank: int) -> Share:
         return Share(tuple(self.parts.names[i] for i in self.parts.parts[rank]))
@@ -75,6 +81,7 @@ class Split(Strategy):
         assert isinstance(model, Chain)  # `needs_chain`
         if self.balance == "time":
             cut_by_time(self.parts, model, self.timed_samples, self.runtime, self.device, self.times_file)
+            self._require_whole(model)
         self.module = model
         self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
         blocks = list(model.named_children())

@@ -29,6 +29,7 @@ from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
+from ddp_lab.strategies.shardable import shared
 from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
@@ -106,6 +107,12 @@ class TP(Strategy):
             for path, layer in block.named_modules()
             if isinstance(layer, nn.Conv2d | nn.Linear)
         }
+        for first, *others in shared(model):
+            if any(name.rpartition(".")[0] in self.layers for name in (first, *others)):
+                raise ConfigError(
+                    f"strategy=tp: {others[0]} is the same parameter as {first}; sharded, they would be two. Use a copy, "
+                    "replicate their blocks by strategy.plan, or use another strategy, for example ddp"
+                )
         indivisible = {path: layer.weight.size(0) for path, layer in self.layers.items() if layer.weight.size(0) % size}
         if indivisible:
             widths = ", ".join(

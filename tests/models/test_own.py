@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import own_models
 import pytest
 import torch
 from configs import config
@@ -15,7 +16,11 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.own import build_model, key_of, require_chain
+from ddp_lab.strategies import pipeline
+from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.units import units
+from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
@@ -30,6 +35,24 @@ def test_sequential_becomes_a_chain_with_the_same_parameter_names():
     assert isinstance(chain, Chain)
     assert chain.input_shape == (1, 28, 28)
     assert list(chain.state_dict()) == ["2.weight", "2.bias", "4.weight", "4.bias"]
+
+
+@pytest.mark.parametrize("name", ["one_activation", "one_layer", "one_weight"])
+def test_sequential_that_uses_a_module_or_a_weight_twice_computes_the_same(name):
+    model = getattr(own_models, name)(**SHAPE)
+    built = build_model({"_target_": f"own_models.{name}"}, SHAPE)
+    assert built.state_dict().keys() == model.state_dict().keys()
+    built.load_state_dict(model.state_dict())
+    images = torch.rand(2, 1, 28, 28)
+    assert torch.equal(built(images), model(images))
+    assert isinstance(built, Chain) == (name != "one_layer")
+    assert len(list(built.children())) == (5 if name == "one_layer" else len(model))
+
+
+def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"^the blocks first and second of the model are the same Linear: .* Use a copy"):
+        Chain((1, 2, 2), flatten=nn.Flatten(), first=layer, second=layer)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +135,10 @@ LINES = [
     ("finetuned", 2, BUCKETED),
     ("Plain", 2, "strategy=fsdp"),
     ("sequential", 2, "strategy=pipeline strategy.num_microbatches=4"),
+    ("one_activation", 2, "strategy=pipeline strategy.num_microbatches=4"),
+    ("one_weight", 2, "strategy=pipeline strategy.num_microbatches=4 strategy.cut=['5']"),
+    ("one_layer", 2, "strategy=ddp"),
+    ("one_weight", 2, "strategy=tp +strategy.plan.2=replicate +strategy.plan.4=replicate"),
     *(
         pytest.param(*line, marks=pytest.mark.slow)
         for line in [
@@ -121,6 +148,8 @@ LINES = [
             ("Plain", 2, "strategy=scratch"),
             ("Plain", 2, "strategy=fsdp strategy.wrap=[Residual]"),
             ("sequential", 1, "strategy=split"),
+            ("one_weight", 1, "strategy=split"),
+            ("one_layer", 2, "strategy=fsdp"),
             ("sequential", 2, "strategy=tp"),
             ("sequential", 2, "strategy=fsdp"),
             ("finetuned", 1, "strategy=dp"),
@@ -162,6 +191,42 @@ def test_every_strategy_equals_single(name, ranks, strategy, alone, tmp_path):
     found, expected = weights(tmp_path), alone(name)
     assert found.keys() == expected.keys()
     assert max((found[key] - expected[key]).abs().max().item() for key in found) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("pipeline", "4.weight is the same parameter as 2.weight, which is in another stage"),
+        ("ddp_pipeline strategy.pp=2", "4.weight is the same parameter as 2.weight, which is in another stage"),
+        ("mesh strategy.pp=2", "4.weight is the same parameter as 2.weight, which torch does not always update"),
+        ("tp", "4.weight is the same parameter as 2.weight; sharded, they would be two"),
+    ],
+)
+def test_strategy_that_would_train_a_shared_weight_twice_refuses_it(strategy, message, tmp_path):
+    cut = "strategy.cut=['3']" if "pipeline" in strategy else ""
+    line = f"{' '.join(OWN)} model._target_=own_models.one_weight strategy={strategy} {cut} batch_size=16 runs_dir={tmp_path}"
+    code, printed = run_world(2, refusal_in_world, line)[0]
+    assert code == 2
+    assert f"error: strategy={strategy.split()[0]}: {message}" in printed
+
+
+def test_split_refuses_a_weight_on_two_devices():
+    model = build_model({"_target_": "own_models.one_weight"}, SHAPE)
+    strategy = Split(Runtime("cpu"), ["cpu"] * len(model), 1)
+    strategy.partition(model, 4)
+    strategy.devices[4] = torch.device("meta")
+    with pytest.raises(ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"):
+        strategy.partition(model, 4)
+
+
+def test_cut_by_time_is_checked_for_shared_weights(monkeypatch):
+    model = build_model({"_target_": "own_models.one_weight"}, SHAPE)
+    strategy = Pipeline(Runtime("cpu"), "gpipe", 1, None, None, "time")
+    strategy.axes = {"pp": 2}
+    strategy.partition(model, 4)
+    monkeypatch.setattr(pipeline, "cut_by_time", lambda parts, *_: parts.cut_by_time([1, 1, 1, 1, 2, 1, 1]))
+    with pytest.raises(ConfigError, match=r"^strategy=pipeline: 4\.weight is the same parameter as 2\.weight"):
+        strategy.setup(model)
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "ddp_pipeline", "tp", "split"])

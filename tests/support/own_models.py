@@ -94,6 +94,29 @@ class Frozen(Plain):
         self.head.requires_grad_(True)
 
 
+def one_activation(in_channels, image_size, num_classes):
+    """One activation for two places: it has no state, so each place may have its own."""
+    activation = nn.Tanh()
+    layers = nn.Linear(in_channels * image_size**2, 16), activation, nn.Linear(16, 16), activation, nn.Linear(16, num_classes)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def one_layer(in_channels, image_size, num_classes):
+    """One layer for two places."""
+    layer = nn.Linear(16, 16)
+    layers = nn.Linear(in_channels * image_size**2, 16), layer, nn.Tanh(), layer, nn.Linear(16, num_classes)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def one_weight(in_channels, image_size, num_classes):
+    """Two layers in different places that share their weight."""
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(in_channels * image_size**2, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()
+    )
+    model[4].weight = model[2].weight
+    return model.append(nn.Linear(16, num_classes))
+
+
 def frozen_blocks(in_channels, image_size, num_classes):
     """Blocks, of which the third one is frozen."""
     first, frozen, head = nn.Linear(in_channels * image_size**2, 1024), nn.Linear(1024, 1024), nn.Linear(1024, num_classes)
