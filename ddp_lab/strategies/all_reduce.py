@@ -127,6 +127,14 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     return (parameter for parameter in parameters if parameter.requires_grad)
 
 
+def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by their type, in order: flattening would convert the gradients of one group to one type."""
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.dtype, []).append(parameter)
+    return list(groups.values())
+
+
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
     """Return the gradient of a parameter that took part in the step."""
     assert parameter.grad is not None, f"a parameter of shape {list(parameter.shape)} got no gradient in this step"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.strategies.all_reduce import flatten, gradients_of, set_gradients, trainable, unflatten
+from ddp_lab.strategies.all_reduce import by_dtype, flatten, gradients_of, set_gradients, trainable, unflatten
 
 MiB = 2**20
 
@@ -33,7 +33,7 @@ class Buckets:
     all-reduce of the first layers' bucket has no computation left that could hide it.
 
     Args:
-        groups: parameters of each bucket. Frozen parameters are left out, and then groups without parameters.
+        groups: parameters of each bucket. Frozen parameters are left out, and those of another type get a bucket of their own.
 
     Attributes:
         active: whether gradients are counted and sent; False during gradient accumulation (`Strategy.no_sync`).
@@ -41,7 +41,7 @@ class Buckets:
 
     def __init__(self, groups: Iterable[list[nn.Parameter]]):
         self.active = True
-        self.buckets = [Bucket(trained) for parameters in groups if (trained := list(trainable(parameters)))]
+        self.buckets = [Bucket(same) for parameters in groups for same in by_dtype(trainable(parameters))]
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._count(bucket))

@@ -22,7 +22,7 @@ from torch import nn
 
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, gradients_of, set_gradients
+from ddp_lab.strategies.all_reduce import ALGORITHMS, by_dtype, gradients_of, set_gradients
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
@@ -95,4 +95,5 @@ class Scratch(Strategy):
         if self.buckets is not None:
             self.buckets.finish()
         else:
-            set_gradients(self.parameters(), ALGORITHMS[self.algorithm](gradients_of(self.parameters())))
+            for parameters in by_dtype(self.parameters()):
+                set_gradients(parameters, ALGORITHMS[self.algorithm](gradients_of(parameters)))

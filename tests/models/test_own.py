@@ -138,6 +138,8 @@ LINES = [
     ("one_activation", 2, "strategy=pipeline strategy.num_microbatches=4"),
     ("one_weight", 2, "strategy=pipeline strategy.num_microbatches=4 strategy.cut=['5']"),
     ("one_layer", 2, "strategy=ddp"),
+    ("SeveralTypes", 2, "strategy=scratch"),
+    ("SeveralTypes", 2, BUCKETED),
     ("one_weight", 2, "strategy=tp +strategy.plan.2=replicate +strategy.plan.4=replicate"),
     *(
         pytest.param(*line, marks=pytest.mark.slow)
@@ -149,6 +151,9 @@ LINES = [
             ("Plain", 2, "strategy=fsdp strategy.wrap=[Residual]"),
             ("sequential", 1, "strategy=split"),
             ("one_weight", 1, "strategy=split"),
+            ("SeveralTypes", 2, "strategy=scratch strategy.algorithm=ring"),
+            ("SeveralTypes", 2, "strategy=ddp"),
+            ("SeveralTypes", 2, "strategy=fsdp"),
             ("one_layer", 2, "strategy=fsdp"),
             ("sequential", 2, "strategy=tp"),
             ("sequential", 2, "strategy=fsdp"),

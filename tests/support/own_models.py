@@ -117,6 +117,21 @@ def one_weight(in_channels, image_size, num_classes):
     return model.append(nn.Linear(16, num_classes))
 
 
+class SeveralTypes(nn.Module):
+    """Layers in float32, float64 and complex numbers."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__()
+        self.entry = nn.Linear(in_channels * image_size**2, 16)
+        self.precise = nn.Linear(16, 16, dtype=torch.float64)
+        self.phase = nn.Linear(16, 16, dtype=torch.complex64)
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, images):
+        hidden = self.precise(self.entry(images.flatten(1)).tanh().double()).float()
+        return self.head(self.phase(hidden.to(torch.complex64)).abs())
+
+
 def frozen_blocks(in_channels, image_size, num_classes):
     """Blocks, of which the third one is frozen."""
     first, frozen, head = nn.Linear(in_channels * image_size**2, 1024), nn.Linear(1024, 1024), nn.Linear(1024, num_classes)
