@@ -126,7 +126,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
     if model is not None and plan is not None:
         findings.look(
             "partition",
-            job.partition,
+            lambda: (job.partition(), job.check_optimizer()),
             lambda _: f"{strategy.name} can distribute {choices['model']} and {plan.samples_at_once} samples at once",
         )
         partitioned = all(finding.about != "partition" or finding.level == "ok" for finding in findings)

@@ -121,6 +121,10 @@ WRONG = {  # overrides on two ranks: the check that fails, an excerpt of its mes
     "data=synthetic data.dataset.image_size=8": ("model", "model=lenet: needs images of at least 14x14"),
     "mixup=0.2 batch_size=6": ("loss", "has local batches of 3; use a global batch of 4 or 8, or mixup=0 cutmix=0"),
     "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": ("partition", "cannot be cut into 4 stages"),
+    "strategy=fsdp optimizer._target_=torch.optim.Adafactor ~optimizer.momentum ~optimizer.nesterov": (
+        "partition",
+        "optimizer._target_=torch.optim.Adafactor: cannot update DTensors, as strategy=fsdp has them",
+    ),
 }
 
 

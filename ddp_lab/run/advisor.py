@@ -126,6 +126,7 @@ class Advisor:
         job = self.job(candidate)
         _ = job.plan
         job.partition()
+        job.check_optimizer()
         strategy, plan, epochs, compiled = job.strategy, job.plan, job.cfg.epochs, job.options.compile
         memory, held, time = self._step(job, compiled not in (False, AUTO))
         if compiled == AUTO:

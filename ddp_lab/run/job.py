@@ -27,6 +27,7 @@ from ddp_lab.observe.profiler import check_profile
 from ddp_lab.run.speed import find_choices
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
+from ddp_lab.training.on_shards import require_support
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.schedule import build_shape
 from ddp_lab.training.speed.auto import Choice
@@ -158,6 +159,11 @@ class Job:
             require_chain(self.model, self.strategy.name, key_of(self.cfg.model))
         self.strategy.input_shape = self.dataset.train.shape
         self.strategy.partition(self.model, self.plan.samples_at_once)
+
+    def check_optimizer(self) -> None:
+        """Check that the optimizer can update what the strategy will hold. Call it after `partition`."""
+        optimizer = build(self.cfg.optimizer)([nn.Parameter(torch.zeros(1))])
+        require_support(optimizer, self.strategy, f"optimizer._target_={self.cfg.optimizer['_target_']}")
 
     @cached_property
     def loaders(self) -> tuple[Loader, Loader]:

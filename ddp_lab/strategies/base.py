@@ -44,6 +44,7 @@ class Strategy(PerformanceSupport, SavedState, ABC):
         one_process: whether one process drives all devices, without a process group.
         needs_chain: whether the model must be a Chain, because the strategy cuts it into blocks.
         sharded: whether the ranks of dp_group hold shards of the model instead of replicas.
+        has_dtensors: whether parameters become DTensors; known after `partition`.
         supports_mps: whether the strategy can train on a Mac's GPU.
         reports: whether this rank's sums count; True on one rank of each replica.
         replicas: number of copies of the model that share a global batch.
@@ -60,6 +61,7 @@ class Strategy(PerformanceSupport, SavedState, ABC):
     needs_chain: ClassVar[bool] = False
     supports_mps: ClassVar[bool] = False
     sharded: bool = False
+    has_dtensors: bool = False
 
     input_shape: tuple[int, ...]
 

@@ -48,7 +48,7 @@ class FSDP(Strategy):
             CPU, which takes less memory of the GPU and more time.
     """
 
-    sharded = True
+    sharded = has_dtensors = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
     collective_passes = True
 

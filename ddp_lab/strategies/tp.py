@@ -113,6 +113,7 @@ class TP(Strategy):
                     f"strategy=tp: {others[0]} is the same parameter as {first}; sharded, they would be two. Use a copy, "
                     "replicate their blocks by strategy.plan, or use another strategy, for example ddp"
                 )
+        self.has_dtensors = bool(self.layers)
         indivisible = {path: layer.weight.size(0) for path, layer in self.layers.items() if layer.weight.size(0) % size}
         if indivisible:
             widths = ", ".join(

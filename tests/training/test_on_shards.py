@@ -1,12 +1,18 @@
 """Optimizers' steps on the shards of DTensors."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from launches import refusal_in_world
+from torch import optim
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import run_world
 
-from ddp_lab.training.on_shards import step_of
+from ddp_lab.run.advise import advise
+from ddp_lab.run.machine import find_machine
+from ddp_lab.training.on_shards import require_support, step_of
 from ddp_lab.world.runtime import Runtime
 
 OPTIMIZERS = {
@@ -14,7 +20,24 @@ OPTIMIZERS = {
     "fused sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=0.1),
+} | {make.__name__.lower(): make for make in (optim.Adadelta, optim.Adagrad, optim.Adamax, optim.NAdam, optim.RAdam)}
+STATES = {  # the tensors of the optimizer's state that have the shape of a parameter
+    "sgd": {"momentum_buffer"},
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "rmsprop": {"square_avg", "momentum_buffer", "grad_avg"},
+    "asgd": {"ax"},
+    "adadelta": {"square_avg", "acc_delta"},
+    "adagrad": {"sum"},
+    "adamax": {"exp_avg", "exp_inf"},
+    "nadam": {"exp_avg", "exp_avg_sq"},
+    "radam": {"exp_avg", "exp_avg_sq"},
 }
+REST = "~optimizer.momentum ~optimizer.nesterov data=synthetic data.dataset.image_size=28 batch_size=8"
+ADAFACTOR = f"optimizer._target_=torch.optim.Adafactor {REST}"
+RPROP = f"optimizer._target_=torch.optim.Rprop ~optimizer.weight_decay {REST}"
+DTENSORS = {"fsdp": "fsdp", "mesh strategy.shard=2": "mesh", "mesh strategy.pp=2": "mesh", "tp strategy.tp=2": "tp"}
 
 
 def train(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor], set[tuple[str, ...]]]:
@@ -51,7 +74,7 @@ def test_step_on_shards_equals_that_of_whole_tensors(kind):
     for wholes, shards, kept in run_world(2, train, kind):
         for whole, shard in zip(wholes, shards, strict=True):
             torch.testing.assert_close(shard, whole, rtol=0, atol=1e-7)
-        assert kept == {("momentum_buffer",) if "sgd" in kind else ("exp_avg", "exp_avg_sq")}
+        assert set(map(frozenset, kept)) == {frozenset(STATES[kind.removeprefix("fused ")])}
 
 
 def test_other_optimizers_keep_their_own_step():
@@ -60,3 +83,34 @@ def test_other_optimizers_keep_their_own_step():
     for make in (torch.optim.RMSprop, type("Own", (torch.optim.SGD,), {})):
         optimizer = make([parameter], lr=0.1)
         assert step_of(optimizer) == optimizer.step
+
+
+@pytest.mark.parametrize("strategy", DTENSORS)
+def test_optimizer_that_does_not_support_shards_is_refused_before_the_group_opens(strategy):
+    codes, texts = zip(*run_world(2, refusal_in_world, f"strategy={strategy} {ADAFACTOR} device=cpu"), strict=True)
+    assert codes == (2, 2)
+    assert "".join(texts) == (
+        "error: optimizer._target_=torch.optim.Adafactor: cannot update DTensors, as "
+        f"strategy={DTENSORS[strategy]} has them: torch's Adafactor.step does not support them. Use another optimizer, for "
+        "example torch.optim.AdamW, or a strategy without DTensors, for example ddp\n"
+    )
+
+
+def test_advise_refuses_an_optimizer_that_does_not_support_shards():
+    for optimizer in (ADAFACTOR, RPROP):
+        advice = advise(optimizer.split(), None, find_machine("2xH100", 1, None))
+        assert {each.name for each in advice.predictions} == {"single", "dp", "split", "scratch", "ddp", "pipeline"}
+        reasons = {each.name.split()[0]: each.reason for each in advice.refused}
+        assert all("cannot update DTensors" in reasons[name] for name in ("fsdp", "tp"))
+
+
+def test_optimizer_with_a_step_of_its_own_and_replicated_blocks_are_not_refused():
+    class Own(torch.optim.Adafactor):
+        def step(self, closure=None):
+            pass
+
+    strategy = SimpleNamespace(name="fsdp", has_dtensors=True)
+    require_support(Own([torch.nn.Parameter(torch.ones(1))]), strategy, "")
+    blocks = "{conv1:replicate,conv2:replicate,fc1:replicate,fc2:replicate}"
+    advice = advise([*ADAFACTOR.split(), "strategy=tp", f"strategy.plan={blocks}"], None, find_machine("2xH100", 1, None))
+    assert advice.own_refusal is None
