@@ -351,9 +351,29 @@ def test_tables_show_the_best_and_all_on_request():
     assert len(best_of(advice)) < len(advice.predictions)
     assert f"and {len(advice.predictions) - len(best_of(advice))} more, which --all shows" in short
     assert all(f"\n{prediction.name} " in long for prediction in advice.predictions)
-    assert "refused: strategy=tp strategy.tp=4: strategy.tp=4: the 10 units" in long
+    assert "\nrefused: tp tp=4: the 10 units" in long
+    assert "\n1 is refused, which --all lists; tp tp=4: the 10 units of head.linear are not divisible by 4\n" in short
     assert json.loads(json.dumps(as_json(advice)))["recommended"] == advice.ranked[0].overrides
     assert memory_plot(best_of(advice), advice.memory).title.startswith("Predicted")
+
+
+def test_most_frequent_reason_of_refusals_is_given_without_all():
+    advice = advised(*SYNTHETIC, "batch_size=64", gpus="3xH100")
+    (line,) = (line for line in table(advice, everything=False).splitlines() if "refused" in line)
+    number = len(advice.refused)
+    same = sum("batch_size=64" in each.reason for each in advice.refused)
+    assert line == (
+        f"{number} are refused, which --all lists; dp, scratch, ddp and {same - 3} more: batch_size=64: is the global batch "
+        "and must be divisible by the 3 replicas that share it; use 63 or 66, or scaling=weak to give every replica 64"
+    )
+
+
+def test_each_reason_of_refusals_is_given_once():
+    advice = advised(*own_model("Plain"), gpus="2xH100")
+    lines = [line for line in table(advice, everything=True).splitlines() if "refused" in line]
+    assert lines[0].startswith("refused: split, pipeline, tp tp=2, mesh pp=2, ")
+    assert ": needs a model made of blocks, but model._target_=own_models.Plain is a Plain. Use" in lines[0]
+    assert sum("made of blocks" in line for line in lines) == 1
 
 
 def test_launch_line_has_the_directory_of_own_configs(tmp_path):

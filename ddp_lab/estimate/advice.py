@@ -63,6 +63,12 @@ class Refused:
     def name(self) -> str:
         return name_of(self.overrides)
 
+    @property
+    def explanation(self) -> str:
+        """The reason without the override that it begins with, as `name` has it."""
+        first, _, rest = self.reason.partition(": ")
+        return rest if first in self.overrides else self.reason
+
 
 @dataclass(frozen=True)
 class Advice:

@@ -5,8 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.estimate.advice import Advice, Prediction
+from ddp_lab.estimate.advice import Advice, Prediction, Refused
 from ddp_lab.estimate.cards import GiB
+from ddp_lab.models.trial import some
 from ddp_lab.observe.plot import GREY, Plot, beside, stacked
 
 COLUMNS = ("predicted", "GPUs", "GiB", "state", "activations", "others", "ms/step", "exposed", "images/s", "GPU-hours", "")
@@ -23,15 +24,32 @@ def table(advice: Advice, everything: bool) -> str:
     shown = advice.listed if everything else best_of(advice)
     lines = aligned([COLUMNS, *(row(prediction) for prediction in shown)])
     if own := advice.own_refusal:
-        lines.insert(1, f"{own.name}  is refused: {own.reason}")
+        lines.insert(1, f"{own.name}  is refused: {own.explanation}")
     hidden = len(advice.predictions) - len(shown)
     notes = [f"and {hidden} more, which --all shows"] if hidden else []
-    notes += advice.notes
-    if everything:
-        notes += [f"refused: {' '.join(each.overrides)}: {each.reason}" for each in advice.refused if each is not own]
+    notes += [*advice.notes, *refusals([each for each in advice.refused if each is not own], everything)]
     best = advice.ranked[0] if advice.ranked else advice.least
     detailed = [each for each in advice.listed if everything or each is best or each.overrides == advice.own]
     return "\n".join([*advice.head, "", *lines, *notes, "", *parts(detailed), "", advice.conclusion])
+
+
+def refusals(refused: Sequence[Refused], everything: bool) -> list[str]:
+    """Return what is refused with the reasons, of which each is given once.
+
+    Args:
+        everything: whether to list all of it; otherwise one line is about the reason that concerns the most strategies.
+    """
+    groups = dict[str, list[Refused]]()
+    for each in refused:
+        groups.setdefault(each.explanation, []).append(each)
+    if everything:
+        return [f"refused: {', '.join(each.name for each in group)}: {why}" for why, group in groups.items()]
+    if not groups:
+        return []
+    why, group = max(groups.items(), key=lambda pair: (len({each.overrides[0] for each in pair[1]}), len(pair[1])))
+    sentence = why.splitlines()[0].partition(". ")[0].rstrip(".")
+    number = f"{len(refused)} {'is' if len(refused) == 1 else 'are'}"
+    return [f"{number} refused, which --all lists; {some([each.name for each in group])}: {sentence}"]
 
 
 def parts(predictions: Sequence[Prediction]) -> list[str]:
