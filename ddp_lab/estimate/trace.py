@@ -112,6 +112,18 @@ def mixed_precision(autocast: bool) -> Generator[None]:
         yield
 
 
+@contextmanager
+def without_onednn() -> Generator[None]:
+    """Compute an LSTM step by step: oneDNN's fused one does not say on fake tensors what it keeps."""
+    library = torch.backends.mkldnn
+    before = library.enabled
+    library.enabled = False
+    try:
+        yield
+    finally:
+        library.enabled = before
+
+
 def trace(
     run: Callable[[torch.Tensor], torch.Tensor],
     own: Sequence[torch.Tensor],
@@ -134,7 +146,7 @@ def trace(
     given = output_of_another_block(given)
     others, saved = {key_of(tensor) for tensor in [*own, given]}, Saved()
     with recorder or Recorder(kept()) as recorder:
-        with saved.hooks(), mixed_precision(autocast):
+        with saved.hooks(), mixed_precision(autocast), without_onednn():
             output = run(given)
         forward_peak, forward, kept_by_selective = recorder.peak, recorder.restart(), recorder.kept
         inner = {key: size for key, size in saved.sizes.items() if key not in others | {key_of(output)}}

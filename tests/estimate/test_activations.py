@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from own_models import Recurrent
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import MODELS, make_model
@@ -10,7 +11,7 @@ from ddp_lab.estimate.blocks import Tracer
 from ddp_lab.estimate.memory import kept_by
 from ddp_lab.estimate.planned import PlannedRuntime
 from ddp_lab.estimate.recorder import Recorder, key_of
-from ddp_lab.estimate.trace import mixed_precision, trace
+from ddp_lab.estimate.trace import mixed_precision, trace, without_onednn
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import checkpointed
 from ddp_lab.strategies.loss import CrossEntropy
@@ -51,6 +52,8 @@ def changing() -> Chain:
 def made(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
     if name == "changing":
         return changing(), (3, 16, 16)
+    if name == "recurrent":
+        return Recurrent(16, 10), (3, 16, 16)
     if name == "tied":
         return Tied(), (3, 16, 16)
     _, channels, size = MODELS[name]
@@ -90,6 +93,13 @@ def saved(name: str, precision: str) -> int:
 @pytest.mark.parametrize("name", ["lenet", "vit", "narrow", "tied", "partly_frozen", "changing"])
 def test_activations_are_what_autograd_saves(name, precision):
     assert predicted(name, precision) == pytest.approx(saved(name, precision), rel=0.05)
+
+
+def test_lstm_keeps_what_its_steps_keep():
+    """Without oneDNN, whose fused LSTM keeps a workspace of its own."""
+    with without_onednn():
+        expected = saved("recurrent", "float32")
+    assert predicted("recurrent") == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "block"])
