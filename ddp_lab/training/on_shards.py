@@ -37,7 +37,8 @@ def require_support(optimizer: torch.optim.Optimizer, strategy: Strategy, key: s
     if strategy.has_dtensors and step in [inspect.unwrap(kind.step) for kind in UNSUPPORTED]:
         raise ConfigError(
             f"{key}: cannot update DTensors, as strategy={strategy.name} has them: torch's {step.__qualname__} does not "
-            "support them. Use another optimizer, for example torch.optim.AdamW, or a strategy without DTensors, for example ddp"
+            "support them. Use another optimizer, for example torch.optim.AdamW, or a strategy without DTensors, for "
+            "example ddp"
         )
 
 
