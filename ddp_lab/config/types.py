@@ -35,6 +35,9 @@ Injection = Annotated[
     Predicate(lambda value: parse(value) is not None),
     Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(KINDS)}"),
 ]
+ClassName = Annotated[str, Allowed("the name of a class")]
+# The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
+BlockName = Annotated[str | int, Allowed("the name of a block")]
 Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by the schema of options.py
 Resume = Annotated[
     str,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.config.types import Count
+from ddp_lab.config.types import BlockName, Count
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.pipeline import Pipeline
@@ -83,7 +83,7 @@ class DDPPipeline(Pipeline):
         schedule: Schedule,
         num_microbatches: Count,
         num_stages: Count | None,
-        cut: list[str] | None,
+        cut: list[BlockName] | None,
         batch_norm: BatchNorm,
         balance: Balance = "flops",
     ):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError, listed
+from ddp_lab.config.types import ClassName
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
@@ -57,7 +58,7 @@ class FSDP(Strategy):
         runtime: Runtime,
         reshard_after_forward: bool,
         batch_norm: BatchNorm,
-        wrap: list[str] | None,
+        wrap: list[ClassName] | None,
         checkpoint_activations: Checkpointing = "none",
         offload: bool = False,
     ):

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.types import Count
+from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, require_no_batch_norm
@@ -85,7 +85,7 @@ class Mesh(Pipeline):
         schedule: Schedule,
         num_microbatches: Count,
         num_stages: Count | None,
-        cut: list[str] | None,
+        cut: list[BlockName] | None,
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
         offload: bool = False,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, listed
-from ddp_lab.config.types import Count
+from ddp_lab.config.types import BlockName, Count
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition, changes_input
@@ -66,14 +66,15 @@ class Pipeline(Strategy):
         schedule: Schedule,
         num_microbatches: Count,
         num_stages: Count | None,
-        cut: list[str] | None,
+        cut: list[BlockName] | None,
         balance: Balance = "flops",
     ):
         super().__init__(runtime)
         self.lay_out(pp=runtime.world_size)
         self.schedule_name: Schedule = schedule
         self.num_microbatches = num_microbatches
-        self.cut, self.balance = cut, balance
+        self.cut = None if cut is None else [str(name) for name in cut]
+        self.balance = balance
         self.requested_stages = num_stages
         self.stage_autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.checkpointing: Checkpointing = "none"

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.types import Count
+from ddp_lab.config.types import BlockName, Count
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -88,11 +88,16 @@ class TP(Strategy):
     collective_passes = True
 
     def __init__(
-        self, runtime: Runtime, tp: Count | None, plan: dict[str, Literal["shard", "replicate"]] | None, batch_norm: BatchNorm
+        self,
+        runtime: Runtime,
+        tp: Count | None,
+        plan: dict[BlockName, Literal["shard", "replicate"]] | None,
+        batch_norm: BatchNorm,
     ):
         super().__init__(runtime)
         self.lay_out(tp=tp or runtime.world_size)
-        self.plan, self.batch_norm = plan or {}, batch_norm
+        self.plan = {str(name): placement for name, placement in (plan or {}).items()}
+        self.batch_norm = batch_norm
         self.reports = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:

@@ -120,7 +120,8 @@ def test_help_names_every_strategy():
             "strategy.schedule=zigzag: must be gpipe or 1f1b or interleaved1f1b or loopedbfs or interleavedzerobubble",
         ),
         ("strategy=pipeline strategy.num_stages=0", "strategy.num_stages=0: must be an integer of at least 1 or null"),
-        ("strategy=pipeline strategy.cut=fc1", "strategy.cut=fc1: must be null or a list, each a string"),
+        ("strategy=pipeline strategy.cut=fc1", "strategy.cut=fc1: must be null or a list, each the name of a block"),
+        ("strategy=fsdp strategy.wrap=[3]", "strategy.wrap=[3]: must be null or a list, each the name of a class"),
         ("strategy=ddp_pipeline strategy.pp=0", "strategy.pp=0: must be an integer of at least 1"),
         (
             "strategy=ddp_pipeline strategy.schedule=interleavedzerobubble",

@@ -1,6 +1,7 @@
 """Models of users: `model=own model._target_=...`."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import own_models
@@ -266,6 +267,21 @@ def test_fsdp_refuses_what_it_cannot_shard(overrides, message, tmp_path):
     code, printed = run_world(2, refusal_in_world, line)[0]
     assert code == 2
     assert message in printed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=pipeline", "strategy.cut=[3]"], ": 0 1 2 on .*, 3 4 on "),
+        (["strategy=ddp_pipeline", "strategy.cut=[3]"], ": 0 1 2 on .*, 3 4 on "),
+        (["strategy=mesh", "strategy.pp=2", "strategy.cut=[3]"], "pp 0 .* 0 .. 2: .* pp 1 .* 3 .. 4: "),
+        (["strategy=tp", "strategy.plan={2:replicate,4:replicate}"], "0 layers sharded .*, 2, 4 replicated"),
+    ],
+)
+def test_blocks_of_a_sequential_are_named_by_integers(overrides, message, tmp_path):
+    line = [*OWN, "model._target_=own_models.sequential", "epochs=1", *overrides, f"runs_dir={tmp_path}"]
+    run_world(2, main_in_world, *line)
+    assert re.search(message, (only_run(tmp_path) / "train.log").read_text(), re.DOTALL)
 
 
 def test_model_is_found_in_the_directory_of_the_command(tmp_path):
