@@ -10,7 +10,18 @@ from typing import Any
 from ddp_lab.resilience.node_board import Heartbeat
 
 LISTED = 8  # the most ranks that a message lists one by one
-PHASES = ("starting", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done")
+PHASES = (
+    "starting",
+    "preparing",
+    "compiling",
+    "loading",
+    "training",
+    "finishing",
+    "deciding",
+    "saving",
+    "evaluating",
+    "done",
+)
 
 
 def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:

@@ -22,7 +22,7 @@ from ddp_lab.run.checks import check_and_prepare
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job
 from ddp_lab.run.materialize import Training, materialize
-from ddp_lab.training.loop import is_over
+from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
 
@@ -74,14 +74,11 @@ def train_guarded(
     if is_over(progress, cfg.epochs, cfg.patience):
         if runtime.rank == 0:
             record_data(run_dir.path, job.dataset)  # a run of an older version does not have it
-        log.info(
-            f"nothing to do: {progress.epoch - 1} of epochs={cfg.epochs} are done; raise epochs to continue, "
-            "or use another name"
-        )
+        log.info(f"nothing to do: {why_over(progress, cfg.epochs, cfg.patience)}")
         return watchdog.end("finished", progress)
 
     logger = open_logger(job, run_dir.path, progress.epoch, choices) if runtime.rank == 0 else Logger()
-    watchdog.at("compiling")
+    watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
     step = training.compile(steps_left)
     if cfg.inject:
@@ -90,6 +87,7 @@ def train_guarded(
     every = cfg.checkpoint
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
     guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress, training.step.tally)
+    watchdog.at("loading", progress.epoch, progress.step + 1)
     try:
         training.fit(logger, guard, progress)
         status = "finished"

@@ -139,3 +139,18 @@ def is_over(progress: Progress, epochs: int, patience: int | None) -> bool:
     """Return whether all epochs are done, or the last `patience` epochs did not lower the test loss."""
     done = progress.epoch - 1
     return done >= epochs or (patience is not None and done - progress.best_epoch >= patience)
+
+
+def why_over(progress: Progress, epochs: int, patience: int | None) -> str:
+    """Return why a run `is_over`, and what continues it."""
+    done, stalled = progress.epoch - 1, progress.epoch - 1 - progress.best_epoch
+    reasons, raised = list[str](), list[str]()
+    if done >= epochs:
+        reasons.append(f"{done} of epochs={epochs} are done")
+        raised.append("epochs")
+    if patience is not None and stalled >= patience:
+        reasons.append(
+            f"the last {stalled} epochs had no test loss below that of epoch {progress.best_epoch} (patience={patience})"
+        )
+        raised.append(f"patience above {stalled}")
+    return f"{' and '.join(reasons)}; raise {' and '.join(raised)} to continue, or use another name"

@@ -438,5 +438,23 @@ def test_early_stopping_persists_over_a_restart(tmp_path):
     assert "stopped early" in output
     code, output = launch(DDP, *line)
     assert code == 0
-    assert "nothing to do" in output
+    assert f"nothing to do: the last 2 epochs had no test loss below that of epoch {epochs - 2} (patience=2)" in output
+    assert "raise patience above 2 to continue, or use another name" in output
     assert len(read_metrics(tmp_path / "early")) == epochs
+
+
+def test_sample_that_the_first_batch_cannot_read_fails_while_loading(tmp_path):
+    later = "data=own", "data.dataset._target_=own_datasets.Later", "data.num_classes=2", "data.num_workers=0"
+    code, output = launch(
+        "python train.py",
+        *later,
+        "data.image_size=28",
+        "model=simple_cnn",
+        "batch_size=6",
+        f"runs_dir={tmp_path}",
+        "name=later",
+    )
+    assert code == 1, output
+    record = failure(tmp_path / "later")
+    assert record["doing"] == "loading"
+    assert ", epoch 1, step 1, loading: data.dataset._target_=own_datasets.Later: the label of sample 4 is 5" in output

@@ -7,6 +7,9 @@ from launches import SMALL, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
+from ddp_lab.training.loop import is_over, why_over
+from ddp_lab.training.progress import Progress
+
 
 def test_resumed_run_is_bit_identical(tmp_path):
     straight = train(tmp_path, "straight", "epochs=4")
@@ -48,7 +51,33 @@ def test_finished_run_is_not_changed(tmp_path):
     train(tmp_path, "done", "epochs=2")
     after = {path: path.read_bytes() for path in (tmp_path / "done").rglob("*") if path.is_file() and path.name not in CHANGING}
     assert after == before | {tmp_path / "done" / "data.json": recorded.encode()}
-    assert "nothing to do" in (tmp_path / "done" / "train.log").read_text()
+    log = (tmp_path / "done" / "train.log").read_text()
+    assert "nothing to do: 2 of epochs=2 are done; raise epochs to continue, or use another name" in log
+
+
+@pytest.mark.parametrize(
+    ("epochs", "patience", "expected"),
+    [
+        (6, None, "6 of epochs=6 are done; raise epochs to continue, or use another name"),
+        (4, 9, "6 of epochs=4 are done; raise epochs to continue, or use another name"),
+        (
+            9,
+            2,
+            "the last 3 epochs had no test loss below that of epoch 3 (patience=2); raise patience above 3 to continue, or use "
+            "another name",
+        ),
+        (
+            6,
+            3,
+            "6 of epochs=6 are done and the last 3 epochs had no test loss below that of epoch 3 (patience=3); raise epochs "
+            "and patience above 3 to continue, or use another name",
+        ),
+    ],
+)
+def test_remedy_for_a_run_that_is_over_names_what_ended_it(epochs, patience, expected):
+    progress = Progress(epoch=7, best_epoch=3)
+    assert is_over(progress, epochs, patience)
+    assert why_over(progress, epochs, patience) == expected
 
 
 def test_run_without_its_last_checkpoint_ends_the_same(tmp_path):
