@@ -55,9 +55,12 @@ def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int,
         with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
             return without_gradient(model.to(device), torch.rand(2, *shape, device=device), num_classes)
     except Exception as error:
+        other = (
+            "" if runtime.precision == "float32" else "precision=float32, if a layer does not support bf16 on this device, or "
+        )
         raise ConfigError(
             f"{key}: failed for images of {'x'.join(map(str, shape))} (channels, height, width): {describe_error(error)}. Use "
-            "images that the model supports (a common cause is that they are too small), or correct the model"
+            f"{other}images that the model supports (a common cause is that they are too small), or correct the model"
         ) from None
     finally:
         model.to("meta" if on_meta else "cpu").zero_grad()

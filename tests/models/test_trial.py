@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import FROZEN, assert_equal, ddp, fsdp, pipeline, scratch, tp
 from launches import OWN, main_in_world, refusal_in_world
-from own_models import Picky, Plain, ReadsValues, finetuned
+from own_models import OnlyFloat32, Picky, Plain, ReadsValues, finetuned
 from torch import nn
 from training import Outcome, config_of, run_cases
 from worlds import run_world
@@ -71,6 +71,14 @@ def test_model_that_cannot_be_trained_is_refused(name, overrides, message):
     model = build_model({"_target_": f"own_models.{name}", **overrides}, SHAPE)
     with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
         tried(model)
+
+
+def test_model_that_fails_in_bf16_is_advised_to_use_float32():
+    remedy = (
+        r"own_models.py, line \d+\). Use precision=float32, if a layer does not support bf16 on this device, or images that"
+    )
+    with pytest.raises(ConfigError, match=f"net: failed for images of 1x28x28 .*: RuntimeError: no bf16 .{remedy}"):
+        freeze_unused(OnlyFloat32(**SHAPE), (1, 28, 28), 10, Runtime("cpu", "bf16"), "model._target_=net")
 
 
 def test_meta_copy_allocates_nothing_and_keeps_ties_and_frozen_parameters():

@@ -52,6 +52,15 @@ class Normalizing(Plain):
         self.entry = nn.Sequential(self.entry, nn.BatchNorm1d(16))
 
 
+class OnlyFloat32(Plain):
+    """A model whose layers have no kernel in bf16, as an LSTM on some CPUs."""
+
+    def forward(self, inputs):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no bf16")
+        return super().forward(inputs)
+
+
 class Recurrent(nn.Module):
     """An LSTM over the rows of an image, which AOTAutograd cannot trace on fake tensors."""
 
