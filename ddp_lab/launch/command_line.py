@@ -5,6 +5,7 @@ import faulthandler
 import functools
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -104,9 +105,14 @@ def compose_config(overrides: list[str], config_dir: str | None, with_choices: b
         return compose("config", overrides=[*search, *overrides], return_hydra_config=with_choices)
 
 
-def quote(value: str) -> str:
-    """Quote a value for Hydra's grammar, in which commas and equal signs, and backslashes before a quote, are special."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value) + "'"
+def quote(value: str, mark: str = "'") -> str:
+    """Quote a value for Hydra's grammar, in which commas and equal signs, and backslashes before a quote, are special.
+
+    Args:
+        mark: the kind of quotes, ' or ".
+    """
+    escaped = re.sub(rf"(\\*)({mark}|\Z)", lambda found: 2 * found[1] + found[2].replace(mark, f"\\{mark}"), value)
+    return f"{mark}{escaped}{mark}"
 
 
 def refuse_sweep() -> None:
@@ -142,12 +148,31 @@ def explain(error: Exception) -> str:
         return f"{group}={option}: there is no such option; allowed: {', '.join(sorted(error.options))}"
     if unknown := re.match(r"Could not override '(?!hydra\.)([\w.@/]+)'", text):
         return explain_unknown_key(unknown[1])
+    if isinstance(error, OverrideParseException):
+        return explain_unreadable(error.override, text.split(" See https")[0].rstrip("."))
     if several := re.match(r"Ambiguous value for argument '(.+?)' 1\.", text):
         return (
             f"{several[1]}: has several values. Use one of them, key=[value1,value2] for a list, \"key='value1,value2'\" for a "
             "text with a comma, or `python -m ddp_lab --multirun ...` to train with each of them"
         )
     return text.split(" See https")[0] + ". Overrides look like key=value: python -m ddp_lab --help"
+
+
+def explain_unreadable(override: str, reason: str) -> str:
+    """Return the message for an override that is not in Hydra's grammar, which does not know letters such as ü, for example.
+
+    Args:
+        override: of the command line.
+        reason: the parser's.
+    """
+    key, _, value = override.partition("=")
+    if value and value[0] not in "[{'\"":
+        advised = shlex.quote(f"{key}=" + quote(value, mark='"'))
+        return f"{override}: Hydra cannot read this value. Put it in quotes, within those of the shell: {advised}"
+    return (
+        f"{override}: Hydra cannot read this override ({reason}). Overrides look like key=value, key=[a,b] or key={{a:b}}: "
+        "python -m ddp_lab --help"
+    )
 
 
 def explain_unknown_key(key: str) -> str:

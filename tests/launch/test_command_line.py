@@ -1,9 +1,11 @@
 """The messages of commands about a user's mistakes."""
 
+import shlex
 import sys
 
 import pytest
-from hydra.errors import ConfigCompositionException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, OverrideParseException
 
 from ddp_lab.config.errors import SampleError
 from ddp_lab.launch.command_line import explain, explain_unknown_key, user_errors
@@ -31,6 +33,34 @@ from ddp_lab.launch.command_line import explain, explain_unknown_key, user_error
 def test_key_that_is_not_set_is_explained(overrides, key, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
     assert message in explain_unknown_key(key)
+
+
+@pytest.mark.parametrize(
+    ("override", "advised"),
+    [
+        ("data.root=bilder ü", """'data.root="bilder ü"'"""),
+        ("+data.root=a=b (2)", """'+data.root="a=b (2)"'"""),
+        ('runs_dir=the "ü" runs\\', r"""'runs_dir="the \"ü\" runs\\"'"""),
+        ("name=katze's", """'name="katze'"'"'s"'"""),
+    ],
+)
+def test_value_that_hydra_cannot_read_is_advised_in_quotes(override, advised):
+    parser = OverridesParser.create()
+    with pytest.raises(OverrideParseException) as error:
+        parser.parse_overrides([override])
+    message = explain(error.value)
+    assert message == f"{override}: Hydra cannot read this value. Put it in quotes, within those of the shell: {advised}"
+    (argument,) = shlex.split(advised)
+    assert parser.parse_overrides([argument])[0].value() == override.partition("=")[2]
+
+
+@pytest.mark.parametrize("override", ["strategy.plan={'5':replicate}", "strategy.cut=[a", "foo"])
+def test_override_that_hydra_cannot_read_is_named(override):
+    with pytest.raises(OverrideParseException) as error:
+        OverridesParser.create().parse_overrides([override])
+    message = explain(error.value)
+    assert message.startswith(f"{override}: Hydra cannot read this override (")
+    assert message.endswith("). Overrides look like key=value, key=[a,b] or key={a:b}: python -m ddp_lab --help")
 
 
 def test_unknown_option_of_a_launcher_is_explained_in_one_line(monkeypatch):
