@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.strategies.all_reduce import gradients_of, trainable
+from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.loss import CrossEntropy, Loss
 from ddp_lab.strategies.sums import add_up, measure
@@ -115,9 +115,10 @@ class ForwardBackward:
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of the complete model's gradient, [], the same on every rank.
 
-        Collective. Called after `forward_backward`.
+        Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
         """
-        return get_total_norm(gradients_of(self.parameters())).to(self.device)  # on the CPU if all parameters here are frozen
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        return get_total_norm(gradients).to(self.device)  # on the CPU if all parameters here are frozen
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

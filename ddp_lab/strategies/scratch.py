@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import ALGORITHMS, by_dtype, gradients_of, set_gradients
@@ -91,9 +92,28 @@ class Scratch(Strategy):
                 self.buckets.active = True
 
     def reduce_gradients(self) -> None:
+        self.require_gradients()
         # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is the gradient of the mean.
         if self.buckets is not None:
             self.buckets.finish()
         else:
             for parameters in by_dtype(self.parameters()):
                 set_gradients(parameters, ALGORITHMS[self.algorithm](gradients_of(parameters)))
+
+    def require_gradients(self) -> None:
+        """Check that the step has used all parameters: the sums are over the same gradients on every rank.
+
+        Raises:
+            TrainingError: a parameter got no gradient.
+        """
+        if any(parameter.grad is None for parameter in self.parameters()):
+            unused = next(
+                name for name, tensor in self.module.named_parameters() if tensor.requires_grad and tensor.grad is None
+            )
+            rank = self.runtime.rank
+            raise TrainingError(
+                f"strategy=scratch: the parameter {unused} got no gradient in a step on rank {rank}. If only some steps use a "
+                "parameter, use strategy=fsdp or strategy=single, which support it",
+                "exception",
+                rank,
+            )

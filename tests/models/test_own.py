@@ -127,6 +127,7 @@ def test_units_of_fsdp_are_children_of_the_model_and_of_its_module_lists():
 
 
 SPECIAL = {
+    "SomeSteps": ["max_grad_norm=0.05"],
     "finetuned": ["max_grad_norm=0.05", "on_nan=skip", "check_replicas=1"],
     "vision_transformer": ["data.dataset.channels=3"],
 }
@@ -141,6 +142,7 @@ LINES = [
     ("one_layer", 2, "strategy=ddp"),
     ("SeveralTypes", 2, "strategy=scratch"),
     ("SeveralTypes", 2, BUCKETED),
+    ("SomeSteps", 2, "strategy=fsdp"),
     ("one_weight", 2, "strategy=tp +strategy.plan.2=replicate +strategy.plan.4=replicate"),
     *(
         pytest.param(*line, marks=pytest.mark.slow)
@@ -197,6 +199,22 @@ def test_every_strategy_equals_single(name, ranks, strategy, alone, tmp_path):
     found, expected = weights(tmp_path), alone(name)
     assert found.keys() == expected.keys()
     assert max((found[key] - expected[key]).abs().max().item() for key in found) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("strategy=ddp", "Expected to have finished reduction in the prior iteration"),
+        ("strategy=scratch", "error: strategy=scratch: the parameter sometimes.weight got no gradient in a step on rank "),
+        (BUCKETED, "error: strategy=scratch: the parameter sometimes.weight got no gradient in a step on rank "),
+    ],
+)
+def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, message, tmp_path):
+    line = "torchrun --standalone --nproc_per_node=2 train.py"
+    code, output = launch(line, *overrides_of("SomeSteps"), *strategy.split(), f"runs_dir={tmp_path}")
+    assert code == 1
+    assert message in output
+    assert "use strategy=fsdp or strategy=single, which support it" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ class Normalizing(Plain):
         self.entry = nn.Sequential(self.entry, nn.BatchNorm1d(16))
 
 
+class SomeSteps(Plain):
+    """A model that uses one layer in every other step only."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.sometimes, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, inputs):
+        self.calls += self.training
+        hidden = torch.tanh(self.entry(inputs.flatten(1)))
+        return self.head(self.sometimes(hidden) if self.calls % 2 else hidden)
+
+
 class OnlyFloat32(Plain):
     """A model whose layers have no kernel in bf16, as an LSTM on some CPUs."""
 
