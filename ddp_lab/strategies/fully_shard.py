@@ -2,11 +2,13 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from ddp_lab.strategies.activation_checkpointing import Checkpointing
 from ddp_lab.strategies.batch_norm import is_batch_norm
@@ -32,7 +34,18 @@ def shard(
             keep = MixedPrecisionPolicy(cast_forward_inputs=False)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
     for part in parts:
+        part.register_forward_hook(copy_views)  # before torch's own hook on the output
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload)
+
+
+@torch.compiler.disable  # as torch's own hooks are
+def copy_views(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Return the output of a part with copies of the tensors that are views.
+
+    torch gathers a part for its backward pass in a hook on its output. If the output is a view, for example the last output of
+    an LSTM, and is then changed in place, torch drops this hook, and the backward pass fails or is wrong. torch only warns.
+    """
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor._base is None else tensor.clone(), output)
 
 
 def sharded_in(module: nn.Module) -> list[FSDPModule]:

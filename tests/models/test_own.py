@@ -143,6 +143,8 @@ LINES = [
     ("SeveralTypes", 2, "strategy=scratch"),
     ("SeveralTypes", 2, BUCKETED),
     ("SomeSteps", 2, "strategy=fsdp"),
+    ("changed_views", 2, "strategy=fsdp"),
+    ("changed_views", 2, "strategy=mesh strategy.shard=2"),
     ("one_weight", 2, "strategy=tp +strategy.plan.2=replicate +strategy.plan.4=replicate"),
     *(
         pytest.param(*line, marks=pytest.mark.slow)

@@ -7,6 +7,7 @@ from training import make_model
 from worlds import run_world
 
 from ddp_lab.strategies.fsdp import FSDP
+from ddp_lab.strategies.fully_shard import copy_views
 from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.world.runtime import Runtime
 
@@ -50,3 +51,13 @@ def gathers(sharded: str) -> list[int]:
 def test_evaluation_does_not_change_what_a_step_gathers(sharded):
     first, before, after = run_world(2, gathers, sharded)[0]
     assert 0 < first == before == after
+
+
+def test_only_views_in_the_output_of_a_part_are_copied():
+    made = torch.arange(6.0).reshape(2, 3).clone()
+    outputs = copy_views(torch.nn.Identity(), (), {"pair": (made, made[1]), "name": "a"})
+    same, copied = outputs["pair"]
+    assert same is made
+    assert copied._base is None
+    assert copied.tolist() == [3, 4, 5]
+    assert outputs["name"] == "a"
