@@ -34,7 +34,8 @@ def shard(
             keep = MixedPrecisionPolicy(cast_forward_inputs=False)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
     for part in parts:
-        part.register_forward_hook(copy_views)  # before torch's own hook on the output
+        # Registered before torch's own hook on the output. The decorator's annotation hides that it returns a function.
+        part.register_forward_hook(copy_views)  # pyright: ignore[reportArgumentType]
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload)
 
 
