@@ -25,6 +25,9 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.read_weights import read_outside
+from ddp_lab.models.trial import some
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -74,7 +77,7 @@ class TP(Strategy):
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
         plan: shard or replicate, by name of the block. Every rank computes the complete block if it is replicated. Blocks that
-            are not named are sharded.
+            are not named are sharded, but for layers whose weights other modules read, as nn.MultiheadAttention does.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
 
@@ -101,6 +104,7 @@ class TP(Strategy):
         self.reports = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:
+        assert isinstance(model, Chain)  # `needs_chain`
         size, blocks = self.axes["tp"], dict(model.named_children())
         for name, placement in self.plan.items():
             if name not in blocks:
@@ -112,6 +116,8 @@ class TP(Strategy):
             for path, layer in block.named_modules()
             if isinstance(layer, nn.Conv2d | nn.Linear)
         }
+        self.whole = sorted(read_outside(model, self.layers))
+        self.layers = {name: layer for name, layer in self.layers.items() if name not in self.whole}
         for first, *others in shared(model):
             if any(name.rpartition(".")[0] in self.layers for name in (first, *others)):
                 raise ConfigError(
@@ -149,10 +155,10 @@ class TP(Strategy):
         return "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
 
     def describe(self) -> str:
-        replicated = [name for name, placement in self.plan.items() if placement == "replicate"]
+        replicated = [name for name, placement in self.plan.items() if placement == "replicate"] + self.whole
         return (
             f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
-            f"channels and units, {', '.join(replicated) or 'no block'} replicated"
+            f"channels and units, {some(replicated) or 'no block'} replicated"
         )
 
     @torch.no_grad()

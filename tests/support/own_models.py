@@ -171,6 +171,39 @@ class SeveralTypes(nn.Module):
         return self.head(self.phase(hidden.to(torch.complex64)).abs())
 
 
+class Attention(nn.Module):
+    """A stock attention, which reads the weight of its out_proj, and a layer whose weight the block reads, too."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.attention, self.again = nn.MultiheadAttention(width, 4, batch_first=True), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, tokens):
+        tokens = tokens.to(self.mlp[0].weight.dtype)
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        tokens = tokens + nn.functional.linear(self.again(tokens), self.again.weight.T)
+        return tokens + self.mlp(tokens)
+
+
+class Tokens(nn.Module):
+    """The rows of an image, projected to tokens of 16 values."""
+
+    def __init__(self, image_size):
+        super().__init__()
+        self.layer = nn.Linear(image_size, 16)
+
+    def forward(self, images):
+        return self.layer(images[:, 0])
+
+
+def attention(image_size, num_classes):
+    """Blocks of stock attention."""
+    encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
+    layers = nn.Flatten(), nn.Linear(16 * image_size, 16), nn.Linear(16, num_classes)
+    return nn.Sequential(Tokens(image_size), Attention(16), encoder, *layers)
+
+
 def frozen_blocks(in_channels, image_size, num_classes):
     """Blocks, of which the third one is frozen."""
     first, frozen, head = nn.Linear(in_channels * image_size**2, 1024), nn.Linear(1024, 1024), nn.Linear(1024, num_classes)
