@@ -323,6 +323,18 @@ def test_batches_that_the_model_cannot_compute_are_refused_with_the_reason():
         advised(*own_model("Normalizing"), "batch_size=1", gpus="1xH100")
 
 
+def test_stock_attention_is_predicted_under_tp_and_blocks_that_need_complete_layers_are_refused_with_the_reason(capfd):
+    assert "tp tp=2" in names(advised(*own_model("attention"), gpus="2xH100"))
+    advice = advised(*own_model("adding_blocks"), gpus="2xH100")
+    (reason,) = (each.reason for each in advice.refused if each.name == "tp tp=2")
+    assert reason.startswith("strategy=tp: cannot predict 2 with layers divided over 2 ranks, in contrast to complete ones: ")
+    assert "(own_models.py, line " in reason
+    assert reason.endswith(". Replicate it: ++strategy.plan.2=replicate")
+    advice = advised(*own_model("adding_blocks"), "strategy=tp", "++strategy.plan.2=replicate", gpus="2xH100")
+    assert names(advice)[0] == "tp plan.2=replicate"
+    assert capfd.readouterr() == ("", "")
+
+
 def test_models_that_fail_in_bf16_are_refused_where_inputs_are_cast():
     advice = advised(*own_model("Converting"), "precision=bf16", gpus="2xH100")
     assert {"single", "ddp"} <= set(names(advice))

@@ -27,6 +27,10 @@ from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.share import Share
 
 LOSS = "loss"  # name of the record of the loss
+REMEDIES = {  # for a block that needs complete layers, by strategy
+    "tp": "Replicate it: ++strategy.plan.{}=replicate",
+    "mesh": "Correct the attribute tensor_parallel of {}, or use strategy.tp=1",
+}
 
 
 class Graph(nn.Sequential):
@@ -93,6 +97,11 @@ class Tracer:
                 try:
                     self._known[key] = self._trace(name, block, sizes, given, casts, division, compiled)
                 except Exception as error:
+                    if division.tp > 1 and self._is_traced(name, block, given, casts, compiled):
+                        raise ConfigError(
+                            f"strategy={strategy.name}: cannot predict {name} with layers divided over {division.tp} ranks, in "
+                            f"contrast to complete ones: {describe_error(error)}. {REMEDIES[strategy.name].format(name)}"
+                        ) from error
                     if any(tensor.is_meta for tensor in block.parameters()):
                         if not isinstance(error, RuntimeError | ValueError):  # the model's, such as of a batch of one sample
                             raise
@@ -106,6 +115,15 @@ class Tracer:
         records[LOSS], _ = self._known[key]
         last = blocks[-1][0]
         return {name: record for name, record in records.items() if share.has(last if name == LOSS else name)}
+
+    def _is_traced(self, name: str, block: nn.Module, given: torch.Tensor, casts: bool, compiled: bool) -> bool:
+        """Return whether a block can be traced with complete layers. The arguments are as in `_trace`."""
+        sizes = {path: tensor.shape for path, tensor in block.named_parameters()}
+        try:
+            self._trace(name, block, sizes, given, casts, Division(), compiled)
+        except Exception:
+            return False
+        return True
 
     def _graphs(self, strategy: Strategy) -> list[tuple[str, nn.Module]]:
         """Return what is compiled as one graph each: a block, or several under the name of the first."""

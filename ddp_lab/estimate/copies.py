@@ -1,6 +1,9 @@
 """Copies of a block that are traced: of fake tensors, or with values, of the sizes that one rank holds."""
 
 import copy
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,11 +12,18 @@ from torch import nn
 from ddp_lab.strategies.batch_norm import is_batch_norm
 
 
-def fake_mode() -> Any:
-    """Return the mode in which tensors have shapes and no memory."""
+@contextmanager
+def fake_mode() -> Generator[Any]:
+    """Let tensors have shapes and no memory. Operations that fail raise their error, which torch does not log as well."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        log.disabled = before
 
 
 def fake_copy(block: nn.Module, sizes: dict[str, torch.Size], dtype: torch.dtype | None) -> nn.Module:

@@ -131,10 +131,12 @@ class TP(Strategy):
                 f"the {width} {'channels' if isinstance(self.layers[path], nn.Conv2d) else 'units'} of {path}"
                 for path, width in indivisible.items()
             )
-            plan = ",".join(f"{name}:replicate" for name in dict.fromkeys(path.split(".")[0] for path in indivisible))
+            # In a dict on the command line, Hydra would take the names of an nn.Sequential for integers.
+            names = dict.fromkeys(path.split(".")[0] for path in indivisible)
+            plan = " ".join(f"++strategy.plan.{name}=replicate" for name in names)
             raise ConfigError(
                 f"strategy.tp={size}: {widths} are not divisible by {size}. Use a tp that divides them, or replicate those "
-                f"blocks: 'strategy.plan={{{plan}}}'"
+                f"blocks: {plan}"
             )
 
     def share(self, model: nn.Module, rank: int) -> Share:
