@@ -31,6 +31,13 @@ def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     return built
 
 
+def for_cpu(optimizer: Any) -> Any:
+    """Return an optimizer that is only tried on the CPU, without `capturable`, which CPUs do not have."""
+    for group in optimizer.param_groups:
+        group |= {"capturable": False} if "capturable" in group else {}
+    return optimizer
+
+
 def takes_fused(node: DictConfig | dict[str, Any]) -> bool:
     """Return whether the constructor has the option `fused` of a config group, if it is null there; else True."""
     return node.get("fused", False) is not None or "fused" in inspect.signature(get_object(node["_target_"])).parameters

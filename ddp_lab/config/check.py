@@ -5,7 +5,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
 
-from ddp_lab.config.build import build, takes_fused
+from ddp_lab.config.build import build, for_cpu, takes_fused
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.messages import explain
 from ddp_lab.config.options import GROUPS, options
@@ -71,10 +71,7 @@ def check_optimizer(node: dict[str, Any]) -> None:
         raise ConfigError(f"optimizer: {describe_error(error)}; it was given {given}") from None
     bias.grad = torch.zeros(1)
     try:
-        optimizer = make([bias])
-        for group in optimizer.param_groups:
-            group |= {"capturable": False} if "capturable" in group else {}  # which CPUs do not have
-        optimizer.step()
+        for_cpu(make([bias])).step()
     except Exception as error:
         raise ConfigError(
             f"optimizer._target_={node['_target_']}: cannot train a bias: {describe_error(error)}. Use an optimizer that takes "

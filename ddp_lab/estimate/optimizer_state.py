@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ddp_lab.config.build import for_cpu
+
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -18,9 +20,7 @@ def state_of(make_optimizer: MakeOptimizer) -> tuple[int, int]:
     """
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
-    optimizer = make_optimizer([probe])
-    for group in optimizer.param_groups:
-        group |= {"capturable": False} if "capturable" in group else {}  # which CPUs do not have
+    optimizer = for_cpu(make_optimizer([probe]))
     optimizer.step()
     tensors = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
     copies = [tensor for tensor in tensors if tensor.shape == probe.shape]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ddp_lab.config.build import for_cpu
 from ddp_lab.estimate.optimizer_state import MakeOptimizer
 from ddp_lab.estimate.recorder import Recorder
 
@@ -18,12 +19,11 @@ def temporaries_of(make_optimizer: MakeOptimizer, foreach: bool) -> float:
         foreach: whether all parameters are updated in one call; otherwise the temporaries of one parameter are neglected.
     """
     probe = nn.Parameter(torch.zeros(1024))
-    optimizer = make_optimizer([probe])
+    optimizer = for_cpu(make_optimizer([probe]))
     if not foreach or any(group.get("fused") for group in optimizer.param_groups):
         return 0.0
     for group in optimizer.param_groups:
         group |= {"foreach": True} if group.get("foreach", True) is None else {}
-        group |= {"capturable": False} if "capturable" in group else {}  # which CPUs do not have
     probe.grad = torch.zeros_like(probe)
     optimizer.step()  # it allocates the state
     with Recorder() as recorder:

@@ -131,7 +131,6 @@ class TP(Strategy):
                 f"the {width} {'channels' if isinstance(self.layers[path], nn.Conv2d) else 'units'} of {path}"
                 for path, width in indivisible.items()
             )
-            # In a dict on the command line, Hydra would take the names of an nn.Sequential for integers.
             names = dict.fromkeys(path.split(".")[0] for path in indivisible)
             plan = " ".join(f"++strategy.plan.{name}=replicate" for name in names)
             raise ConfigError(
