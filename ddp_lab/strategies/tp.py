@@ -71,13 +71,24 @@ class ShardedConv2d(nn.Module):
         return join_channels(F.conv2d(inputs, weight, bias, self.stride, self.padding, self.dilation), self.group)
 
 
+def can_be_sharded(layer: nn.Conv2d | nn.Linear) -> bool:
+    """Return whether a rank can compute some of a layer's output channels or units, as torch does, from all of its inputs.
+
+    That excludes groups, other padding than zeros, a forward pass of a subclass, and weights that are computed (weight_norm).
+    """
+    if isinstance(layer, nn.Conv2d) and (layer.groups > 1 or layer.padding_mode != "zeros"):
+        return False
+    return type(layer) in (nn.Conv2d, nn.Linear) and isinstance(layer.weight, nn.Parameter)
+
+
 class TP(Strategy):
     """Tensor parallelism within each replica, and data parallelism, with one all-reduce per step, between the replicas.
 
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
         plan: shard or replicate, by name of the block. Every rank computes the complete block if it is replicated. Blocks that
-            are not named are sharded, but for layers whose weights other modules read, as nn.MultiheadAttention does.
+            are not named are sharded, but for layers whose weights other modules read, as nn.MultiheadAttention does, and
+            layers that are not computed like torch's plain ones: with groups, other padding than zeros, computed weights.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
 
@@ -109,15 +120,16 @@ class TP(Strategy):
         for name, placement in self.plan.items():
             if name not in blocks:
                 raise ConfigError(f"strategy.plan.{name}={placement}: the model has no such block; it has {', '.join(blocks)}")
-        self.layers = {
+        layers = {
             f"{name}.{path}".rstrip("."): layer
             for name, block in blocks.items()
             if self.plan.get(name) != "replicate"
             for path, layer in block.named_modules()
             if isinstance(layer, nn.Conv2d | nn.Linear)
         }
-        self.whole = sorted(read_outside(model, self.layers))
-        self.layers = {name: layer for name, layer in self.layers.items() if name not in self.whole}
+        read = read_outside(model, layers)
+        self.layers = {name: layer for name, layer in layers.items() if name not in read and can_be_sharded(layer)}
+        self.whole = [name for name in layers if name not in self.layers]
         for first, *others in shared(model):
             if any(name.rpartition(".")[0] in self.layers for name in (first, *others)):
                 raise ConfigError(

@@ -147,6 +147,7 @@ LINES = [
     ("changed_views", 2, "strategy=mesh strategy.shard=2"),
     ("one_weight", 2, "strategy=tp +strategy.plan.2=replicate +strategy.plan.4=replicate"),
     ("attention", 2, "strategy=tp"),
+    ("special_layers", 2, "strategy=tp"),
     *(
         pytest.param(*line, marks=pytest.mark.slow)
         for line in [

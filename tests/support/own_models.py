@@ -216,6 +216,26 @@ def adding_blocks(in_channels, image_size, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 24), Adding(24, 24), nn.Linear(24, num_classes))
 
 
+class Standardized(nn.Linear):
+    """A linear layer with a forward pass of its own."""
+
+    def forward(self, input):
+        return nn.functional.linear(input, (self.weight - self.weight.mean()) / self.weight.std(), self.bias)
+
+
+def special_layers(in_channels, image_size, num_classes):
+    """Layers that are computed in another way than torch's plain ones."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, stride=3),
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
+        nn.Tanh(),
+        nn.Flatten(),
+        Standardized(4 * (image_size // 3 - 4) ** 2, num_classes),
+    )
+
+
 def frozen_blocks(in_channels, image_size, num_classes):
     """Blocks, of which the third one is frozen."""
     first, frozen, head = nn.Linear(in_channels * image_size**2, 1024), nn.Linear(1024, 1024), nn.Linear(1024, num_classes)
