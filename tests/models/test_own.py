@@ -50,6 +50,13 @@ def test_sequential_that_uses_a_module_or_a_weight_twice_computes_the_same(name)
     assert len(list(built.children())) == (5 if name == "one_layer" else len(model))
 
 
+def test_sequential_with_a_training_mode_of_its_own_stays_what_it_is():
+    built = build_model({"_target_": "own_models.Freezing"}, SHAPE)
+    assert not built.train()[1].training
+    with pytest.raises(ConfigError, match=r"is a Freezing with methods of its own\. Use single, scratch, dp, ddp or fsdp, or"):
+        require_chain(built, "pipeline", "model._target_=own_models.Freezing")
+
+
 def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
     layer = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match=r"^the blocks first and second of the model are the same Linear: .* Use a copy"):

@@ -133,6 +133,18 @@ class Frozen(Plain):
         self.head.requires_grad_(True)
 
 
+class Freezing(nn.Sequential):
+    """A Sequential that keeps its dropout layer in evaluation mode."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(nn.Flatten(), nn.Dropout(0.5), nn.Linear(in_channels * image_size**2, num_classes))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
 def one_activation(in_channels, image_size, num_classes):
     """One activation for two places: it has no state, so each place may have its own."""
     activation = nn.Tanh()
