@@ -1,8 +1,8 @@
 """torch's `fully_shard` as `fsdp` and `mesh` use it: how modules are sharded, and what sharded modules need in a step."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,13 +33,12 @@ def shard(
         for layer in filter(is_batch_norm, parts[-1].modules()):
             keep = MixedPrecisionPolicy(cast_forward_inputs=False)
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
+    copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))  # not at the top: it loads torch.compile in 1 s
     for part in parts:
-        # Registered before torch's own hook on the output. The decorator's annotation hides that it returns a function.
-        part.register_forward_hook(copy_views)  # pyright: ignore[reportArgumentType]
+        part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload)
 
 
-@torch.compiler.disable  # as torch's own hooks are
 def copy_views(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
     """Return the output of a part with copies of the tensors that are views.
 
