@@ -28,6 +28,7 @@ from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.read_weights import read_outside
 from ddp_lab.models.trial import some
+from ddp_lab.models.vit_layers import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -74,11 +75,12 @@ class ShardedConv2d(nn.Module):
 def can_be_sharded(layer: nn.Conv2d | nn.Linear) -> bool:
     """Return whether a rank can compute some of a layer's output channels or units, as torch does, from all of its inputs.
 
-    That excludes groups, other padding than zeros, a forward pass of a subclass, and weights that are computed (weight_norm).
+    That excludes groups, other padding than zeros, the forward pass of a subclass but Patches, and computed weights.
     """
     if isinstance(layer, nn.Conv2d) and (layer.groups > 1 or layer.padding_mode != "zeros"):
         return False
-    return type(layer) in (nn.Conv2d, nn.Linear) and isinstance(layer.weight, nn.Parameter)
+    plain = type(layer).forward in (nn.Conv2d.forward, nn.Linear.forward, Patches.forward)
+    return plain and isinstance(layer.weight, nn.Parameter)
 
 
 class TP(Strategy):
