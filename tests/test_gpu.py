@@ -9,6 +9,7 @@ import tempfile
 import threading
 from copy import deepcopy
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -395,10 +396,19 @@ def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
 
     Those that are compiled run again, when the duration of their steps is known and nothing is captured only to measure it.
     """
-    capture, compile_step, done = GraphStep.capture, options.compile_step, []
+    done: list[str] = []
+
+    def noting(what: str, function):
+        @wraps(function)
+        def noted(*arguments, **more):
+            done.append(what)
+            return function(*arguments, **more)
+
+        return noted
+
     os.environ[VARIABLE] = tempfile.mkdtemp()
-    GraphStep.capture = lambda *arguments: (done.append("captured"), capture(*arguments))
-    options.compile_step = lambda *arguments: (done.append("compiled"), compile_step(*arguments))[1]
+    GraphStep.capture = noting("captured", GraphStep.capture)
+    options.compile_step = noting("compiled", options.compile_step)
     auto.GAINS = dict.fromkeys(auto.GAINS, gain)
 
     def run_and_check(runtime: Runtime, case: Case):
