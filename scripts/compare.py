@@ -7,7 +7,7 @@ python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh 
 A value of --strategies is the name of a strategy, with overrides of its options. Arguments after -- are Hydra overrides of
 train.py and apply to all strategies. All have the same seed, hence the same initial weights, and the same GLOBAL batch, hence
 the same samples in every step. `--out` gets a run directory per strategy (`tensorboard --logdir OUT` compares them), report.md,
-report.html (self-contained) and the plots. With GPUs, the report also has what `python -m ddp_lab.advise` predicts for them,
+report.html (self-contained) and the plots. With GPUs, the report also has what `ddp-lab advise` predicts for them,
 beside what was measured; `--gpus 2xH100` predicts for others.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
@@ -52,7 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--strategies", nargs="+", help="strategies to run, all but mesh if none is named; single always runs")
     parser.add_argument("--out", type=Path, default=None, help="directory of the report; default: runs/compare-<time>")
-    parser.add_argument("--gpus", default="here" if gpus else None, help="GPUs to predict for, as in ddp_lab.advise")
+    parser.add_argument("--gpus", default="here" if gpus else None, help="GPUs to predict for, as in ddp-lab advise")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for all strategies")
     arguments = parser.parse_intermixed_args()
     if min(arguments.ranks) < 1:

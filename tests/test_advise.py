@@ -1,4 +1,4 @@
-"""`python -m ddp_lab.advise`: what it prints and writes, and what it refuses."""
+"""`python -m ddp_lab advise`: what it prints and writes, and what it refuses."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 from launches import launch, refusal_in_world
 from worlds import run_world
 
-from ddp_lab import advise as command
+from ddp_lab.commands import advise as command
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.estimate.advice import Advice
 from ddp_lab.estimate.buckets import buckets_of
@@ -42,7 +42,7 @@ def names(advice: Advice) -> list[str]:
 
 def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
     files = f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png"
-    code, output = launch(f"python -m ddp_lab.advise --gpus 2xH100 batch_size=256 {files}")
+    code, output = launch(f"python -m ddp_lab advise --gpus 2xH100 batch_size=256 {files}")
     assert code == 0, output
     lines = output.splitlines()
     assert lines[0].startswith("2 x H100 (79.1 GiB); 129,068 parameters, images 1x28x28, batch_size=256, float32")
@@ -425,7 +425,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_mistakes_on_the_command_line_are_refused(line, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["ddp_lab.advise", *line.split()])
+    monkeypatch.setattr(sys, "argv", ["ddp-lab advise", *line.split()])
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert ended.value.code == 2
@@ -433,11 +433,11 @@ def test_mistakes_on_the_command_line_are_refused(line, monkeypatch, capfd):
 
 
 def test_ranks_of_torchrun_are_refused(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["ddp_lab.advise"])
+    monkeypatch.setattr(sys, "argv", ["ddp-lab advise"])
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         command.main()
-    assert "ddp_lab.advise: runs in one process; start it without torchrun" in capfd.readouterr().err
+    assert "ddp-lab advise: runs in one process; start it without torchrun" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

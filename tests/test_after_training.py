@@ -20,7 +20,7 @@ from torch import nn
 from torchvision.models import resnet18
 from worlds import run_world
 
-from ddp_lab import evaluate, export, merge, predict
+from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
@@ -176,7 +176,7 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
     ("arguments", "message"),
     [
         (["{run}/nowhere"], "{run}/nowhere: is not the directory of a run: there is no {run}/nowhere/config.yaml"),
-        (["--json"], "argument --json: expected one argument; see python -m ddp_lab.evaluate --help"),
+        (["--json"], "argument --json: expected one argument; see ddp-lab evaluate --help"),
         (["{run}", "--checkpoint=none.pt"], "--checkpoint none.pt: must be last, best or the path of a checkpoint"),
         (["{run}", "--json={run}/no/a.json"], "--json {run}/no/a.json: cannot be written: {run}/no does not exist or is not"),
         (["{run}", "--json={run}"], "--json {run}: cannot be written: it is a directory"),

@@ -1,9 +1,8 @@
-"""The findings of ddp_lab.doctor, and the preflight checks of train.py before it opens the process group."""
+"""The findings of `ddp-lab doctor`, and the preflight checks of train.py before it opens the process group."""
 
 import contextlib
 import io
 import os
-import runpy
 import shutil
 import socket
 import sys
@@ -18,14 +17,15 @@ from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_wo
 from omegaconf import OmegaConf
 from worlds import run_world
 
+from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.doctor import Findings, find_backend, merge
 from ddp_lab.launch.preflight import storage
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run import checks
+from ddp_lab.run.doctor import Findings, find_backend, merge
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
@@ -36,12 +36,12 @@ NOWHERE = "no-such-host.invalid"
 
 def doctor_in_world(line: str) -> tuple[object, list[str], str]:
     """Run the doctor on this rank; return its exit code, the lines of its findings and what it wrote to stderr."""
-    sys.argv = ["ddp_lab.doctor", *line.split()]
+    sys.argv = ["ddp-lab doctor", *line.split()]
     time.sleep = lambda seconds: None  # the ranks that do not report the error sleep first
     with tempfile.TemporaryFile("w+") as failed, contextlib.redirect_stderr(failed):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                runpy.run_path(str(ROOT / "ddp_lab/doctor.py"), run_name="__main__")
+                doctor.main()
                 code = 0
             except SystemExit as error:
                 code = error.code
@@ -86,7 +86,7 @@ def finding(lines: list[str], about: str) -> str:
 
 
 def test_doctor_reports_ok_for_every_check(tmp_path):
-    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}/runs", cold=True)
+    code, output = launch("python -m ddp_lab doctor", f"runs_dir={tmp_path}/runs", cold=True)
     assert code == 0, output
     assert [line.split(": ")[0].split(maxsplit=1)[1] for line in output.splitlines()] == CHECKS
     lines = output.splitlines()
@@ -97,7 +97,7 @@ def test_doctor_reports_ok_for_every_check(tmp_path):
 
 
 def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp batch_size=7"
+    line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp batch_size=7"
     code, output = launch(line, f"runs_dir={tmp_path}")
     assert code == 1, output  # torchrun's exit code
     for about in CHECKS[:-2]:  # the last two need a batch
@@ -356,7 +356,7 @@ def test_gpus_are_listed_by_index_name_and_memory(monkeypatch):
 
 @pytest.mark.gpu(1)
 def test_doctor_lists_a_real_gpu(tmp_path):
-    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}", gpus=True)
+    code, output = launch("python -m ddp_lab doctor", f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert f"cuda:0 ({torch.cuda.get_device_name(0)}, " in finding(output.splitlines(), "devices")
     assert " backend: nccl" in output

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from launches import ROOT
 
+from ddp_lab.__main__ import COMMANDS
+
 PACKAGE = ROOT / "ddp_lab"
 # From the bottom up: a room may import itself and the rooms before it. A new room must be added here.
 ORDER = [
@@ -21,19 +23,20 @@ ORDER = [
     "estimate",
     "launch",
     "run",
+    "commands",
+    "__main__",
+    "torchrun",
 ]
-# `python -m ddp_lab` and `python -m ddp_lab.NAME`; they may import all rooms, but not each other
-COMMANDS = ["__main__", "advise", "doctor", "evaluate", "export", "merge", "predict", "torchrun"]
 
 
 def room_of(module: str) -> str:
     """Return the room of a module, named without `ddp_lab.`: `training.speed.options` is in `training.speed`."""
-    return max((room for room in [*ORDER, *COMMANDS] if f"{module}.".startswith(f"{room}.")), key=len)
+    return max((room for room in ORDER if f"{module}.".startswith(f"{room}.")), key=len)
 
 
 def height(module: str) -> int:
-    """Return how many rooms are below a module; all commands are above all rooms."""
-    return len(ORDER) if module in COMMANDS else ORDER.index(room_of(module))
+    """Return how many rooms are below a module."""
+    return ORDER.index(room_of(module))
 
 
 def imports_of(path: Path) -> list[str]:
@@ -56,8 +59,12 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_module_imports_only_rooms_below_its_own(path):
     own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    upward = [name for name in imports_of(path) if name in COMMANDS or height(name) > height(own)]
+    upward = [name for name in imports_of(path) if height(name) > height(own) or room_of(name) == "commands"]
     assert not upward, f"{path} is in {room_of(own)} and imports {upward}"
+
+
+def test_every_command_is_listed():
+    assert {path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py")} == set(COMMANDS)
 
 
 def test_imports_of_finds_modules_imported_from_packages_too():
@@ -78,10 +85,10 @@ def test_folders_of_tests_are_rooms():
     assert folders - {".", "scripts"} <= set(ORDER)
 
 
-def test_top_level_has_rooms_and_commands_only():
+def test_top_level_has_rooms_only():
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "conf")}
-    assert entries == {room for room in ORDER if "." not in room} | set(COMMANDS)
-    assert len(entries - set(COMMANDS)) <= 12, "too many rooms to keep in mind"
+    assert entries == {room for room in ORDER if "." not in room}
+    assert len(entries - {"__main__", "commands"}) <= 12, "too many rooms to keep in mind"
 
 
 @pytest.mark.parametrize("room", [room for room in ORDER if (PACKAGE / room.replace(".", "/")).is_dir()])

@@ -155,7 +155,7 @@ def explain(error: Exception) -> str:
             f"{several[1]}: has several values. Use one of them, key=[value1,value2] for a list, \"key='value1,value2'\" for a "
             "text with a comma, or `python -m ddp_lab --multirun ...` to train with each of them"
         )
-    return text.split(" See https")[0] + ". Overrides look like key=value: python -m ddp_lab --help"
+    return text.split(" See https")[0] + ". Overrides look like key=value: ddp-lab train --help"
 
 
 def explain_unreadable(override: str, reason: str) -> str:
@@ -171,7 +171,7 @@ def explain_unreadable(override: str, reason: str) -> str:
         return f"{override}: Hydra cannot read this value. Put it in quotes, within those of the shell: {advised}"
     return (
         f"{override}: Hydra cannot read this override ({reason}). Overrides look like key=value, key=[a,b] or key={{a:b}}: "
-        "python -m ddp_lab --help"
+        "ddp-lab train --help"
     )
 
 

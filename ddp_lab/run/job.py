@@ -42,7 +42,7 @@ SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.
 class Job:
     """The parts of a run that are constructed before the ranks are connected.
 
-    Each part is constructed when it is first read and needs only those above it, so that `ddp_lab.doctor` can check them one by
+    Each part is constructed when it is first read and needs only those above it, so that `ddp-lab doctor` can check them one by
     one. Reading a part raises a ConfigError if the config does not allow its construction. Reading `dataset` downloads a
     missing dataset.
 

@@ -60,7 +60,7 @@ def test_override_that_hydra_cannot_read_is_named(override):
         OverridesParser.create().parse_overrides([override])
     message = explain(error.value)
     assert message.startswith(f"{override}: Hydra cannot read this override (")
-    assert message.endswith("). Overrides look like key=value, key=[a,b] or key={a:b}: python -m ddp_lab --help")
+    assert message.endswith("). Overrides look like key=value, key=[a,b] or key={a:b}: ddp-lab train --help")
 
 
 def test_unknown_option_of_a_launcher_is_explained_in_one_line(monkeypatch):

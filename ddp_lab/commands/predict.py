@@ -1,7 +1,7 @@
 """Predict the classes of image files with a trained run, in one process.
 
-python -m ddp_lab.predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
-python -m ddp_lab.predict runs/mine photos --top 1 --device cpu --checkpoint best
+ddp-lab predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
+ddp-lab predict runs/mine photos --top 1 --device cpu --checkpoint best
 
 Folders are searched with their subfolders. A row has the file, then the most probable class and its probability, then the
 second one, and so on. Without --output the rows are printed. Images are transformed as those of the run's test set. Images that
@@ -19,7 +19,7 @@ from ddp_lab.world.process import env_int
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser("python -m ddp_lab.predict", __doc__)
+    parser = Parser("ddp-lab predict", __doc__)
     parser.add_run()
     parser.add_argument("images", nargs="+", help="files, folders or quoted globs")
     add_output(parser, "CSV file to write; without it, the rows are printed", required=False)
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp_lab.predict: runs in one process; start it without torchrun")
+        raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if given.output:
         check_output(given.output, given.force)
     from ddp_lab.run.data_record import read_data
@@ -61,7 +61,3 @@ def main() -> None:
         write_table(sys.stdout, rows)
     if corrupt:
         raise ConfigError(f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}")
-
-
-if __name__ == "__main__":
-    main()

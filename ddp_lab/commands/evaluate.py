@@ -1,9 +1,9 @@
 """Evaluate a trained run on its test set, under any strategy: the metrics that training logged, from a checkpoint.
 
-python -m ddp_lab.evaluate runs/mine                                     the newest checkpoint, as it was trained
-python -m ddp_lab.evaluate runs/mine strategy=single data.root=/data     any override of the run's config
-python -m ddp_lab.evaluate runs/mine --checkpoint best --json best.json
-torchrun --nproc_per_node=2 -m ddp_lab.evaluate runs/mine strategy=ddp   the same numbers
+ddp-lab evaluate runs/mine                                     the newest checkpoint, as it was trained
+ddp-lab evaluate runs/mine strategy=single data.root=/data     any override of the run's config
+ddp-lab evaluate runs/mine --checkpoint best --json best.json
+torchrun --nproc_per_node=2 -m ddp_lab evaluate runs/mine strategy=ddp   the same numbers
 
 It prints one line, and writes nothing but the file of --json.
 """
@@ -18,7 +18,7 @@ from ddp_lab.world.process import env_int
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser("python -m ddp_lab.evaluate", __doc__)
+    parser = Parser("ddp-lab evaluate", __doc__)
     parser.add_run()
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of the run's config, for example strategy=ddp")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to this file, too")
@@ -43,7 +43,3 @@ def main() -> None:
         print(result)
         if given.json:
             write_json(given.json, result.values())
-
-
-if __name__ == "__main__":
-    main()

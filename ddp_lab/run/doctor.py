@@ -1,11 +1,4 @@
-"""Check the machines and the config before a launch: print one line per finding, with the remedy for each problem.
-
-python -m ddp_lab.doctor data=fashion_mnist                                  same overrides as train.py
-torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp      started like the launch to check
-
-It does not train and creates no run directory, but it downloads a missing dataset, as train.py does. The exit code is 2 if a
-finding is an error, else 0.
-"""
+"""The command `ddp-lab doctor`, below its arguments: the checks of the machines and of the parts of a run."""
 
 import json
 import socket
@@ -14,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import hydra
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -22,10 +14,8 @@ from omegaconf import DictConfig
 from torch.cuda import nccl
 
 from ddp_lab.config.build import build
-from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.samples import Dataset
-from ddp_lab.launch.command_line import CONF, record, user_errors
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_host_name, check_master
 from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
@@ -62,12 +52,12 @@ class Findings(list[Finding]):
         return result
 
 
-@record
-@user_errors
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-@user_errors
-def main(cfg: DictConfig) -> None:
-    check(cfg)
+def diagnose(cfg: DictConfig) -> None:
+    """Print one line per finding about the machines and the config, on one rank. Collective.
+
+    Raises:
+        NodeError: At least one finding is an error.
+    """
     findings = Findings()
     make = partial(Runtime, precision=cfg.precision, timeout=cfg.timeout)
     # If the requested GPU is missing, the other checks run on the CPU.
@@ -177,13 +167,9 @@ def describe_strategy(strategy: Strategy) -> Finding:
     """Return a finding with the strategy's mesh; a warning if the strategy needs several ranks and has one."""
     ranks = strategy.runtime.world_size
     if ranks == 1 and not strategy.one_process:
-        start = f"torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy={strategy.name}"
+        start = f"torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy={strategy.name}"
         return Finding(
             "warning", "strategy", f"{strategy.name} has only one rank, so nothing is distributed. Use, for example, `{start}`"
         )
     axes = " x ".join(f"{axis} {size}" for axis, size in strategy.axes.items())
     return Finding("ok", "strategy", f"{strategy.name} on {ranks} rank{'s' * (ranks > 1)}: {axes}")
-
-
-if __name__ == "__main__":
-    main()
