@@ -35,7 +35,8 @@ test-oldest: RESOLUTION = lowest-direct
 test-newest: RESOLUTION = highest
 test-oldest test-newest: test-%: .venv/installed-dev
 	$(UV) venv --quiet --allow-existing --python $(BIN)/python .venv-$*
-	$(UV) pip compile --quiet --upgrade --resolution $(RESOLUTION) --all-extras pyproject.toml --output-file .venv-$*/versions.txt
+	$(UV) pip compile --quiet --upgrade --python .venv-$* --resolution $(RESOLUTION) --all-extras pyproject.toml \
+		--output-file .venv-$*/versions.txt
 	$(UV) pip sync --quiet --python .venv-$* .venv-$*/versions.txt
 	$(UV) pip install --quiet --python .venv-$* --no-deps --editable .
 	$(UV) pip tree --python .venv-$* --package ddp_lab --depth 1
@@ -64,11 +65,12 @@ soak: .venv/installed ## start 20 launches of one torchrun and 20 of two, with r
 tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost
 
-# Of pip's hundreds of lines, these show that it is at work: downloads of 100 MB and more, and the unpacking that follows.
+# Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the unpacking that follows.
 define install
-@echo "Installing ddp_lab$(1) with the versions of constraints.txt into .venv. The first time takes a few minutes: PyTorch has a few GB."
-@$(BIN)/pip install --constraint constraints.txt --editable '.$(1)' | \
-	grep --line-buffered -oE 'Downloading .*\([0-9]{3}.* MB\)|Installing collected packages'; exit $${PIPESTATUS[0]}
+@echo "Installing ddp_lab$(1) and the versions of constraints.txt into .venv; PyTorch has a few GB"
+@set -o pipefail; $(BIN)/pip install --constraint constraints.txt --editable '.$(1)' | while read -r line; do case "$$line" in \
+	Downloading*[0-9][0-9][0-9].[0-9]\ MB\)) echo "$${line%%-*} ($${line##*\(}" ;; \
+	"Installing collected packages"*) echo "Unpacking, which takes a minute or more" ;; esac; done
 @touch $@
 endef
 
