@@ -13,15 +13,14 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ddp_lab.observe.axes import COLOURS, short
+from ddp_lab.observe.canvas import STYLE, house_style, pixels
 from ddp_lab.observe.plot import (
-    STYLE,
     Curve,
     Plot,
     bars,
     beside,
     curves,
     figure,
-    house_style,
     stacked,
 )
 from ddp_lab.observe.timeline import timeline
