@@ -200,7 +200,7 @@ def test_flat_curve_stays_below_the_top_of_axes_that_start_at_zero():
 
 
 def test_18_curves_all_look_different():
-    (axes,) = panel_of(curves("a title", "x", "y", [Curve(name, [(1, 1)]) for name in names(18)])).axes
+    (axes,) = panel_of(curves("a title", "x", "y", [Curve(name, [(1, y)]) for y, name in enumerate(names(18))])).axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 18
     assert len({line.get_color() for line in axes.lines}) == len(COLOURS)
 
