@@ -2,10 +2,10 @@
 
 torchrun --standalone --nproc_per_node=4 scripts/lab_allreduce.py [--out runs/lab_allreduce]
 
-The first table has the milliseconds of summing eight tensors, for increasing sizes: each algorithm of ddp_lab/strategies/all_reduce.py,
-and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost model of a ring of k ranks (Patarasuk and Yuan
-2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times its latency. Bandwidth and latency are derived from the
-library's smallest and largest call, so only the rows between them are predictions.
+The first table has the milliseconds of summing eight tensors, for increasing sizes: each algorithm of
+ddp_lab/strategies/all_reduce.py, and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost model of a
+ring of k ranks (Patarasuk and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times its latency. Bandwidth
+and latency are derived from the library's smallest and largest call, so only the rows between them are predictions.
 
 The second table has the time of a step of LeNet, whose gradients are summed after the backward pass or, in buckets, during it.
 This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce be made more efficient? By sending fewer

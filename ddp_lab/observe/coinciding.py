@@ -1,6 +1,6 @@
 """Curves that coincide, drawn so that each of them is visible."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,20 +21,19 @@ def separate(axes: "Axes", lines: "list[Line2D]") -> None:
         axes: axes that contain the lines, with their final scales.
         lines: the lines, with increasing x.
     """
+    from matplotlib.lines import Line2D
     from matplotlib.transforms import ScaledTranslation
 
     for group in groups(axes, lines):
-        axes.margins(x=0.05 + 0.01 * len(group))  # room for the markers next to the first and the last point
+        axes.margins(x=0.05 + 0.01 * len(group))  # room for the markers beside the first and the last point
         for number, line in enumerate(group):
-            points = line.get_xydata()[:: max(1, len(line.get_xydata()) * (len(group) + 1) // 20)]
-            aside = (number - (len(group) - 1) / 2) * APART / 72
-            markers = type(line)(*points.T)
-            markers.update_from(line)
-            markers.set(linestyle="", zorder=3)
-            axes.add_artist(markers)
-            markers.set_transform(axes.transData + ScaledTranslation(aside, 0, axes.figure.dpi_scale_trans))
+            points = np.asarray(line.get_xydata())
+            marked = points[:: max(1, len(points) * (len(group) + 1) // 20)]
+            aside = ScaledTranslation((number - (len(group) - 1) / 2) * APART / 72, 0, axes.figure.dpi_scale_trans)
+            look: dict[str, Any] = {"color": line.get_color(), "marker": line.get_marker(), "linestyle": "", "zorder": 3}
+            axes.add_artist(Line2D(*marked.T, transform=axes.transData + aside, **look))
             line.set_marker("")
-            if number > 0:  # over the first line, which is solid
+            if number > 0:  # the first line is solid, below the others
                 line.set_linestyle((number * DASH, (DASH, DASH * (len(group) - 1))))
 
 

@@ -17,6 +17,7 @@ so there the durations of a call are compared over all groups. The duration of a
 shortest one of its kind, over all ranks and steps.
 """
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -89,7 +90,7 @@ def summarise(row: dict[str, Any]) -> dict[str, float]:
     The means of PARTS add up to that of the step. Medians do not: waiting that is long in a few steps would be in none of them.
     """
     means = {part: statistics.mean(step[part] for step in row["steps"]) for part in PARTS}
-    return {"step": sum(means.values())} | means
+    return {"step": math.fsum(means.values())} | means
 
 
 def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> list[str]:

@@ -32,7 +32,12 @@ def test_names_and_counts_are_at_their_classes():
             ("cow", 2),
         ]
     assert (matrix.get_ylabel(), matrix.get_xlabel()) == ("true class", "predicted class")
-    assert {text.get_position(): text.get_text() for text in matrix.texts} == {(0, 0): "7", (1, 0): "2", (1, 2): "20k", (2, 2): "5"}
+    assert {text.get_position(): text.get_text() for text in matrix.texts} == {
+        (0, 0): "7",
+        (1, 0): "2",
+        (1, 2): "20k",
+        (2, 2): "5",
+    }
     assert bar.get_ylabel() == "fraction of the true class"
 
 

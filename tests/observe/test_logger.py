@@ -36,7 +36,9 @@ def test_prediction_grid_shows_wrong_predictions_in_red_with_the_true_class():
     assert [len(axes.images) for axes in figure.axes] == [1] * 6 + [0] * 2
 
 
-@pytest.mark.parametrize(("count", "channels", "name"), [(1, 1, "cat"), (3, 3, "W" * 40), (8, 3, "a class of many words"), (20, 2, "cat")])
+@pytest.mark.parametrize(
+    ("count", "channels", "name"), [(1, 1, "cat"), (3, 3, "W" * 40), (8, 3, "a class of many words"), (20, 2, "cat")]
+)
 def test_prediction_grid_has_its_names_inside_the_picture(count, channels, name):
     figure = prediction_grid(torch.rand(count, channels, 20, 40), [0] * count, [1] * count, [name] * 2)
     height, width, _ = pixels(figure).shape

@@ -188,7 +188,11 @@ def test_curve_is_visible_where_a_part_of_it_coincides_with_another():
 
 
 def test_curves_that_only_cross_or_begin_together_are_solid():
-    lines = [Curve("up", [(0, 0), (1, 0.5), (2, 1)]), Curve("down", [(0, 1), (1, 0.5), (2, 0)]), Curve("flat", [(0, 0), (2, 0.3)])]
+    lines = [
+        Curve("up", [(0, 0), (1, 0.5), (2, 1)]),
+        Curve("down", [(0, 1), (1, 0.5), (2, 0)]),
+        Curve("flat", [(0, 0), (2, 0.3)]),
+    ]
     whole = drawn(curves("a title", "x", "y", lines))
     assert len(whole.axes[0].lines) == 3
     assert not any(line.is_dashed() for line in whole.axes[0].lines)

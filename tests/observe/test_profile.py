@@ -86,7 +86,7 @@ def test_split_steps_compares_a_message_with_the_shortest_of_its_kind():
 
 def test_summary_adds_up_to_the_step_even_if_ranks_wait_for_each_other_in_turn():
     """Rank 0 waits in three of ten steps, rank 1 in the others. Medians would show rank 0 no waiting at all."""
-    steps = [{part: 1.0 for part in PARTS} | {"waiting": 20.0 if number % 3 == 1 else 0.0} for number in range(10)]
+    steps = [dict.fromkeys(PARTS, 1.0) | {"waiting": 20.0 if number % 3 == 1 else 0.0} for number in range(10)]
     found = summarise({"steps": steps})
     assert found == {"step": 10.0, "compute": 1, "communication": 1, "waiting": 6.0, "data": 1, "idle": 1}
 
@@ -218,11 +218,14 @@ def test_profile_writes_summary_traces_and_picture(tmp_path):
         assert row["compute"] > 0
         assert all(min(step.values()) >= 0 for step in row["steps"])
         assert all(step["communication"] + step["waiting"] > 0 for step in row["steps"]), "the all-reduce is missing"
-    assert (header := next(line.split() for line in output.splitlines() if "waiting" in line)) == ["rank", "device", "step", *PARTS]
+    header = next(line.split() for line in output.splitlines() if "waiting" in line)
+    assert header == ["rank", "device", "step", *PARTS]
     for row in summary["rows"]:
         cells = next(line.split() for line in output.splitlines() if line.split()[:2] == [str(row["rank"]), "cpu"])
         step, *columns = map(float, cells[2 : len(header)])
-        assert sum(columns) == pytest.approx(step, abs=0.005 * len(header)), "the columns of the table do not add up to the step"
+        assert sum(columns) == pytest.approx(step, abs=0.005 * len(header)), (
+            "the columns of the table do not add up to the step"
+        )
         with gzip.open(folder / f"rank{row['rank']}.json.gz") as file:
             spans = spans_of_steps([event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"])[1:]
         assert step == pytest.approx(sum(end - start for start, end in spans) / len(spans) / 1000, abs=0.006)

@@ -27,7 +27,9 @@ def test_lab_allreduce_prints_and_draws_all_algorithms(tmp_path):
     assert len(times) == 3
     for size in ("4,096", "65,536"):
         low = times["4,096"][-2]  # noise can make the larger call the faster one
-        assert abs(times[size][-1] - max(low, times[size][-2])) < 0.01, "the model does not fit the library's first and last row"
+        assert abs(times[size][-1] - max(low, times[size][-2])) < 0.01, (
+            "the model does not fit the library's first and last row"
+        )
     assert ["star", "per_tensor", "flat", "ring", "bucketed", "ddp", "none"] in rows
     assert Image.open(tmp_path / "lab.png").width > 1000
 
