@@ -19,7 +19,7 @@ def draw(results: list[Result], path: Path) -> None:
         by_epoch.append(Curve(result.name, [(record["epoch"], record["test_accuracy"]) for record in result.records]))
         by_time.append(Curve(result.name, list(zip(clock, accuracy, strict=True))))
     plots = [
-        curves("Test accuracy by epoch: the curves coincide", "epoch", "accuracy", by_epoch),
+        curves("Test accuracy by epoch", "epoch", "accuracy", by_epoch),
         curves("Test accuracy by seconds of training", "s", "accuracy", by_time),
         bars("Throughput", "samples/s", {result.name: result.rate for result in ran}),
         curves("Throughput by devices", "devices", "samples/s", scaling(ran), zero=True),
