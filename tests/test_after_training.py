@@ -34,7 +34,7 @@ from ddp_lab.run.trained import find_checkpoint, load_model
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.
-LENET = [*SMALL, "model=lenet", "model.init_std=null", "epochs=2", "ema=0.8", "strategy=ddp", "name=mine"]
+LENET = [*SMALL, "model=lenet", "epochs=2", "ema=0.8", "strategy=ddp", "name=mine"]
 
 
 @pytest.fixture(scope="module")
