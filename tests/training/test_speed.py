@@ -597,7 +597,7 @@ def test_look_ahead_draws_the_next_epoch(augmented, monkeypatch):
 def taken(augmented: bool) -> DeviceLoader:
     data = Synthetic(101, 8, 1, 8, 10).load().train
     options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    return DeviceLoader(data, 24, num_workers=0, **options, **({"shift": 2, "flip": True} if augmented else {}))
+    return DeviceLoader(data, 24, num_workers=0, **options, **({"crop_padding": 2, "flip": True} if augmented else {}))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
