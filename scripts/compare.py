@@ -74,7 +74,7 @@ def main() -> None:
             notes, arguments.gpus = [f"Nothing is predicted: {error}"], None
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
     # The default has so few steps that rounding differences stay small.
-    overrides = arguments.overrides or ["epochs=4", "model.init_std=null", "optimizer.lr=0.03"]
+    overrides = arguments.overrides or ["epochs=4", "optimizer.lr=0.03"]
     results = [run(chosen[0], [*overrides, "profile=true"], out)]
     profile = ["profile=true"]
     if results[0].refused:

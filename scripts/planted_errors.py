@@ -108,7 +108,7 @@ ERRORS = [
           "cfg.epochs, plan.steps_per_epoch,", "cfg.epochs * plan.steps_per_epoch, 1,", BY_HAND.format("batch_norm")),
     Error("the test set is augmented", JOB,
           "evaluated(self.dataset.test, shuffle=False)",
-          "evaluated(self.dataset.test, shuffle=False, shift=data.shift, flip=data.flip)",
+          "evaluated(self.dataset.test, shuffle=False, crop_padding=data.crop_padding, flip=data.flip)",
           "tests/data/test_data.py::test_job_augments_the_training_split_only[device]"),
 
     Error("all blocks have the same random numbers", "ddp_lab/models/initial_weights.py",

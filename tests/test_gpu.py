@@ -215,7 +215,7 @@ def with_options(performance: PerformanceOptions, *cases: Case) -> list[Case]:
 ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat", "bucketed", "ring")]
 # The fused optimizer of a graph requires float32. Compiled kernels round differently, which changes the sign of a ReLU's input:
 # after 15 steps the weights differ by 4e-6 in float32, and by 3e-17 in float64 (an H200).
-MOVED = AUGMENTED | {"shift": 2, "dtype": torch.float32}
+MOVED = AUGMENTED | {"crop_padding": 2, "dtype": torch.float32}
 EXACT_VIT = VIT | {"dtype": torch.float64}
 PLAIN = [Case(Single), Case(Single, **CLIPPED, accumulate=3)]
 ALONE = [case for performance in (GRAPH, FUSED, BOTH) for case in with_options(performance, *PLAIN)]

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.config.messages import unknown_key
 from ddp_lab.config.options import GROUPS, options
+from ddp_lab.launch.renamed import rename_keys, rename_overrides, warn
 from ddp_lab.world.process import env_int, show
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
@@ -43,6 +44,9 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
         sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in sys.argv]
         sys.argv[1:] = options_first(sys.argv[1:])
         try:
+            sys.argv[1:] = rename_overrides(sys.argv[1:])
+            for cfg in args:  # inside hydra.main
+                warn(rename_keys(cfg))
             refuse_sweep()
             main(*args)
         except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
@@ -102,7 +106,9 @@ def compose_config(overrides: list[str], config_dir: str | None, with_choices: b
     search = [] if config_dir is None else [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=[*search, *overrides], return_hydra_config=with_choices)
+        cfg = compose("config", overrides=[*search, *rename_overrides(overrides)], return_hydra_config=with_choices)
+    warn(rename_keys(cfg))
+    return cfg
 
 
 def quote(value: str, mark: str = "'") -> str:

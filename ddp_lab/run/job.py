@@ -182,7 +182,7 @@ class Job:
         )
         # Worker processes flip images that are read one by one.
         flip = data.flip and isinstance(self.dataset.train, LabelledImages)
-        training = make(self.dataset.train, shuffle=True, shift=data.shift, flip=flip)
+        training = make(self.dataset.train, shuffle=True, crop_padding=data.crop_padding, flip=flip)
         graph = self.choices["cuda_graph"]
         larger = EVALUATED if graph.automatic and graph.value else 1
         evaluated = partial(make, batch_size=larger * self.plan.global_batch_size)

@@ -68,6 +68,8 @@ def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, repl
     assert output.splitlines()[-1].startswith("test accuracy ")
     assert "arning" not in output.replace("OMP_NUM_THREADS", ""), output
     check_run(only_run(tmp_path / "runs"), epochs=1, strategy=strategy, world_size=world_size)
+    if not small:  # LeNet, from the default initial weights
+        assert read_metrics(only_run(tmp_path / "runs"))[0]["test_accuracy"] > 0.5
 
 
 def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
@@ -85,10 +87,12 @@ def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
 
 
 @pytest.mark.slow
-def test_default_run_reaches_95_percent_accuracy(tmp_path):
+def test_default_run_learns_in_the_first_epoch_and_reaches_95_percent_accuracy(tmp_path):
     """On one rank, which has the results of `make train` on two."""
     run_world(1, main_in_world, "strategy=ddp", "device=cpu", f"runs_dir={tmp_path}")
-    assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
+    first, *_, last = (metrics["test_accuracy"] for metrics in read_metrics(only_run(tmp_path)))
+    assert first > 0.4
+    assert last >= 0.95
 
 
 def test_concurrent_launches_get_separate_directories(tmp_path):
@@ -185,7 +189,9 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "least 2 ranks in a pipeline, because torch cannot evaluate with consecutive stages on one rank; use gpipe or 1f1b for",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
-    "strategy=ddp data.shift=28": "data.shift=28: must be smaller than the images, which are 28 x 28 pixels; allowed: 0 to 27",
+    "strategy=ddp data.crop_padding=28": "data.crop_padding=28: must be smaller than the images, which are 28 x 28 pixels; "
+    "allowed: 0 to 27",
+    "data.shift=2 data.crop_padding=3": "data.shift: is the old name of data.crop_padding, which is given, too; remove",
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14 pixels, got 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
