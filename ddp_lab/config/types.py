@@ -10,6 +10,9 @@ from pydantic import Field
 from ddp_lab.config.faults import KINDS, parse
 
 
+SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the order in which their metrics are shown
+
+
 @dataclass(frozen=True)
 class Allowed:
     """A description of the allowed values of an annotated type, as the end of "must be ..."."""

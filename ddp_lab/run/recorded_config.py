@@ -16,7 +16,10 @@ from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.world.process import env_int
 
 # Keys of a launch that trains, with their values afterwards.
-AFTERWARDS = {"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None}
+AFTERWARDS = {
+    **{"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None},
+    **{"patience": None, "checkpoint.best": None, "optimize": "auto"},
+}
 # Options of strategies that lay out several ranks, with their values for one.
 IN_ONE_PROCESS = {
     **{"dp": None, "shard": None, "tp": 1, "sequence_parallel": False},
@@ -83,9 +86,21 @@ def require_run(folder: Path) -> Path:
 
 def add_new_keys(cfg: DictConfig) -> None:
     """Set the keys that the version of ddp_lab that wrote a config did not have to their defaults, which do what it did."""
+    if "evaluate_test" not in cfg:
+        add_validation_keys(cfg.data)
     missing = RunConfig.model_fields.keys() - cfg.keys() - {"data", "model"}
     if missing or CheckpointConfig.model_fields.keys() - cfg.checkpoint.keys():
         defaults = cast("dict[str, Any]", OmegaConf.to_container(compose_config([], None)))
         OmegaConf.update(cfg, "checkpoint", defaults["checkpoint"] | dict(cfg.get("checkpoint", {})))
         for key in missing:
             cfg[key] = defaults[key]
+
+
+def add_validation_keys(data: DictConfig) -> None:
+    """Let a recorded group `data` from before 2026-12, when evaluation had one set, hold out the same samples as then."""
+    for key in ("val_fraction", "val_seed"):
+        data.dataset.pop(key, None)
+    if any(Path(data.root, name).is_dir() for name in ("val", "test")):
+        data.val_fraction = 0.0  # data=folder ignored the key if there was such a folder
+    missing = {"val_fraction": 0.0, "val_seed": 0} | ({"val_split": "val", "test_split": None} if "num_classes" in data else {})
+    data.update({key: value for key, value in missing.items() if key not in data})
