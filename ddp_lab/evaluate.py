@@ -6,8 +6,8 @@ python -m ddp_lab.evaluate runs/mine strategy=single data.root=/data     any ove
 python -m ddp_lab.evaluate runs/mine --checkpoint best --json best.json
 torchrun --nproc_per_node=2 -m ddp_lab.evaluate runs/mine strategy=ddp   the same numbers
 
-The weights are the best ones if a validation set chose them, else those of the newest checkpoint. It prints one line, and writes
-nothing but the file of --json.
+The weights are the best ones if a validation set chose them, else those of the newest checkpoint. It prints one line, and
+writes nothing but the file of --json.
 """
 
 import argparse

@@ -5,8 +5,8 @@ python -m ddp_lab.predict runs/mine photos --top 1 --device cpu --checkpoint bes
 
 Folders are searched with their subfolders. A row has the file, then the most probable class and its probability, then the
 second one, and so on. Without --output the rows are printed. The weights are the best ones if a validation set chose them, else
-those of the newest checkpoint. Images are transformed as those of the run's test set. Images that cannot be decoded are left out
-and named, and the exit code is 2.
+those of the newest checkpoint. Images are transformed as those of the run's test set. Images that cannot be decoded are left
+out and named, and the exit code is 2.
 """
 
 import argparse

@@ -49,8 +49,8 @@ class CheckpointConfig(Keys):
         description="Number of newest checkpoints to keep."
     )
     best: Literal["auto", "val_loss", "val_accuracy"] | None = Field(
-        description="Metric of the validation set whose best checkpoint is kept as best.pt, besides the newest ones; null keeps "
-        "none; auto: val_loss if there is a validation set, else none."
+        description="Metric of the validation set whose best checkpoint is kept as best.pt, besides the newest ones; null "
+        "keeps none; auto: val_loss if there is a validation set, else none."
     )
     on_error: Literal["stop", "continue"] = Field(description="What training does when a checkpoint cannot be written.")
     format: Literal["auto", "whole", "sharded"] = Field(
@@ -153,8 +153,8 @@ class RunConfig(Keys):
         description="When the test set is evaluated: after every epoch, or after the last one only. Nothing is chosen by it."
     )
     optimize: Literal["auto", "val_loss", "val_accuracy", "test_accuracy"] = Field(
-        description="Metric that the run returns to a Hydra sweeper: the best val_loss or val_accuracy of all epochs, or the last "
-        "test_accuracy; auto: val_loss if there is a validation set, else test_accuracy."
+        description="Metric that the run returns to a Hydra sweeper: the best val_loss or val_accuracy of all epochs, or the "
+        "last test_accuracy; auto: val_loss if there is a validation set, else test_accuracy."
     )
     check_replicas: Count | None = Field(
         description="Compare the replicas' weights bit by bit every N steps and report the first tensor that differs; null "

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from ddp_lab.config.faults import KINDS, parse
 
-
 SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the order in which their metrics are shown
 
 

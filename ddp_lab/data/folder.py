@@ -105,7 +105,7 @@ class Folder:
             if names[number] not in corrupt:
                 numbers[split].append(number)
         if empty := [split for split, found in numbers.items() if not found]:
-            raise NodeError(f"data.root={self.root}: {empty[0]} has no image that can be decoded; add images or remove the folder")
+            raise NodeError(f"data.root={self.root}: no image in {empty[0]} can be decoded; remove the folder, or add images")
         if self.cache == "none":
             pictures = Files(self.root, names, targets, images.channels, images.short_side)
         else:

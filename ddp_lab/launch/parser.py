@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
             "--checkpoint",
             default=default,
             metavar="auto|last|best|PATH",
-            help=f"the newest one (last), the best one, or a path; auto: the best if a validation set chose it, else the newest "
-            f"(default: {default})",
+            help=f"the newest one (last), the best one, or a path; auto: the best if a validation set chose it, else the newest"
+            f" (default: {default})",
         )
         self.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
 

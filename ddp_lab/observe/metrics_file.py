@@ -36,29 +36,31 @@ def is_epoch(row: dict[str, Any]) -> bool:
 
 
 def read_epochs(metrics: Path) -> list[dict[str, Any]]:
-    """Return the rows of the epochs; none if there is no file."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return [row for row in rows if is_epoch(row)]
+    """Return the rows of the epochs; none if there is no file. A row that is just being written is left out."""
+    return [row for row in map(json.loads, complete_lines(metrics)) if is_epoch(row)]
+
+
+def complete_lines(metrics: Path) -> list[str]:
+    """Return the lines of the file, but for an incomplete last one; none if there is no file."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [line for line in lines if line.endswith("\n")]
 
 
 def drop_rows(metrics: Path, epoch: int, step: int) -> None:
     """Remove the rows after the position from which a run resumes, which an interrupted launch wrote.
-
-    The last row may be incomplete.
 
     Args:
         metrics: the file.
         epoch: first epoch that will be recorded.
         step: number of the last step that the run has taken.
     """
+
+    def is_before(row: dict[str, Any]) -> bool:
+        return row["epoch"] < epoch if is_epoch(row) else row["step"] <= step
+
     if metrics.exists():
-        complete = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-        def is_before(row: dict[str, Any]) -> bool:
-            return row["epoch"] < epoch if is_epoch(row) else row["step"] <= step
-
         rest = metrics.with_suffix(".tmp")
-        rest.write_text("".join(line for line in complete if is_before(json.loads(line))))
+        rest.write_text("".join(line for line in complete_lines(metrics) if is_before(json.loads(line))))
         rest.replace(metrics)
 
 

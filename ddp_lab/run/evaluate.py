@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.observe.log import log
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import prepare
@@ -70,11 +71,13 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     check_network(runtime)
     path = find_checkpoint(folder, checkpoint, runtime)
     job = prepare(cfg, runtime, with_weights=False)
-    runtime.agree("classes", partial(compare_data, folder, job.dataset))
+    warning = runtime.agree("classes", partial(compare_data, folder, job.dataset))
     sets = list(job.held_out)
     split = split or sets[-1]
     if split not in sets:
         raise ConfigError(f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate with")
+    if warning and split == "val" and runtime.rank == 0:
+        log.warning(warning)
     if is_sharded(path):  # each rank reads only what it holds
         place(job)
         progress = read_shards(job.strategy.local_model_state(), path, job.shapes)

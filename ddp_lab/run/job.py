@@ -17,9 +17,9 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
 from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.loader import Loader
 from ddp_lab.data.mix import Mix
-from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.samples import Dataset, LabelledImages, Samples
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader

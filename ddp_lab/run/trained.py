@@ -33,11 +33,14 @@ def find_checkpoint(folder: Path, choice: str, runtime: Runtime) -> str:
     """
     if choice not in ("auto", "last", "best"):
         if not (is_sharded(choice) or Path(choice).is_file()):
-            raise ConfigError(f"--checkpoint {choice}: must be auto, last, best or the path of a checkpoint; there is no such file")
+            raise ConfigError(
+                f"--checkpoint {choice}: must be auto, last, best or the path of a checkpoint; there is no such file"
+            )
         if is_sharded(choice) and (problem := damage_of(Path(choice), runtime)):
             raise ConfigError(f"--checkpoint {choice}: the checkpoint is damaged: {problem}. Use another checkpoint")
         return choice
-    found: list[str] = json.loads(runtime.agree("checkpoints", lambda: json.dumps(candidates(folder / "checkpoints", choice))))
+    checkpoints = folder / "checkpoints"
+    found: list[str] = json.loads(runtime.agree("checkpoints", lambda: json.dumps(candidates(checkpoints, choice))))
     for path in found:
         if (problem := damage_of(Path(path), runtime)) is None:
             if choice != "auto" or not Path(path).name.startswith("best") or is_chosen(path):
@@ -47,9 +50,7 @@ def find_checkpoint(folder: Path, choice: str, runtime: Runtime) -> str:
     choice = "last" if choice == "auto" else choice
     name = "step_*" if choice == "last" else "best"
     valid = "valid " * bool(found)
-    raise ConfigError(
-        f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {valid}{name}.pt and no {valid}{name}.sharded"
-    )
+    raise ConfigError(f"--checkpoint {choice}: {checkpoints} contains no {valid}{name}.pt and no {valid}{name}.sharded")
 
 
 def candidates(folder: Path, choice: str) -> list[str]:
