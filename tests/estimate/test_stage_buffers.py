@@ -42,8 +42,8 @@ def compare(runtime: Runtime, case: Case) -> tuple[float, float]:
     _ = materialize(job)
     strategy = job.strategy
     assert isinstance(strategy, Pipeline)
-    job.loaders[0].set_epoch(1)
-    inputs, targets, count = next(iter(job.loaders[0]))
+    job.loaders["train"].set_epoch(1)
+    inputs, targets, count = next(iter(job.loaders["train"]))
     strategy.forward_backward(inputs, targets, count)
     (schedule,) = strategy.schedules.made.values()
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
