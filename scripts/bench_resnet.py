@@ -32,6 +32,8 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageFilter
 
+from ddp_lab.observe.metrics_file import read_epochs
+
 ROOT = Path(__file__).parent.parent
 OURS = {
     "ours eager": ["precision=bf16", "channels_last=true"],
@@ -120,8 +122,7 @@ def measure(arguments: argparse.Namespace, model: str, loop: str) -> dict:
         except subprocess.TimeoutExpired:
             return row | {"skipped": f"not done within {arguments.patience:.0f} s"}
         if loop in OURS:
-            lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[1:]
-            rates = [json.loads(line)["samples_per_second"] for line in lines]
+            rates = [row["samples_per_second"] for row in read_epochs(folder / "run" / "metrics.jsonl")[1:]]
         else:
             rates = json.loads(found.read_text())
     return row | {"rate": statistics.median(rates), "rates": rates}

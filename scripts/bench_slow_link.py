@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_lab.observe.metrics_file import read_epochs
 from scripts.namespaces import ADDRESSES, cable
 
 ROOT = Path(__file__).parent.parent
@@ -79,11 +80,8 @@ def wait_for(metrics: Path, count: int, patience: float, nodes: list[subprocess.
     """Wait until `count` epochs are done, and return the seconds of all epochs so far."""
     deadline = time.monotonic() + 2 * patience
     while time.monotonic() < deadline and all(node.poll() is None for node in nodes):
-        lines = (
-            [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")] if metrics.exists() else []
-        )
-        if len(lines) >= count:
-            return [json.loads(line)["seconds"] for line in lines]
+        if len(rows := read_epochs(metrics)) >= count:
+            return [row["seconds"] for row in rows]
         time.sleep(0.02)
     raise SystemExit(f"epoch {count} was not done in time:\n{output.read_text()[-3000:]}")
 

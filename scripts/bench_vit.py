@@ -35,6 +35,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ddp_lab.models.vit import vit  # noqa: E402
+from ddp_lab.observe.metrics_file import read_epochs  # noqa: E402
 
 STEPS, WARM_UP = 8, 2  # steps of an epoch; epochs, which contain the 16 steps that profile=true needs
 PEAK = 989e12  # FLOP/s of one GPU
@@ -144,7 +145,7 @@ def run(launch: Launch, arguments: argparse.Namespace, folder: Path) -> str:
         environment = os.environ | launch.environment
         process = subprocess.Popen([*command, *arguments.override], cwd=ROOT, env=environment, stdout=file, stderr=file)
         while process.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and metrics.read_text().count("\n") >= rounds:
+            if len(read_epochs(metrics)) >= rounds:
                 break
             time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
@@ -170,12 +171,12 @@ def measure(part: str, launch: Launch, arguments: argparse.Namespace) -> dict[st
         output = run(launch, arguments, folder)
         record["seconds"] = round(time.monotonic() - start, 1)
         metrics, profile = folder / "run" / "metrics.jsonl", folder / "run" / "profile" / "summary.json"
-        lines = metrics.read_text().splitlines()[WARM_UP:] if metrics.exists() else []
-        if len(lines) < arguments.rounds:
+        rows = read_epochs(metrics)[WARM_UP:]
+        if len(rows) < arguments.rounds:
             said = [line for line in output.splitlines() if "out of memory" in line or line.startswith("error")]
             return record | {"failed": [*said, *output.splitlines()[-1:], "no output"][0], "output": output[-6000:]}
-        record["batch"] = json.loads(lines[0])["global_batch_size"]
-        record["rates"] = [json.loads(line)["samples_per_second"] for line in lines]
+        record["batch"] = rows[0]["global_batch_size"]
+        record["rates"] = [row["samples_per_second"] for row in rows]
         record["rate"] = statistics.median(record["rates"])
         found = json.loads(profile.read_text())
         record |= {key: found[key] for key in ("diagnosis", "peak_memory_bytes", "bytes_per_step", "rows")}

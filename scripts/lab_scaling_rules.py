@@ -11,7 +11,6 @@ batch_size is the batch of k = 1.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from datetime import datetime
@@ -22,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.sweep import quote  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder, world_command  # noqa: E402
+from ddp_lab.observe.metrics_file import read_epochs  # noqa: E402
 from ddp_lab.observe.plot import Curve, beside, curves  # noqa: E402
 from ddp_lab.resilience.run_directory import read_json  # noqa: E402
 
@@ -41,7 +41,7 @@ def accuracy(k: int, rule: str, batch: int, overrides: list[str], out: Path) -> 
         print()
         errors = [line for line in done.stdout.splitlines() if "error: " in line]
         sys.exit(errors[-1] if errors else done.stdout)
-    return json.loads((out / name / "metrics.jsonl").read_text().splitlines()[-1])["test_accuracy"]
+    return read_epochs(out / name / "metrics.jsonl")[-1]["test_accuracy"]
 
 
 def main() -> None:

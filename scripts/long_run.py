@@ -25,6 +25,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.checkpoint_files import digest_of
 from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.node_board import PAGE, RANKS, parse
@@ -129,9 +130,9 @@ class Observer:
         times = ranks[0].cpu_times()
         cpu, taken = times.user + times.system - self._cpu, beats[0]["step"] - self._steps
         self._cpu, self._steps = self._cpu + cpu, beats[0]["step"]
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()[self._epochs :]
-        self._epochs += len(lines)
-        step_ms = 1000 * min(json.loads(line)["seconds"] for line in lines) / self.epoch_steps
+        rows = read_epochs(self.run_dir / "metrics.jsonl")[self._epochs :]
+        self._epochs += len(rows)
+        step_ms = 1000 * min(row["seconds"] for row in rows) / self.epoch_steps
         sizes, saved = sizes_of(self.run_dir), checkpoint_ms(self.run_dir)
         return Measurement(steps, memory, threads, files, sizes, step_ms, 1000 * cpu / taken, saved)
 

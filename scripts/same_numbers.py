@@ -10,13 +10,14 @@ differ, or a run failed.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ddp_lab.observe.metrics_file import read_epochs
 
 ROOT = Path(__file__).parent.parent
 RANKS = {"single": 1, "dp": 1, "split": 1, "ddp_pipeline": 4}  # number of ranks; 2 for the other strategies
@@ -57,7 +58,7 @@ def train(tree: Path, strategy: str, runs: Path, overrides: list[str]) -> list[d
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: exit code {done.returncode} in {tree}: {' '.join(command)}\n{done.stdout}{done.stderr}")
-    records = [json.loads(line) for line in (runs / strategy / "metrics.jsonl").read_text().splitlines()]
+    records = read_epochs(runs / strategy / "metrics.jsonl")
     return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 

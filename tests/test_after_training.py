@@ -223,7 +223,7 @@ def reference(folder: Path) -> tuple[nn.Module, torch.Tensor, torch.Tensor, list
     cfg = read_config(folder, ["strategy=single", "batch_size=50"], None)
     job = prepare(cfg, Runtime("cpu"))
     model = load_model(folder, cfg, find_checkpoint(folder, "last", Runtime("cpu")))
-    return model, job.dataset.test.images, next(iter(job.loaders[1])).inputs, job.dataset.classes
+    return model, job.dataset.test.images, next(iter(job.loaders["test"])).inputs, job.dataset.classes
 
 
 def save(pixels: torch.Tensor, path: Path) -> None:
@@ -286,7 +286,7 @@ def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
             return images.flatten(1)[:, :3]
 
     rows, corrupt = Predictor(Seeing(), cfg.data, data, job.runtime, top=2).run(find_images([f"{root}/val"]), 6)
-    assert torch.equal(seen[0], next(iter(job.loaders[1])).inputs)
+    assert torch.equal(seen[0], next(iter(job.loaders["test"])).inputs)
     assert (len(rows), corrupt) == (6, [])
     assert {name for row in rows for name in row.classes} <= {"class 0", "class 1", "class 2"}
 

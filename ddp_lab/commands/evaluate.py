@@ -1,11 +1,13 @@
-"""Evaluate a trained run on its test set, under any strategy: the metrics that training logged, from a checkpoint.
+"""Evaluate a trained run under any strategy: the metrics that training logged, from a checkpoint.
 
-ddp-lab evaluate runs/mine                                     the newest checkpoint, as it was trained
+ddp-lab evaluate runs/mine                                     on the test set; without one, on the validation set
+ddp-lab evaluate runs/mine split=val                           on the validation set
 ddp-lab evaluate runs/mine strategy=single data.root=/data     any override of the run's config
 ddp-lab evaluate runs/mine --checkpoint best --json best.json
 torchrun --nproc_per_node=2 -m ddp_lab evaluate runs/mine strategy=ddp   the same numbers
 
-It prints one line, and writes nothing but the file of --json.
+The weights are the best ones if a validation set chose them, else those of the newest checkpoint. It prints one line, and
+writes nothing but the file of --json.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from ddp_lab.world.process import env_int
 def arguments() -> argparse.Namespace:
     parser = Parser("ddp-lab evaluate", __doc__)
     parser.add_run()
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of the run's config, for example strategy=ddp")
+    parser.add_argument("overrides", nargs="*", help="split=val or test; Hydra overrides of the run's config, as strategy=ddp")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to this file, too")
     return parser.parse_intermixed_args()
 
@@ -36,9 +38,11 @@ def main() -> None:
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.world.runtime import Runtime
 
-    cfg = read_config(given.run, given.overrides, given.config_dir)
+    splits = [override.removeprefix("split=") for override in given.overrides if override.startswith("split=")]
+    overrides = [override for override in given.overrides if not override.startswith("split=")]
+    cfg = read_config(given.run, overrides, given.config_dir)
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
-        result = evaluate_run(cfg, runtime, given.run, given.checkpoint)
+        result = evaluate_run(cfg, runtime, given.run, given.checkpoint, splits[-1] if splits else None)
     if runtime.rank == 0:
         print(result)
         if given.json:

@@ -18,7 +18,7 @@ from ddp_lab.launch.parser import Parser
 
 def arguments() -> argparse.Namespace:
     parser = Parser("ddp-lab merge", __doc__)
-    parser.add_run()
+    parser.add_run("last")
     add_output(parser, "file to write (default: the checkpoint's name, in the run directory)", required=False)
     return parser.parse_args()
 

@@ -4,8 +4,9 @@ ddp-lab predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
 ddp-lab predict runs/mine photos --top 1 --device cpu --checkpoint best
 
 Folders are searched with their subfolders. A row has the file, then the most probable class and its probability, then the
-second one, and so on. Without --output the rows are printed. Images are transformed as those of the run's test set. Images that
-cannot be decoded are left out and named, and the exit code is 2.
+second one, and so on. Without --output the rows are printed. The weights are the best ones if a validation set chose them, else
+those of the newest checkpoint. Images are transformed as those of the run's test set. Images that cannot be decoded are left
+out and named, and the exit code is 2.
 """
 
 import argparse
@@ -51,7 +52,9 @@ def main() -> None:
     images = find_images(given.images)
     cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
     runtime = Runtime(given.device, cfg.precision)
-    model = load_model(given.run, cfg, find_checkpoint(given.run, given.checkpoint, runtime))
+    checkpoint = find_checkpoint(given.run, given.checkpoint, runtime)
+    print(f"weights: {checkpoint}", file=sys.stderr)
+    model = load_model(given.run, cfg, checkpoint)
     predictor = Predictor(model, cfg.data, data, runtime, given.top)
     rows, corrupt = predictor.run(images, given.batch_size)
     if rows and given.output:

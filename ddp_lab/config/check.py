@@ -20,7 +20,9 @@ def check(cfg: DictConfig) -> RunConfig:
     Raises:
         ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of range.
     """
-    config = validate(RunConfig, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True)))
+    values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    refuse_test_as_criterion(values)
+    config = validate(RunConfig, values)
     groups = {"data.dataset": config.data.dataset, **{name: getattr(config, name) for name in GROUPS if "." not in name}}
     # The optimizer's ranges are checked first, because looking up the constructors imports torch, which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
@@ -32,6 +34,21 @@ def check(cfg: DictConfig) -> RunConfig:
         validate(schema, given, f"{group}.")
     check_optimizer(config.optimizer)
     return config
+
+
+def refuse_test_as_criterion(values: dict[str, Any]) -> None:
+    """Check that the best checkpoint is not to be chosen by the test set, as in versions before 2026-12.
+
+    Raises:
+        ConfigError: it is.
+    """
+    best = (values.get("checkpoint") or {}).get("best")
+    if best in ("test_loss", "test_accuracy"):
+        new = best.replace("test", "val")
+        raise ConfigError(
+            f"checkpoint.best={best}: the test set chooses nothing. Use checkpoint.best={new} with a validation set: "
+            "data.val_fraction=0.1, or with data=folder a folder val/"
+        )
 
 
 def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:

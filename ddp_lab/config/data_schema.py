@@ -28,6 +28,12 @@ class DataConfig(Keys):
         description="Random-crop padding: pixels of zeros on each side of a training image, of which a random crop is taken."
     )
     flip: bool = Field(description="Whether each training image is mirrored left to right with probability 1/2.")
+    val_fraction: Fraction | None = Field(
+        0.0,
+        description="Fraction of the training samples to hold out as the validation set, by index or, for files, by a hash of "
+        "the name; null: 0.1 if there are neither validation nor test samples, else 0.",
+    )
+    val_seed: NaturalNumber = Field(0, description="Seed of the choice of these samples.")
     channels: Literal[1, 3] = Field(3, description="3: images are converted to RGB; 1: to grey.")
     image_size: Count = Field(224, description="Height and width of a sample, in pixels.")
     resize: Count | None = Field(
@@ -41,10 +47,6 @@ class DataConfig(Keys):
         None, description="Magnitude of RandAugment's two random operations; null: none."
     )
     erasing: Probability = Field(0.0, description="Probability with which a random rectangle gets the mean colour.")
-    val_fraction: Fraction = Field(0.0, description="Fraction of root/train to evaluate with if root has neither val nor test.")
-    val_seed: NaturalNumber = Field(
-        0, description="Seed of the hash of a file's name that decides whether it is evaluated with."
-    )
     on_corrupt: Literal["stop", "skip"] = Field(
         "stop",
         description="What to do about files that cannot be decoded: name them and stop before training, or leave them out "
@@ -59,9 +61,11 @@ class DataConfig(Keys):
         None, description="Directory of the cache; null: root/.cache or, if root is not writable, ~/.cache/ddp_lab."
     )
     num_classes: Count | None = Field(None, description="Number of classes; null: that of the dataset's attribute classes.")
-    val_split: str = Field(
-        "val", description="Name of the split to evaluate with, for a dataset whose constructor has a parameter split."
+    val_split: str | None = Field(
+        "val",
+        description="Name of the validation set, for a dataset whose constructor has a parameter split; null: there is none.",
     )
+    test_split: str | None = Field(None, description="Name of the test set, as val_split.")
     dataset: Group = Field(description="Constructor of the dataset, with its options.")
     mean: list[float] = Field(description="Mean of each channel, subtracted from pixels in [0, 1].")
     std: list[Positive] = Field(description="Standard deviation of each channel, by which pixels are then divided.")

@@ -48,8 +48,9 @@ class CheckpointConfig(Keys):
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")] = Field(
         description="Number of newest checkpoints to keep."
     )
-    best: Literal["test_loss", "test_accuracy"] | None = Field(
-        description="Metric of the test set whose best checkpoint is kept as best.pt, besides the newest ones; null keeps none."
+    best: Literal["auto", "val_loss", "val_accuracy"] | None = Field(
+        description="Metric of the validation set whose best checkpoint is kept as best.pt, besides the newest ones; null "
+        "keeps none; auto: val_loss if there is a validation set, else none."
     )
     on_error: Literal["stop", "continue"] = Field(description="What training does when a checkpoint cannot be written.")
     format: Literal["auto", "whole", "sharded"] = Field(
@@ -145,7 +146,15 @@ class RunConfig(Keys):
         description="What to do when the loss is not finite: end training (stop) or count the batch's gradient as zero (skip)."
     )
     patience: Count | None = Field(
-        description="Epochs without a lower test loss after which training stops; null disables early stopping."
+        description="Epochs without a lower val_loss after which training stops (needs a validation set); null disables early "
+        "stopping."
+    )
+    evaluate_test: Literal["every_epoch", "end"] = Field(
+        description="When the test set is evaluated: after every epoch, or after the last one only. Nothing is chosen by it."
+    )
+    optimize: Literal["auto", "val_loss", "val_accuracy", "test_accuracy"] = Field(
+        description="Metric that the run returns to a Hydra sweeper: the best val_loss or val_accuracy of all epochs, or the "
+        "last test_accuracy; auto: val_loss if there is a validation set, else test_accuracy."
     )
     check_replicas: Count | None = Field(
         description="Compare the replicas' weights bit by bit every N steps and report the first tensor that differs; null "

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from ddp_lab.config.faults import KINDS, parse
 
+SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the order in which their metrics are shown
+
 
 @dataclass(frozen=True)
 class Allowed:

@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.config.types import Fraction, NaturalNumber
 from ddp_lab.data.record import Cached, Files, build_record
 from ddp_lab.data.samples import Dataset
 from ddp_lab.data.space import check_space, estimate_bytes, remove_abandoned
 from ddp_lab.data.streamed import Streamed
 from ddp_lab.data.transforms import ImageOptions
-from ddp_lab.data.tree import Names, find_images, is_held_out
+from ddp_lab.data.tree import Names, find_images
 from ddp_lab.world.process import is_alive
 
 VERSION = 1  # of what a record contains
@@ -28,16 +27,14 @@ RECORD_IN_MEMORY = re.compile(r"[0-9a-f]{16}-(\d+)")  # its key, and the process
 
 
 class Folder:
-    """The images of DIR/train and of DIR/val or DIR/test, or of a part of DIR/train if there are no such folders.
+    """The images of DIR/train and, if there are such folders, of DIR/val and DIR/test.
 
     All files are decoded once before the first training, to find corrupt ones. What was found is kept in a record in the cache
     directory, so every launch, on any number of ranks, leaves out the same files.
 
     Args:
         images: how images are transformed.
-        root: directory that contains train and, if there is one, val or test, each with a folder for each class.
-        val_fraction: fraction of the training images to evaluate with if there are neither val nor test.
-        val_seed: seed of the hash of the file name by which they are chosen.
+        root: directory that contains train and, if there are such images, val and test, each with a folder for each class.
         on_corrupt: what to do about files that cannot be decoded: name them and stop before training (stop), or leave them out
             (skip).
         cache: where the decoded, resized images are kept, once for each machine: nowhere (none), in shared memory until the
@@ -49,14 +46,12 @@ class Folder:
         self,
         images: ImageOptions,
         root: str,
-        val_fraction: Fraction,
-        val_seed: NaturalNumber,
         on_corrupt: Literal["stop", "skip"],
         cache: Literal["none", "ram", "disk"],
         cache_dir: str | None,
     ):
         self.root, self.images = Path(root), images
-        self.val_fraction, self.val_seed, self.on_corrupt, self.cache = val_fraction, val_seed, on_corrupt, cache
+        self.on_corrupt, self.cache = on_corrupt, cache
         default = self.root / ".cache" if os.access(self.root, os.W_OK) else Path.home() / ".cache" / "ddp_lab"
         self.cache_dir = Path(cache_dir) if cache_dir else default
 
@@ -105,27 +100,25 @@ class Folder:
         classes = sorted({name for _, name, _ in parts})
         number_of = {name: number for number, name in enumerate(classes)}
         targets = torch.tensor([number_of[name] for _, name, _ in parts])
-        held_out: list[int] = []
-        training: list[int] = []
-        has_folder = any(split != "train" for split, _, _ in parts)
-        for number, (split, name, file) in enumerate(parts):
+        numbers: dict[str, list[int]] = {split: [] for split, _, _ in parts}
+        for number, (split, _, _) in enumerate(parts):
             if names[number] not in corrupt:
-                out = split != "train" if has_folder else is_held_out(f"{name}/{file}", self.val_fraction, self.val_seed)
-                (held_out if out else training).append(number)
-        if not training or not held_out:
-            raise NodeError(
-                f"data.root={self.root}: has {len(training)} images to train on and {len(held_out)} to evaluate with; both "
-                f"must be at least 1. Add images{'' if has_folder else f', or change data.val_fraction={self.val_fraction}'}"
-            )
+                numbers[split].append(number)
+        if empty := [split for split, found in numbers.items() if not found]:
+            raise NodeError(f"data.root={self.root}: no image in {empty[0]} can be decoded; remove the folder, or add images")
         if self.cache == "none":
             pictures = Files(self.root, names, targets, images.channels, images.short_side)
         else:
             pictures = Cached(folder, targets, images.channels)
-        make = partial(Streamed, pictures, seed=images.seed, shape=images.shape)
+        sets = {name: Streamed(pictures, found, images, augment=name == "train") for name, found in numbers.items()}
+        training = sets["train"]
         return Dataset(
-            make(training, images.training_view()),
-            make(held_out, images.evaluation_view()),
+            training,
+            sets.get("test"),
             classes,
+            sets.get("val"),
+            lambda index: names[int(training.numbers[index])].removeprefix("train/"),
+            "",
             hashlib.sha256(names.block + json.dumps(sorted(corrupt)).encode()).hexdigest(),
             corrupt,
             partial(self._release, folder),

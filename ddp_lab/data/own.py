@@ -27,39 +27,36 @@ class Own:
         node: the config group `data.dataset`.
         images: how images are transformed.
         num_classes: number of classes; None: that of the attribute `classes`.
-        val_split: value of the parameter `split` for the images to evaluate with; the other one is train.
+        splits: value of the parameter `split` for each set of samples; None: there is no such set.
     """
 
-    def __init__(self, node: dict[str, Any], images: ImageOptions, num_classes: int | None, val_split: str):
-        self.node, self.images, self.num_classes, self.val_split = node, images, num_classes, val_split
+    def __init__(self, node: dict[str, Any], images: ImageOptions, num_classes: int | None, splits: dict[str, str | None]):
+        self.node, self.images, self.num_classes, self.splits = node, images, num_classes, splits
         self.name = f"data.dataset._target_={node['_target_']}"
 
     def prepare(self) -> None:
-        """Construct both splits once on this machine, because constructors may download files."""
+        """Construct all sets once on this machine, because constructors may download files."""
         self.load()
 
     def load(self, prepared: str = "") -> Dataset:
-        """Construct both splits and check their first sample."""
+        """Construct the training set, the validation set and the test set, and check their first sample."""
         accepted = inspect.signature(get_object(self.node["_target_"])).parameters
         if "split" in accepted:
-            splits = [self._construct("split", split) for split in ("train", self.val_split)]
+            made = {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
         elif "train" in accepted:
-            splits = [self._construct("train", train) for train in (True, False)]
+            made = {"train": self._construct("train", True), "test": self._construct("train", False)}
         else:
             raise ConfigError(
-                f"{self.name}: must have a parameter split, which is train or data.val_split={self.val_split}, or a parameter "
-                "train, which is true or false"
+                f"{self.name}: must have a parameter split, which is train, data.val_split={self.splits['val']} or "
+                f"data.test_split={self.splits['test']}, or a parameter train, which is true or false (the test set)"
             )
-        classes = self._classes(splits[0])
-        pictures = [OwnPictures(self.name, split, self.images, len(classes)) for split in splits]
-        for checked in pictures:
-            checked.check()
-        views = self.images.training_view(), self.images.evaluation_view()
-        train, test = (
-            Streamed(own, range(own.size), view, self.images.seed, self.images.shape)
-            for own, view in zip(pictures, views, strict=True)
-        )
-        return Dataset(train, test, classes)
+        classes = self._classes(made["train"])
+        sets: dict[str, Streamed] = {}
+        for name, given in made.items():
+            pictures = OwnPictures(self.name, given, self.images, len(classes))
+            pictures.check()
+            sets[name] = Streamed(pictures, range(pictures.size), self.images, augment=name == "train")
+        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
 
     def _construct(self, key: str, value: str | bool) -> Any:
         try:
@@ -67,7 +64,8 @@ class Own:
         except ConfigError:
             raise
         except Exception as error:
-            hint = ". data.val_split is the name of the split to evaluate with" if value == self.val_split else ""
+            key_of = {split: f"data.{name}_split" for name, split in self.splits.items() if name != "train"}
+            hint = f". {key_of[value]} is the name of this split; null: there is none" if value in key_of else ""
             raise ConfigError(f"{self.name}: cannot be constructed with {key}={value}: {describe_error(error)}{hint}") from None
 
     def _classes(self, split: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a dataset is: two splits of samples, and the names of their classes."""
+"""What a dataset is: a training set, what it is evaluated with, and the names of the classes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,9 +6,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ddp_lab.config.types import SETS
+
 
 class Samples(Protocol):
-    """One split of a dataset."""
+    """The training set, the validation set or the test set of a dataset."""
 
     @property
     def size(self) -> int:
@@ -24,9 +26,18 @@ class Samples(Protocol):
         """Return an image, uint8 [channels, height, width], and its class. All randomness is a function of the arguments."""
         ...
 
+    def subset(self, indices: torch.Tensor, *, augment: bool) -> "Samples":
+        """Return some of the samples.
+
+        Args:
+            indices: int64 [n], their numbers.
+            augment: whether they are training samples; False: they are evaluated with.
+        """
+        ...
+
 
 class LabelledImages(NamedTuple):
-    """The images of one split and their classes, in memory.
+    """Images and their classes, in memory.
 
     Attributes:
         images: uint8 [N, channels, height, width].
@@ -50,23 +61,40 @@ class LabelledImages(NamedTuple):
         """Return an image and its class, the same in every epoch: the device augments images that are in memory."""
         return self.images[index], int(self.targets[index])
 
+    def subset(self, indices: torch.Tensor, *, augment: bool) -> "LabelledImages":
+        """Return some of the samples, a copy; the loader decides whether to augment them."""
+        return LabelledImages(self.images[indices], self.targets[indices])
+
 
 @dataclass(frozen=True)
 class Dataset:
-    """A training split, a test split and the names of the classes, in the order of their numbers.
+    """Up to three sets of samples, and the names of the classes, in the order of their numbers.
 
     Attributes:
+        train: what the weights are fitted to.
+        test: what the result is measured with, and nothing is chosen by; None: there is no such set.
+        val: what epochs, hyperparameters and weights are chosen by; None: there is no such set, and nothing is chosen.
+        names: returns the name of a training sample, by which it can be held out; None: its number is used.
+        held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
         digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
         skipped: the files that are left out because they cannot be decoded, with the reason.
         release: called on the first rank of each machine when all ranks have loaded the dataset.
     """
 
     train: Samples
-    test: Samples
+    test: Samples | None
     classes: list[str]
+    val: Samples | None = None
+    names: Callable[[int], str] | None = None
+    held_out: str = ""
     digest: str = ""
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     release: Callable[[], None] = lambda: None
+
+    @property
+    def sets(self) -> dict[str, Samples]:
+        """The sets that exist, by name: train, val, test, in this order."""
+        return {name: found for name in SETS if (found := getattr(self, name)) is not None}
 
     def model_shape(self) -> dict[str, int]:
         """Return the arguments of a model function that follow from the data: channels, image size and number of classes."""

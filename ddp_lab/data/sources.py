@@ -46,7 +46,8 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
             f"data.dataset._target_={node['_target_']}: must have the methods prepare and load; a map-style dataset of (image, "
             "label) needs data=own"
         )
-    return Own(node, images, data["num_classes"], data.get("val_split", "val"))  # runs of older versions lack val_split
+    splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
+    return Own(node, images, data["num_classes"], splits)
 
 
 def image_options(data: Mapping[str, Any], seed: int) -> ImageOptions | None:

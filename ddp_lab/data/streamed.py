@@ -1,11 +1,11 @@
-"""A split whose images are read one by one, when they are needed."""
+"""Samples whose images are read one by one, when they are needed."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from ddp_lab.data.transforms import View, seeded
+from ddp_lab.data.transforms import ImageOptions, seeded
 
 
 class Pictures(Protocol):
@@ -21,15 +21,15 @@ class Streamed:
 
     Args:
         pictures: where the images come from.
-        numbers: which of the pictures belong to the split, in order.
-        view: the transform that makes a sample of a picture; it may draw from the global generators.
-        seed: seed of the transforms.
-        shape: channels, height and width of a sample.
+        numbers: which of the pictures, in order.
+        images: how a sample is made of a picture.
+        augment: whether with the random transforms of training; they may draw from the global generators.
     """
 
-    def __init__(self, pictures: Pictures, numbers: Sequence[int], view: View, seed: int, shape: tuple[int, ...]):
-        self.pictures, self.view, self.seed, self.shape = pictures, view, seed, shape
-        self.numbers = torch.tensor(numbers, dtype=torch.int64)  # worker processes share it, unlike a list of integers
+    def __init__(self, pictures: Pictures, numbers: Sequence[int] | torch.Tensor, images: ImageOptions, *, augment: bool):
+        self.pictures, self.images, self.shape = pictures, images, images.shape
+        self.view = images.training_view() if augment else images.evaluation_view()
+        self.numbers = torch.as_tensor(numbers, dtype=torch.int64)  # worker processes share it, unlike a list of integers
 
     @property
     def size(self) -> int:
@@ -38,6 +38,10 @@ class Streamed:
 
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
         """Return an image, uint8 [channels, height, width], and its class; a function of seed, epoch and index."""
-        with seeded(self.seed, epoch, index):
+        with seeded(self.images.seed, epoch, index):
             image, target = self.pictures[int(self.numbers[index])]
             return self.view(image), target
+
+    def subset(self, indices: torch.Tensor, *, augment: bool) -> "Streamed":
+        """Return some of the samples."""
+        return Streamed(self.pictures, self.numbers[indices], self.images, augment=augment)

@@ -1,6 +1,5 @@
-"""The files of a directory of images: DIR/train/CLASS/FILE and DIR/val/CLASS/FILE."""
+"""The files of a directory of images: DIR/train/CLASS/FILE, and the same below DIR/val and DIR/test."""
 
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ddp_lab.config.errors import NodeError
+from ddp_lab.config.types import SETS
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
@@ -15,35 +15,38 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 def find_images(root: Path) -> list[str]:
     """Return the names SPLIT/CLASS/FILE of all images below `root`, in the order of their code points.
 
-    SPLIT is train and, if there are such folders, val or else test. FILE may be in subfolders. Files and folders whose names
+    SPLIT is train and, if there are such folders, val and test. FILE may be in subfolders. Files and folders whose names
     begin with a dot are ignored (macOS writes `._` files beside images), and so are files that are not named like an image.
 
     Raises:
-        NodeError: the directories do not have this form, the splits have different classes, a class of the training set has no
+        NodeError: the directories do not have this form, the folders have different classes, a class of the training set has no
             image, or two classes are links to the same directory.
     """
     if not (root / "train").is_dir():
         raise NodeError(
-            f"data.root={root}: has no folder train; expected {root}/train/CLASS/FILE, and {root}/val if there is one"
+            f"data.root={root}: has no folder train; expected {root}/train/CLASS/FILE, and {root}/val and {root}/test if there "
+            "are such images"
         )
-    held_out = next((name for name in ("val", "test") if (root / name).is_dir()), None)
-    found = {split: find_split(root, split) for split in ("train", held_out) if split}
+    found = {name: find_set(root, name) for name in SETS if (root / name).is_dir()}
+    if empty := [name for name, classes in found.items() if not any(classes.values())]:
+        raise NodeError(f"data.root={root}: no image in {empty[0]}; remove the folder, or add {', '.join(SUFFIXES)} files")
     if empty := [name for name, files in found["train"].items() if not files]:
         raise NodeError(
             f"data.root={root}: no image in train/{empty[0]} ({len(empty)} of {len(found['train'])} classes have none); "
             f"expected {', '.join(SUFFIXES)} files. Remove the folder, or add images"
         )
-    if held_out and (different := sorted(found["train"].keys() ^ found[held_out].keys())):
-        where = "train" if different[0] in found["train"] else held_out
-        raise NodeError(
-            f"data.root={root}: train and {held_out} must have the same classes, but {different[0]} is in {where} only "
-            f"({len(different)} such classes)"
-        )
+    for name in found:
+        if different := sorted(found["train"].keys() ^ found[name].keys()):
+            where = "train" if different[0] in found["train"] else name
+            raise NodeError(
+                f"data.root={root}: train and {name} must have the same classes, but {different[0]} is in {where} only "
+                f"({len(different)} such classes)"
+            )
     return sorted(name for classes in found.values() for files in classes.values() for name in files)
 
 
-def find_split(root: Path, split: str) -> dict[str, list[str]]:
-    """Return the names of the images of a split, by class."""
+def find_set(root: Path, split: str) -> dict[str, list[str]]:
+    """Return the names of the images of train, val or test, by class."""
     classes = [entry for entry in os.scandir(root / split) if entry.is_dir() and not entry.name.startswith(".")]
     if not classes:
         raise NodeError(
@@ -77,15 +80,6 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
-
-
-def is_held_out(name: str, fraction: float, seed: int) -> bool:
-    """Return whether a file belongs to the evaluation split, where there is no folder of it.
-
-    This is a hash of its name, so a file stays where it is when others are added or removed.
-    """
-    digest = hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 class Names:

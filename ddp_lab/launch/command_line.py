@@ -28,7 +28,7 @@ CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the t
 REFUSED = 2  # exit code of a command that reports a user's mistake
 
 
-def user_errors(main: Callable[..., None]) -> Callable[..., None]:
+def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command: report a user's mistake as one message with exit code 2.
 
     torchrun itself exits with code 1, whatever the exit codes of its ranks are. Apply the decorator twice: inside `hydra.main`
@@ -36,7 +36,7 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(main)
-    def run(*args: Any) -> None:
+    def run(*args: Any) -> Any:
         # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
         sys.path += [str(Path(__file__).parent), os.getcwd()]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
@@ -48,7 +48,7 @@ def user_errors(main: Callable[..., None]) -> Callable[..., None]:
             for cfg in args:  # inside hydra.main
                 warn(rename_keys(cfg))
             refuse_sweep()
-            main(*args)
+            return main(*args)
         except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
             report(error)
             sys.exit(REFUSED)

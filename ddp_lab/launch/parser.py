@@ -18,11 +18,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, text: str | None):
         super().__init__(prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def add_run(self) -> None:
-        """Add the run directory and the checkpoint."""
+    def add_run(self, default: str = "auto") -> None:
+        """Add the run directory and the checkpoint, with its default."""
         self.add_argument("run", type=Path, help="the run directory, runs/NAME")
         self.add_argument(
-            "--checkpoint", default="last", metavar="last|best|PATH", help="the newest one (default), the best one, or a path"
+            "--checkpoint",
+            default=default,
+            metavar="auto|last|best|PATH",
+            help=f"the newest one (last), the best one, or a path; auto: the best if a validation set chose it, else the newest"
+            f" (default: {default})",
         )
         self.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
 

@@ -54,7 +54,7 @@ class SlurmLauncher(SweepLauncher):
             accepted = [self._submit(job, queue) for job in jobs]
             if not all(accepted):
                 sys.exit(1)
-        return [job_return(job.overrides) for job in jobs]
+        return [job_return(job) for job in jobs]
 
     def _slurm_name(self, job: Job) -> str:
         return f"{job.name} in {self.sweep_dir}"

@@ -17,11 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.command_line import quote
 from ddp_lab.launch.renamed import rename_keys
+from ddp_lab.observe.metrics_file import objective
 from ddp_lab.resilience.run_directory import read_json
 
 LONGEST = 120  # maximum number of characters of a job's name, without the hash
 # The keys that may change when a sweep is resumed.
-MAY_CHANGE = {"name", "runs_dir", "resume", "epochs", "timeout", "checkpoint", "inject"}
+MAY_CHANGE = {"name", "runs_dir", "resume", "epochs", "timeout", "checkpoint", "inject", "evaluate_test", "optimize"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Job:
         overrides: Command-line arguments of the job: Hydra overrides, after the option --config-dir of the sweep, if any.
         run_dir: Its run directory, as this machine sees it.
         epochs: Number of epochs after which it is finished.
+        optimize: The metric that the sweeper gets.
         one_process: Whether its strategy drives all devices from one process.
     """
 
@@ -40,6 +42,7 @@ class Job:
     overrides: list[str]
     run_dir: Path
     epochs: int
+    optimize: str
     one_process: bool
 
 
@@ -90,7 +93,7 @@ class SweepLauncher(Launcher):
             refuse_another(self.sweep_dir / name, cfg)
             overrides += [f"runs_dir={quote(str(self.runs_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
-            jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, one_process))
+            jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, cfg.optimize, one_process))
         return jobs
 
     def _config_dir(self) -> list[str]:
@@ -139,6 +142,8 @@ def is_finished(job: Job) -> bool:
     return status is not None and status["status"] == "finished" and status["epoch"] >= job.epochs
 
 
-def job_return(overrides: Sequence[str]) -> JobReturn:
-    """Return the result that Hydra expects of every job."""
-    return JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
+def job_return(job: Job) -> JobReturn:
+    """Return the result that Hydra expects of every job, with the metric for its sweeper; None if the job did not run here."""
+    made = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
+    _, made.return_value = objective(job.run_dir / "metrics.jsonl", job.optimize)
+    return made

@@ -7,7 +7,6 @@ Under torchrun, all ranks would run the sweep in lock-step. With this launcher, 
 """
 
 import contextlib
-import json
 import os
 import queue
 import signal
@@ -23,6 +22,7 @@ from hydra.core.utils import JobReturn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.sweep import Job, SweepLauncher, is_finished, job_return
+from ddp_lab.observe.metrics_file import objective, read_epochs
 from ddp_lab.resilience.run_directory import read_json
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ class TorchrunLauncher(SweepLauncher):
         print("\n".join(["", *(describe(job, code) for job, code in zip(jobs, codes, strict=True))]), flush=True)
         if any(codes):
             sys.exit(1)
-        return [job_return(job.overrides) for job in jobs]
+        return [job_return(job) for job in jobs]
 
     def _slots(self) -> "queue.Queue[str | None]":
         """Return a queue with a value of CUDA_VISIBLE_DEVICES for each concurrent job; None leaves the variable unchanged.
@@ -181,10 +181,10 @@ def describe(job: Job, code: int | None) -> str:
         return f"{job.name}: not started"
     status = read_json(job.run_dir / "status.json")
     metrics = job.run_dir / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    if code == 0 and lines:
-        last = json.loads(lines[-1])
-        return f"{job.name}: finished, test accuracy {last['test_accuracy']:.4f}, {last['samples_per_second']:,.0f} samples/s"
+    name, value = objective(metrics, job.optimize)
+    if code == 0 and value is not None:
+        rate = read_epochs(metrics)[-1]["samples_per_second"]
+        return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"
     failure = read_json(job.run_dir / "failure.json")
     reason = failure["message"].splitlines()[0] if failure else "see its output above"
     state = status["status"] if status else "did not start" if job.run_dir.parent.exists() else "its directory was deleted"

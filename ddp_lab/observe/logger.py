@@ -2,9 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterable
+import statistics
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,14 +15,16 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from ddp_lab.config.types import SETS
 from ddp_lab.observe.canvas import pixels
 from ddp_lab.observe.confusion import confusion_figure, write_classes
 from ddp_lab.observe.log import log
-from ddp_lab.observe.metrics_file import append_line, draw_metrics, drop_epochs
+from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows, read_epochs
 from ddp_lab.observe.prediction_grid import prediction_grid
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")
+LONGEST = 1000  # epochs of whose durations the median is logged
 
 
 @contextmanager
@@ -49,7 +54,7 @@ class Logger:
         """Write the record of one epoch. `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps."""
 
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
-        """Write a picture of a few test images with the model's predictions.
+        """Write a picture of a few images with the model's predictions.
 
         After 9 epochs only every tenth one has a picture, after 99 only every hundredth, and so on.
 
@@ -74,13 +79,13 @@ class Logger:
     def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
         """Call `draw(picture)` when the logger is closed, not now: importing matplotlib and drawing take over a second."""
 
-    def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
-        """Log the last line of a run.
+    def summary(self, epoch: int, criterion: str | None, weights: Path) -> None:
+        """Log the last line of a run: its result, and the median duration of an epoch, of a thousand at most.
 
         Args:
-            accuracy: test accuracy after the last epoch.
-            seconds: median duration of an epoch, of a thousand at most.
-            samples_per_second: throughput in an epoch of that duration.
+            epoch: whose weights are the result.
+            criterion: metric of the validation set by which it was chosen; None: it is the last one.
+            weights: the checkpoint.
         """
 
     def close(self) -> None:
@@ -92,7 +97,9 @@ class FileLogger(Logger):
 
     Args:
         run_dir: directory for metrics.jsonl and TensorBoard's event file.
-        start_epoch: first epoch of this launch. Records of this and later epochs, from an interrupted launch, are removed.
+        start_epoch: first epoch of this launch.
+        start_step: number of steps before this launch. Rows after this position, from an interrupted launch, are removed.
+        evaluated: names of the sets that the model is evaluated with.
         constants: fields to append to every record of metrics.jsonl.
         hparams: fields of TensorBoard's HParams page.
         config: the resolved config as YAML.
@@ -106,6 +113,8 @@ class FileLogger(Logger):
         run_dir: Path,
         *,
         start_epoch: int,
+        start_step: int,
+        evaluated: Sequence[str],
         constants: dict[str, Any],
         hparams: dict[str, Any],
         config: str,
@@ -119,7 +128,9 @@ class FileLogger(Logger):
         self.constants, self.classes, self.where, self.steps_per_epoch = constants, classes, where, steps_per_epoch
         self.metrics = run_dir / "metrics.jsonl"
         self.pictures: dict[Path, Callable[[Path], None]] = {}
-        drop_epochs(self.metrics, start_epoch)
+        drop_rows(self.metrics, start_epoch, start_step)
+        self.durations: deque[float] = deque(maxlen=LONGEST)
+        self.samples = 0.0
         is_new = not list(run_dir.glob("events.*"))
         self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start_epoch)
         if is_new:
@@ -127,7 +138,8 @@ class FileLogger(Logger):
             writer = self.board.file_writer
             assert writer is not None, "an open SummaryWriter has a FileWriter"
             # SummaryWriter.add_hparams would add a second run to TensorBoard.
-            for summary in hparams_summary(hparams, {"accuracy/test": 0.0, "loss/test": 0.0}):
+            results = {f"{kind}/{name}": 0.0 for name in evaluated for kind in ("accuracy", "loss")}
+            for summary in hparams_summary(hparams, results):
                 writer.add_summary(summary)
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
@@ -137,21 +149,21 @@ class FileLogger(Logger):
     def epoch(self, epoch: int, **metrics: float) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
         with surviving_a_full_disk(self.metrics):
-            append_line(self.metrics, json.dumps({"epoch": epoch, **finite, **self.constants}))
+            append_line(self.metrics, json.dumps({"kind": "epoch", "epoch": epoch, **finite, **self.constants}))
+        self.durations.append(metrics["seconds"])
+        self.samples = metrics["seconds"] * metrics["samples_per_second"]
         with surviving_a_full_disk(self.metrics.parent):
-            for part in ("train", "test"):
-                self.board.add_scalar(f"loss/{part}", metrics[f"{part}_loss"], epoch)
-                self.board.add_scalar(f"accuracy/{part}", metrics[f"{part}_accuracy"], epoch)
-            if "test_top5_accuracy" in metrics:
-                self.board.add_scalar("accuracy/test_top5", metrics["test_top5_accuracy"], epoch)
+            tags = {"loss": "loss/{}", "accuracy": "accuracy/{}", "top5_accuracy": "accuracy/{}_top5"}
+            for name, (kind, tag) in product(SETS, tags.items()):
+                if f"{name}_{kind}" in metrics:
+                    self.board.add_scalar(tag.format(name), metrics[f"{name}_{kind}"], epoch)
             self.board.add_scalar("lr", metrics["lr"], epoch)
             self.board.add_scalar("speed/samples_per_second", metrics["samples_per_second"], epoch)
             self.board.add_scalar("speed/step_ms", 1000 * metrics["seconds"] / self.steps_per_epoch, epoch)
             self.board.add_scalar("memory/peak_MiB", peak_memory_bytes() / 2**20, epoch)
             self.board.flush()
         log.info(
-            f"epoch {epoch}: train loss {metrics['train_loss']:.4f} accuracy {metrics['train_accuracy']:.4f} | "
-            f"test loss {metrics['test_loss']:.4f} accuracy {metrics['test_accuracy']:.4f} | "
+            f"epoch {epoch}: {describe_metrics(metrics)} | "
             f"lr {metrics['lr']:.4g}, {metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
         )
 
@@ -179,10 +191,13 @@ class FileLogger(Logger):
     def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
         self.pictures[picture] = draw
 
-    def summary(self, accuracy: float, seconds: float, samples_per_second: float) -> None:
+    def summary(self, epoch: int, criterion: str | None, weights: Path) -> None:
+        row = next((row for row in read_epochs(self.metrics) if row["epoch"] == epoch), {})
+        seconds = statistics.median(self.durations)
+        which = f"best epoch {epoch} by {criterion}" if criterion else f"last epoch {epoch}"
         log.info(
-            f"test accuracy {accuracy:.4f}, {seconds:.2f} s/epoch, {samples_per_second:,.0f} samples/s on {self.where} "
-            f"({self.metrics.parent})"
+            f"{which}: {describe_metrics(row, SETS[1:]) or 'no metrics'}, {seconds:.2f} s/epoch, "
+            f"{self.samples / seconds:,.0f} samples/s on {self.where} ({weights})"
         )
 
     def close(self) -> None:

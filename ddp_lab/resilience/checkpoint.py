@@ -36,7 +36,7 @@ from ddp_lab.resilience.sharded_write import ShardWriter
 from ddp_lab.resilience.whole_state import complete_state, in_model_order, load_whole
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.progress import BestBy, Progress
+from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.world.runtime import Runtime
 
 
@@ -52,7 +52,7 @@ class Checkpoints:
         shapes: the shape of each tensor of the full model, by name. A file with other tensors is rejected.
         seed: the seed of this launch, compared with that of a checkpoint.
         keep: number of checkpoints `step_NNNNNNNN` to keep.
-        best: metric of the test set by which the best checkpoint is chosen and kept, too; None: it is not kept.
+        best: metric of the validation set by which the best checkpoint is chosen and kept, too; None: it is not kept.
         ema: averages of the weights, saved under the key "ema"; None: no averages.
         sharded: whether to save sharded checkpoints.
 
@@ -73,12 +73,12 @@ class Checkpoints:
         shapes: dict[str, tuple[int, ...]],
         seed: int = 0,
         keep: int = 2,
-        best: BestBy | None = None,
+        best: Criterion | None = None,
         ema: EMA | None = None,
         sharded: bool = False,
     ):
         self.folder, self.runtime, self.seed, self.keep, self.ema = folder, runtime, seed, keep, ema
-        self.best: BestBy | None = best
+        self.best: Criterion | None = best
         self.strategy, self.optimizer, self.scheduler, self.shapes = strategy, optimizer, scheduler, shapes
         self.problem: str | None = None
         self.kept = Progress()
@@ -106,7 +106,7 @@ class Checkpoints:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         load = load_sharded if is_sharded(path) else load_whole
         state = load(path, self.shapes, self.strategy, self.optimizer, self.ema)
-        progress = self.kept = Progress(**state["progress"])
+        progress = self.kept = Progress.of(state["progress"])
         # The state comes from the file; learning rate, momentum and other options come from this launch's config.
         step = schedule(progress)
         self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs, "last_epoch": step})

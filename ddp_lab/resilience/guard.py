@@ -94,7 +94,7 @@ class Guard(Hooks):
         if every_steps and progress.step % every_steps == 0:
             self.save(here())
 
-    def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
+    def evaluating(self, loader: Iterable[Any], progress: Progress, done: int = 0) -> Iterator[Any]:
         """Yield the batches of an evaluation and check for a preemption after each one.
 
         A preemption therefore does not wait for the end of a long evaluation; the next launch repeats the evaluation.
@@ -102,7 +102,7 @@ class Guard(Hooks):
         Raises:
             Preempted, TrainingError: on all ranks.
         """
-        for number, batch in enumerate(self.batches("evaluating", loader, progress), progress.step + 1):
+        for number, batch in enumerate(self.batches("evaluating", loader, progress), progress.step + done + 1):
             yield batch
             self._boundary(number, progress, lambda: progress)
 

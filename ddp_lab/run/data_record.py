@@ -19,16 +19,18 @@ class DataRecord:
         shape: the arguments of the model that follow from the data: in_channels, image_size and num_classes.
         classes: the names of the classes, in the order of the logits.
         digest: hash of the list of files; empty for datasets that are not lists of files.
+        held_out: how the validation set was chosen among the training images, as `Dataset.held_out`.
     """
 
     shape: dict[str, int]
     classes: list[str]
     digest: str = ""
+    held_out: str = ""
 
 
 def record_data(folder: Path, dataset: Dataset) -> None:
     """Write data.json to a run directory."""
-    write_json(folder / DATA, asdict(DataRecord(dataset.model_shape(), dataset.classes, dataset.digest)))
+    write_json(folder / DATA, asdict(DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out)))
 
 
 def read_data(folder: Path) -> DataRecord:
@@ -55,7 +57,10 @@ def find_data(folder: Path) -> DataRecord | None:
 
 
 def compare_data(folder: Path, dataset: Dataset) -> str | None:
-    """Compare a dataset with that of a run, if the run has recorded it. Return a warning if it consists of other files.
+    """Compare a dataset with that of a run, if the run has recorded it.
+
+    Returns:
+        A warning if it consists of other files, or if validation images may be among those that the run has trained on.
 
     Raises:
         ConfigError: its classes are others, or have another order, so that its labels are not those of the model.
@@ -72,4 +77,9 @@ def compare_data(folder: Path, dataset: Dataset) -> str | None:
         )
     if record.digest and dataset.digest and record.digest != dataset.digest:
         return f"{folder}: was trained on another list of files than these data; the order of the samples is another one"
+    if dataset.held_out and record.held_out != dataset.held_out:
+        return (
+            f"{dataset.held_out}: {folder} has recorded {record.held_out or 'no validation set'}, so its weights may have been "
+            "trained on images that now validate them"
+        )
     return None

@@ -8,6 +8,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
+from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.samples import Dataset
 
 # Images to train on and to test on, and the shape of an image, of torchvision's datasets.
@@ -32,6 +33,9 @@ class Sizes(NamedTuple):
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
         raise AssertionError("only the sizes of this dataset are known")
 
+    def subset(self, indices: torch.Tensor, *, augment: bool) -> "Sizes":
+        return Sizes(len(indices), self.shape)
+
 
 def sizes_of(data: DictConfig) -> Dataset | None:
     """Return a dataset of which only the sizes are known; None if it must be read to know them.
@@ -50,4 +54,5 @@ def sizes_of(data: DictConfig) -> Dataset | None:
         shape = (node.channels, node.image_size, node.image_size)
     else:
         return None
-    return Dataset(Sizes(train, shape), Sizes(test, shape), [str(label) for label in range(classes)])
+    dataset = Dataset(Sizes(train, shape), Sizes(test, shape), [str(label) for label in range(classes)])
+    return hold_out(dataset, data.val_fraction, data.val_seed)

@@ -159,7 +159,8 @@ def find_backend(runtime: Runtime) -> str:
 
 def describe_dataset(name: str, dataset: Dataset) -> str:
     """Return the sizes, the shape of an image and the number of classes of a dataset."""
-    sizes = f"{dataset.train.size:,} images to train on, {dataset.test.size:,} to test on"
+    purposes = {"train": "images to train on", "val": "to validate with", "test": "to test on"}
+    sizes = ", ".join(f"{found.size:,} {purposes[key]}" for key, found in dataset.sets.items())
     return f"{name}, {sizes}, {'x'.join(map(str, dataset.train.shape))}, {len(dataset.classes)} classes"
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.observe.log import log
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import prepare
@@ -20,15 +22,17 @@ from ddp_lab.world.runtime import Runtime
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The metrics of a checkpoint on the test set.
+    """The metrics of a checkpoint on the test set or the validation set.
 
     Attributes:
+        split: name of the set, test or val.
         checkpoint: path of the file.
         progress: its position in the training.
         metrics: the sums over all samples, divided once.
         where: number and kind of the devices.
     """
 
+    split: str
     checkpoint: str
     progress: Progress
     metrics: Evaluation
@@ -42,24 +46,24 @@ class EvaluatedRun:
     def __str__(self) -> str:
         metrics = self.metrics
         top5 = "" if metrics.top5_accuracy is None else f" top-5 {metrics.top5_accuracy:.4f}"
-        found = f"test loss {metrics.loss:.4f} accuracy {metrics.accuracy:.4f}{top5} on {metrics.samples:,} images"
+        found = f"{self.split} loss {metrics.loss:.4f} accuracy {metrics.accuracy:.4f}{top5} on {metrics.samples:,} images"
         return f"{self.checkpoint}, epoch {self.epoch}: {found} ({self.where})"
 
     def values(self) -> dict[str, Any]:
         """Return the metrics under the names that they have in metrics.jsonl."""
         metrics = self.metrics
         values = {"checkpoint": self.checkpoint, "epoch": self.epoch, "step": self.progress.step, "samples": metrics.samples}
-        values |= {"test_loss": metrics.loss, "test_accuracy": metrics.accuracy}
-        return values if metrics.top5_accuracy is None else values | {"test_top5_accuracy": metrics.top5_accuracy}
+        return values | metrics.metrics(self.split)
 
 
-def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str) -> EvaluatedRun:
-    """Evaluate a checkpoint on the test set of the config. Collective.
+def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None) -> EvaluatedRun:
+    """Evaluate a checkpoint on a set of the config's data. Collective.
 
     Args:
         cfg: the run's config, with overrides.
         folder: the run directory.
-        checkpoint: "last", "best" or a path.
+        checkpoint: as in `find_checkpoint`.
+        split: val or test; None: test or, if there is no test set, val.
 
     Raises:
         ConfigError: the checkpoint, the data or the strategy cannot be used.
@@ -67,7 +71,13 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     check_network(runtime)
     path = find_checkpoint(folder, checkpoint, runtime)
     job = prepare(cfg, runtime, with_weights=False)
-    runtime.agree("classes", partial(compare_data, folder, job.dataset))
+    warning = runtime.agree("classes", partial(compare_data, folder, job.dataset))
+    sets = list(job.held_out)
+    split = split or sets[-1]
+    if split not in sets:
+        raise ConfigError(f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate with")
+    if warning and split == "val" and runtime.rank == 0:
+        log.warning(warning)
     if is_sharded(path):  # each rank reads only what it holds
         place(job)
         progress = read_shards(job.strategy.local_model_state(), path, job.shapes)
@@ -75,4 +85,4 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         state, progress = read_weights(job.model, path)
         job.give_weights(state)
         place(job)
-    return EvaluatedRun(path, progress, evaluate(job.strategy, job.loaders[1]), job.strategy.where)
+    return EvaluatedRun(split, path, progress, evaluate(job.strategy, job.loaders[split]), job.strategy.where)

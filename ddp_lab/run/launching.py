@@ -61,7 +61,7 @@ def step_seconds(run: Sequence[str], device: torch.device) -> float:
     with Runtime(cfg.device, place=Place()) as runtime:  # alone, also where torchrun has started several ranks
         job = prepare(cfg, runtime)
         with job.options.switches(runtime):
-            step, loader = materialize(job).step, job.loaders[0]
+            step, loader = materialize(job).step, job.loaders["train"]
             job.strategy.train()
 
             def epoch() -> None:

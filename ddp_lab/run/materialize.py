@@ -44,15 +44,15 @@ class Training:
             steps_left: steps until the end of the run.
         """
         job = self.job
-        step = build_step(job.options, job.choices, self.eager_step, job.loaders[0], steps_left)
+        step = build_step(job.options, job.choices, self.eager_step, job.loaders["train"], steps_left)
         # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
         self.step = cast("TrainStep", step)
         return step
 
     def fit(self, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
         """Train from `progress` to the end of the run, and return the final progress."""
-        cfg = self.job.cfg
-        return fit(self.job.strategy, self.step, *self.job.loaders, logger, hooks, progress, cfg.epochs, cfg.patience, self.ema)
+        job = self.job
+        return fit(job.strategy, self.step, job.loaders, logger, hooks, progress, job.fit_settings, self.ema)
 
 
 def place(job: Job) -> None:

@@ -121,9 +121,9 @@ def copies_of(job: Job, here: Footprint, compiled: bool) -> int:
 
 def data_bytes(job: Job) -> float:
     """Return the bytes of a local batch in uint8 and float32, and of the dataset, if it is on the device."""
-    train, test = job.dataset.train, job.dataset.test
+    train = job.dataset.train
     batch = job.plan.samples_at_once * job.cfg.accumulate * (5 * math.prod(train.shape) + 8)
-    whole = sum(split.size * (math.prod(split.shape) + 24) for split in (train, test))
+    whole = sum(found.size * (math.prod(found.shape) + 24) for found in job.dataset.sets.values())
     return batch + (whole if job.choices["data.loader"].value == "device" else 0)
 
 

@@ -18,8 +18,8 @@ from ddp_lab.world.process import env_int
 
 # Keys of a launch that trains, with their values afterwards.
 AFTERWARDS = {
-    **{"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False},
-    **{"model.weights": None, "patience": None, "checkpoint.best": None},
+    **{"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None},
+    **{"patience": None, "checkpoint.best": None, "optimize": "auto"},
 }
 # Options of strategies that lay out several ranks, with their values for one.
 IN_ONE_PROCESS = {
@@ -88,8 +88,20 @@ def require_run(folder: Path) -> Path:
 
 def with_new_keys(cfg: DictConfig) -> DictConfig:
     """Return a config with the defaults of the keys that the version of ddp_lab that wrote it did not have."""
+    if "data" in cfg and "evaluate_test" not in cfg:
+        add_validation_keys(cfg.data)
     keys = RunConfig.model_fields.keys() - ({"data", "model"} - cfg.keys())  # these two are never new
     defaults = OmegaConf.masked_copy(OmegaConf.load(CONF / "config.yaml"), list(keys))
     if groups := keys - defaults.keys() - cfg.keys():
         defaults = OmegaConf.merge(defaults, OmegaConf.masked_copy(compose_config([], None), list(groups)))
     return cast("DictConfig", OmegaConf.merge(defaults, cfg))
+
+
+def add_validation_keys(data: DictConfig) -> None:
+    """Let a recorded group `data` from before 2026-12, when evaluation had one set, hold out the same samples as then."""
+    for key in ("val_fraction", "val_seed"):
+        data.dataset.pop(key, None)
+    if any(Path(data.root, name).is_dir() for name in ("val", "test")):
+        data.val_fraction = 0.0  # data=folder ignored the key if there was such a folder
+    missing = {"val_fraction": 0.0, "val_seed": 0} | ({"val_split": "val", "test_split": None} if "num_classes" in data else {})
+    data.update({key: value for key, value in missing.items() if key not in data})

@@ -48,13 +48,13 @@ def find_refusals(cfg: DictConfig, strategy: Strategy, model: nn.Module) -> dict
 
 
 def bytes_of(dataset: Dataset) -> int | None:
-    """Return the size of both splits in host memory; None if images are read one by one."""
+    """Return the size of all sets in host memory; None if images are read one by one."""
     total = 0
-    for split in (dataset.train, dataset.test):
-        if isinstance(split, Sizes):
-            total += split.nbytes
-        elif isinstance(split, LabelledImages):
-            total += split.images.nbytes + split.targets.nbytes
+    for found in dataset.sets.values():
+        if isinstance(found, Sizes):
+            total += found.nbytes
+        elif isinstance(found, LabelledImages):
+            total += found.images.nbytes + found.targets.nbytes
         else:
             return None
     return total

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +14,7 @@ from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.profiler import NEEDED, Profiled
 from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.resilience.checkpoint_folder import best_in
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
@@ -23,15 +25,20 @@ from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.training.loop import is_over, why_over
+from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
 
 
-def train(cfg: DictConfig, runtime: Runtime) -> str:
-    """Train according to the config. Collective.
+class Outcome(NamedTuple):
+    """How a run ended, "finished" or "preempted", and its directory."""
 
-    Returns:
-        "finished" or "preempted".
+    status: str
+    run_dir: Path
+
+
+def train(cfg: DictConfig, runtime: Runtime) -> Outcome:
+    """Train according to the config. Collective.
 
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
@@ -56,7 +63,7 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     with job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
-        return train_guarded(training, run_dir, watchdog, decisions, choices)
+        return Outcome(train_guarded(training, run_dir, watchdog, decisions, choices), run_dir.path)
 
 
 def train_guarded(
@@ -67,17 +74,17 @@ def train_guarded(
     folder = run_dir.path / "checkpoints"
     state = job.strategy, training.optimizer, training.scheduler
     checkpoints = Checkpoints(
-        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, cfg.checkpoint.best, training.ema, job.sharded
+        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, job.criterion, training.ema, job.sharded
     )
     resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
     progress = checkpoints.resume(resume, job.plan.steps_before)
-    if is_over(progress, cfg.epochs, cfg.patience):
+    if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
             record_data(run_dir.path, job.dataset)  # a run of an older version does not have it
-        log.info(f"nothing to do: {why_over(progress, cfg.epochs, cfg.patience)}")
+        log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
         return watchdog.end("finished", progress)
 
-    logger = open_logger(job, run_dir.path, progress.epoch, choices) if runtime.rank == 0 else Logger()
+    logger = open_logger(job, run_dir.path, progress, choices) if runtime.rank == 0 else Logger()
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
     step = training.compile(steps_left)
@@ -89,7 +96,7 @@ def train_guarded(
     guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress, training.step.tally)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:
-        training.fit(logger, guard, progress)
+        progress = training.fit(logger, guard, progress)
         status = "finished"
     except Preempted:
         status = "preempted"
@@ -101,6 +108,8 @@ def train_guarded(
             profile.end()
     logger.close()
     guard.finish()
+    if status == "finished" and runtime.rank == 0:
+        logger.summary(*result_of(progress, checkpoints))
     return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
 
 
@@ -123,14 +132,29 @@ def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir
     return step
 
 
-def open_logger(job: Job, run_dir: Path, start_epoch: int, choices: Mapping[str, str]) -> FileLogger:
+def result_of(progress: Progress, checkpoints: Checkpoints) -> tuple[int, Criterion | None, Path]:
+    """Return the epoch whose weights are the result, by which metric it was chosen, and the checkpoint.
+
+    Args:
+        progress: at the end of the run.
+        checkpoints: of the run.
+    """
+    best = best_in(checkpoints.folder)
+    if checkpoints.best in progress.best_epochs and best:
+        return progress.best_epochs[checkpoints.best], checkpoints.best, best[-1]
+    return progress.epoch - 1, None, (checkpoints.files() or [checkpoints.folder])[-1]
+
+
+def open_logger(job: Job, run_dir: Path, progress: Progress, choices: Mapping[str, str]) -> FileLogger:
     """Write config.yaml and data.json to the run directory and return the logger of rank 0."""
     cfg, plan = job.cfg, job.plan
     (run_dir / "config.yaml").write_text(to_record(cfg))
     record_data(run_dir, job.dataset)
     return FileLogger(
         run_dir,
-        start_epoch=start_epoch,
+        start_epoch=progress.epoch,
+        start_step=progress.step,
+        evaluated=list(job.held_out),
         steps_per_epoch=plan.steps_per_epoch,
         constants={
             "global_batch_size": plan.global_batch_size,

@@ -25,31 +25,48 @@ def find_checkpoint(folder: Path, choice: str, runtime: Runtime) -> str:
 
     Args:
         folder: the run directory.
-        choice: "last" is the newest valid one; newer ones that are damaged are logged. "best" is the best one. Else a path.
+        choice: "last" is the newest valid one; newer ones that are damaged are logged. "best" is the best one. "auto" is the
+            best one if a validation set chose it, else the newest. Else a path.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is a damaged sharded one.
     """
-    if choice not in ("last", "best"):
+    if choice not in ("auto", "last", "best"):
         if not (is_sharded(choice) or Path(choice).is_file()):
-            raise ConfigError(f"--checkpoint {choice}: must be last, best or the path of a checkpoint; there is no such file")
+            raise ConfigError(
+                f"--checkpoint {choice}: must be auto, last, best or the path of a checkpoint; there is no such file"
+            )
         if is_sharded(choice) and (problem := damage_of(Path(choice), runtime)):
             raise ConfigError(f"--checkpoint {choice}: the checkpoint is damaged: {problem}. Use another checkpoint")
         return choice
-    find = steps_in if choice == "last" else best_in
-    found: list[str] = json.loads(
-        runtime.agree("checkpoints", lambda: json.dumps([str(path) for path in find(folder / "checkpoints")]))
-    )
-    for path in reversed(found):
+    checkpoints = folder / "checkpoints"
+    found: list[str] = json.loads(runtime.agree("checkpoints", lambda: json.dumps(candidates(checkpoints, choice))))
+    for path in found:
         if (problem := damage_of(Path(path), runtime)) is None:
-            return path
-        if runtime.rank == 0:
+            if choice != "auto" or not Path(path).name.startswith("best") or is_chosen(path):
+                return path
+        elif runtime.rank == 0:
             log.warning(f"{path} is damaged ({problem})")
+    choice = "last" if choice == "auto" else choice
     name = "step_*" if choice == "last" else "best"
     valid = "valid " * bool(found)
-    raise ConfigError(
-        f"--checkpoint {choice}: {folder / 'checkpoints'} contains no {valid}{name}.pt and no {valid}{name}.sharded"
-    )
+    raise ConfigError(f"--checkpoint {choice}: {checkpoints} contains no {valid}{name}.pt and no {valid}{name}.sharded")
+
+
+def candidates(folder: Path, choice: str) -> list[str]:
+    """Return the paths of the checkpoints for a `choice` as in `find_checkpoint`, in the order in which they are tried."""
+    best = best_in(folder) if choice != "last" else []
+    newest = steps_in(folder) if choice != "best" else []
+    return [*map(str, reversed(best)), *map(str, reversed(newest))]
+
+
+def is_chosen(path: str) -> bool:
+    """Return whether a validation set chose a checkpoint as the best. In older versions the test set did."""
+    if is_sharded(path):
+        state = ShardedCheckpoint(path, key="--checkpoint ").state
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return bool(Progress.of(state["progress"]).best)
 
 
 def read_weights(model: nn.Module, path: str) -> tuple[dict[str, torch.Tensor], Progress]:
@@ -68,7 +85,7 @@ def read_weights(model: nn.Module, path: str) -> tuple[dict[str, torch.Tensor], 
         weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in weights.items()}
         return weights, read_shards(weights, path, shapes)
     state = load_checkpoint(path, shapes, key="--checkpoint ")
-    return state.get("ema", state["model"]), Progress(**state["progress"])
+    return state.get("ema", state["model"]), Progress.of(state["progress"])
 
 
 def read_shards(weights: dict[str, torch.Tensor], path: str, shapes: dict[str, tuple[int, ...]]) -> Progress:
@@ -85,7 +102,7 @@ def read_shards(weights: dict[str, torch.Tensor], path: str, shapes: dict[str, t
     saved = ShardedCheckpoint(path, key="--checkpoint ")
     saved.check(shapes)
     saved.read(saved.weights(weights))
-    return Progress(**saved.state["progress"])
+    return Progress.of(saved.state["progress"])
 
 
 def load_model(folder: Path, cfg: DictConfig, checkpoint: str) -> nn.Module:

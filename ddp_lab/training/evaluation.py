@@ -29,6 +29,11 @@ class Evaluation:
     top5_accuracy: float | None
     confusion: torch.Tensor | None
 
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return the metrics under the names that they have in metrics.jsonl, for a set called `name`: val_loss and so on."""
+        values = {f"{name}_loss": self.loss, f"{name}_accuracy": self.accuracy}
+        return values if self.top5_accuracy is None else values | {f"{name}_top5_accuracy": self.top5_accuracy}
+
 
 def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> Evaluation:
     """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end."""

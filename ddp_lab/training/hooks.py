@@ -28,8 +28,8 @@ class Hooks:
     def check(self, progress: Progress) -> None:
         """Run after the last step of an epoch, before its evaluation, with `progress` after that step."""
 
-    def evaluating(self, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """Yield the batches of an evaluation."""
+    def evaluating(self, loader: Iterable[Any], progress: Progress, done: int = 0) -> Iterator[Any]:
+        """Yield the batches of an evaluation. `done` is the number of batches of other sets that were evaluated before."""
         yield from self.batches("evaluating", loader, progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:

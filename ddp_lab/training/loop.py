@@ -1,11 +1,10 @@
 """The training loop, the same for all strategies and ranks."""
 
-import math
-import statistics
 import time
-from collections import deque
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.loader import Loader
@@ -13,24 +12,35 @@ from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.evaluation import evaluate, means
+from ddp_lab.training.evaluation import Evaluation, evaluate, means
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
 
-LONGEST = 1000  # epochs of whose durations the median is logged
+
+@dataclass(frozen=True)
+class FitSettings:
+    """When training ends, and when the test set is evaluated.
+
+    Attributes:
+        epochs: number of the last epoch.
+        patience: stop early after this many epochs in a row without a lower val_loss; None: never.
+        evaluate_test: after every epoch, or after the last one only.
+    """
+
+    epochs: int
+    patience: int | None = None
+    evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
 
 
 def fit(
     strategy: Strategy,
     step: TrainStep,
-    train_loader: Loader,
-    test_loader: Loader,
+    loaders: Mapping[str, Loader],
     logger: Logger,
     hooks: Hooks,
     progress: Progress,
-    epochs: int,
-    patience: int | None = None,
+    settings: FitSettings,
     ema: EMA | None = None,
 ) -> Progress:
     """Train from `progress` to the end, and evaluate and log after each epoch.
@@ -40,12 +50,12 @@ def fit(
     Args:
         strategy: after `Strategy.setup`.
         step: computes one training step.
+        loaders: of the sets train, val and test; of the last two at least one.
         logger: gets a record of each epoch.
         hooks: called between steps and epochs; the exceptions that they raise end the training.
         progress: position to resume from.
-        epochs: number of the last epoch.
+        settings: when training ends.
         ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
-        patience: stop early after this many epochs in a row without a lower test loss; None: never.
 
     Returns:
         The position at the end.
@@ -53,43 +63,56 @@ def fit(
     Raises:
         TrainingError: every batch of an epoch was skipped.
     """
-    durations: deque[float] = deque(maxlen=LONGEST)
-    test_accuracy = samples = math.nan
-    shown = next(iter(test_loader))
-    while not is_over(progress, epochs, patience):
-        progress = train_epoch(strategy, step, train_loader, logger, hooks, progress, epochs)
+    drawn = "val" if "val" in loaders else "test"
+    shown = next(iter(loaders[drawn]))
+    while not is_over(progress, settings):
+        progress = train_epoch(strategy, step, loaders["train"], logger, hooks, progress, settings.epochs)
         hooks.check(progress)
-        durations.append(progress.seconds)
         if progress.sums[2] == 0:
             message = f"every batch of epoch {progress.epoch} was skipped (on_nan=skip): lower optimizer.lr"
             raise TrainingError(message, "not_finite")
-        train_loss, train_accuracy, samples = means(progress.sums)
         with ema.in_use() if ema else nullcontext():
-            tested = evaluate(strategy, hooks.evaluating(test_loader, progress))
-            logits = strategy.predict(shown.inputs)
-        test_accuracy = tested.accuracy
+            evaluated, following = evaluate_epoch(strategy, loaders, hooks, progress, settings)
+            logits = strategy.predict(shown.inputs) if drawn in evaluated else None
+        train_loss, train_accuracy, samples = means(progress.sums)
         logger.epoch(
             progress.epoch,
+            step=progress.step,
             train_loss=train_loss,
             train_accuracy=train_accuracy,
-            test_loss=tested.loss,
-            test_accuracy=test_accuracy,
-            **({} if tested.top5_accuracy is None else {"test_top5_accuracy": tested.top5_accuracy}),
+            **{key: value for name, found in evaluated.items() for key, value in found.metrics(name).items()},
             lr=progress.lr,
             seconds=progress.seconds,
             samples_per_second=samples / progress.seconds,
         )
-        logger.predictions(progress.epoch, shown.inputs, shown.targets, logits)
-        logger.confusion(progress.epoch, tested.confusion)
-        progress = next_epoch(progress, tested.loss, tested.accuracy)
-        hooks.end_epoch(progress, last=is_over(progress, epochs, patience))
-    if durations:
-        logger.summary(test_accuracy, statistics.median(durations), samples / statistics.median(durations))
-    if progress.epoch <= epochs:
-        log.info(
-            f"stopped early: no test loss below that of epoch {progress.best_epoch} in the last {patience} epochs (patience)"
-        )
+        if logits is not None:
+            logger.predictions(progress.epoch, shown.inputs, shown.targets, logits)
+            logger.confusion(progress.epoch, evaluated[drawn].confusion)
+        progress = following
+        hooks.end_epoch(progress, last=is_over(progress, settings))
+    if progress.epoch <= settings.epochs:
+        log.info(f"stopped early: {no_lower_loss(progress)} (patience={settings.patience})")
     return progress
+
+
+def evaluate_epoch(
+    strategy: Strategy, loaders: Mapping[str, Loader], hooks: Hooks, progress: Progress, settings: FitSettings
+) -> tuple[dict[str, Evaluation], Progress]:
+    """Evaluate the sets that are due after an epoch. Collective.
+
+    The validation set comes first, because it decides whether the epoch is the last one.
+
+    Returns:
+        The metrics by set, and the position at the beginning of the next epoch.
+    """
+    evaluated: dict[str, Evaluation] = {}
+    if "val" in loaders:
+        evaluated["val"] = evaluate(strategy, hooks.evaluating(loaders["val"], progress))
+    following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {})
+    if "test" in loaders and (settings.evaluate_test == "every_epoch" or is_over(following, settings)):
+        done = len(loaders["val"]) if evaluated else 0
+        evaluated["test"] = evaluate(strategy, hooks.evaluating(loaders["test"], progress, done))
+    return evaluated, following
 
 
 def train_epoch(
@@ -124,33 +147,23 @@ def train_epoch(
     return here()
 
 
-def next_epoch(progress: Progress, test_loss: float, test_accuracy: float) -> Progress:
-    """Return the position at the beginning of the next epoch. The metrics are those of the epoch that ended."""
-    following = replace(progress, epoch=progress.epoch + 1, samples=0, sums=[0.0, 0.0, 0.0], seconds=0.0, lr=0.0)
-    if math.isfinite(test_loss):
-        if progress.best_loss is None or test_loss < progress.best_loss:
-            following.best_loss, following.best_epoch = test_loss, progress.epoch
-        if progress.best_accuracy is None or test_accuracy > progress.best_accuracy:
-            following.best_accuracy, following.best_accuracy_epoch = test_accuracy, progress.epoch
-    return following
+def is_over(progress: Progress, settings: FitSettings) -> bool:
+    """Return whether all epochs are done, or the last `patience` epochs did not lower the val_loss."""
+    return progress.epoch > settings.epochs or (settings.patience is not None and progress.stalled >= settings.patience)
 
 
-def is_over(progress: Progress, epochs: int, patience: int | None) -> bool:
-    """Return whether all epochs are done, or the last `patience` epochs did not lower the test loss."""
-    done = progress.epoch - 1
-    return done >= epochs or (patience is not None and done - progress.best_epoch >= patience)
-
-
-def why_over(progress: Progress, epochs: int, patience: int | None) -> str:
+def why_over(progress: Progress, settings: FitSettings) -> str:
     """Return why a run `is_over`, and what continues it."""
-    done, stalled = progress.epoch - 1, progress.epoch - 1 - progress.best_epoch
     reasons, raised = list[str](), list[str]()
-    if done >= epochs:
-        reasons.append(f"{done} of epochs={epochs} are done")
+    if progress.epoch > settings.epochs:
+        reasons.append(f"{progress.epoch - 1} of epochs={settings.epochs} are done")
         raised.append("epochs")
-    if patience is not None and stalled >= patience:
-        reasons.append(
-            f"the last {stalled} epochs had no test loss below that of epoch {progress.best_epoch} (patience={patience})"
-        )
-        raised.append(f"patience above {stalled}")
+    if settings.patience is not None and progress.stalled >= settings.patience:
+        reasons.append(f"{no_lower_loss(progress)} (patience={settings.patience})")
+        raised.append(f"patience above {progress.stalled}")
     return f"{' and '.join(reasons)}; raise {' and '.join(raised)} to continue, or use another name"
+
+
+def no_lower_loss(progress: Progress) -> str:
+    """Return how many epochs did not lower the val_loss, for a message."""
+    return f"the last {progress.stalled} epochs had no val_loss below that of epoch {progress.best_epochs.get('val_loss', 0)}"

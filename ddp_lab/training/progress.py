@@ -1,9 +1,11 @@
 """The position of a run: what a checkpoint holds besides tensors."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
-BestBy = Literal["test_loss", "test_accuracy"]  # the metric by which the best checkpoint is chosen
+Criterion = Literal["val_loss", "val_accuracy"]  # the metric by which the best checkpoint is chosen
 
 
 @dataclass
@@ -17,8 +19,9 @@ class Progress:
         sums: [loss_sum, correct, count] of this epoch's steps so far, over all ranks.
         seconds: duration of this epoch's steps so far.
         lr: learning rate of the last step.
-        best_loss, best_epoch: lowest test loss so far, and its epoch; None and 0 before the first evaluation.
-        best_accuracy, best_accuracy_epoch: highest test accuracy so far, and its epoch.
+        best: lowest val_loss and highest val_accuracy so far, by name; empty without a validation set.
+        best_epochs: their epochs.
+        stalled: epochs in a row without a lower val_loss.
     """
 
     epoch: int = 1
@@ -27,15 +30,35 @@ class Progress:
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     seconds: float = 0.0
     lr: float = 0.0
-    best_loss: float | None = None
-    best_epoch: int = 0
-    best_accuracy: float | None = None
-    best_accuracy_epoch: int = 0
+    best: dict[str, float] = field(default_factory=dict[str, float])
+    best_epochs: dict[str, int] = field(default_factory=dict[str, int])
+    stalled: int = 0
 
-    def is_best(self, rule: BestBy | None) -> bool:
-        """Return whether this is the end of the epoch with the lowest test loss, or the highest test accuracy, so far."""
-        best = {"test_loss": self.best_epoch, "test_accuracy": self.best_accuracy_epoch, None: 0}[rule]
-        return self.samples == 0 and 0 < best == self.epoch - 1
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "Progress":
+        """Return the position in a checkpoint. Older versions chose the best by the test set: that choice is left out."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in saved.items() if key in known})
+
+    def next_epoch(self, validation: Mapping[str, float]) -> "Progress":
+        """Return the position at the beginning of the next epoch.
+
+        Args:
+            validation: the metrics val_* after the epoch that ends; empty without a validation set.
+        """
+        following = replace(self, epoch=self.epoch + 1, samples=0, sums=[0.0, 0.0, 0.0], seconds=0.0, lr=0.0)
+        finite = all(map(math.isfinite, validation.values()))
+        better = {name: value for name, value in validation.items() if finite and self._is_better(name, value)}
+        following.best, following.best_epochs = self.best | better, self.best_epochs | dict.fromkeys(better, self.epoch)
+        following.stalled = 0 if "val_loss" in better or not validation else self.stalled + 1
+        return following
+
+    def _is_better(self, name: str, value: float) -> bool:
+        return name not in self.best or (value < self.best[name] if name == "val_loss" else value > self.best[name])
+
+    def is_best(self, criterion: Criterion | None) -> bool:
+        """Return whether this is the end of the epoch that is the best so far."""
+        return self.samples == 0 and 0 < self.best_epochs.get(criterion or "", 0) == self.epoch - 1
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, {self.samples:,} samples into it, step {self.step}"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from benchmark.ours import ON_CPU, ON_GPU, overrides
 
+from ddp_lab.observe.metrics_file import read_epochs
+
 ROOT = Path(__file__).parents[2]
 NUMBERS = ("batch", "steps", "repeats", "workers", "patience")  # arguments of a loop's ranks
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # by the first word of a loop's name
@@ -75,9 +77,7 @@ def run_ours(
     ]
     script = ["train.py", *overrides(model, strategy, arguments, ranks, performance), *more]
     problem = launch(arguments, ranks, script, folder)
-    metrics = folder / "run" / "metrics.jsonl"
-    lines = metrics.read_text().splitlines()[1:] if metrics.exists() else []
-    return problem, [json.loads(line)["samples_per_second"] for line in lines]
+    return problem, [row["samples_per_second"] for row in read_epochs(folder / "run" / "metrics.jsonl")[1:]]
 
 
 def run_other(

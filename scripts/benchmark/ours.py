@@ -48,7 +48,7 @@ def kernels(name: str, runtime: Runtime, arguments: Namespace) -> Iterator[float
     with job.options.switches(runtime):
         training = materialize(job)
         training.compile(arguments.steps)
-        loader, step = job.loaders[0], training.step
+        loader, step = job.loaders["train"], training.step
         assert isinstance(step, GraphStep)
         graph = next(iter(step.graphs.values()))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

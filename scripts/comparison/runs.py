@@ -1,6 +1,5 @@
 """The strategies that a machine can run, and one run of each by train.py."""
 
-import json
 import os
 import re
 import statistics
@@ -14,6 +13,7 @@ import torch
 from ddp_lab.launch.command_line import REFUSED
 from ddp_lab.launch.sweep import quote
 from ddp_lab.launch.torchrun import world_command
+from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.run_directory import read_json
 
 
@@ -158,7 +158,7 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
         reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
         problem = reason.splitlines()[0].partition("error: ")[2] or reason
         return Result(entry, [], [], problem, refused=done.returncode == REFUSED)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_epochs(run_dir / "metrics.jsonl")
     files = sorted((run_dir / "checkpoints").glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
     weights = [torch.load(path, weights_only=True)["model"] for path in (files[0], files[-1])]
     return Result(entry, records, weights, None, read_json(run_dir / "profile" / "summary.json"))

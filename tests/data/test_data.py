@@ -214,7 +214,7 @@ def test_loader_leaves_images_unchanged_without_augmentation(kind):
 def test_job_augments_the_training_split_only(kind):
     cfg = config("data.crop_padding=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
     job = Job(cfg, Runtime("cpu"))
-    for loader, data, augmented in zip(job.loaders, (job.dataset.train, job.dataset.test), (True, False), strict=True):
+    for loader, data, augmented in zip(job.loaders.values(), (job.dataset.train, job.dataset.test), (True, False), strict=True):
         seen = torch.cat([inputs for inputs, _, _ in loader])
         assert torch.equal(seen, loader.normalise(data.images[loader.sampler.indices()])) is not augmented
 

@@ -88,7 +88,7 @@ def test_datasets_that_cannot_be_used_are_refused(target, overrides, message):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_label_that_is_wrong_in_a_later_sample_is_named(workers):
-    own = job("Later", "data.num_classes=2", f"data.num_workers={workers}").loaders[1]
+    own = job("Later", "data.num_classes=2", f"data.num_workers={workers}").loaders["test"]
     with pytest.raises(SampleError, match=r"^data.dataset._target_=own_datasets.Later: the label of sample 4 is 5; .*$"):
         list(own)
 

@@ -66,8 +66,8 @@ def compare(runtime: Runtime, case: Case) -> tuple[Footprint, Footprint]:
         share = job.strategy.share(job.model, runtime.rank)
         predicted = footprint(share, job.model, build(job.cfg.optimizer), case.ema is not None)
         training = materialize(job)
-        job.loaders[0].set_epoch(1)
-        job.strategy.forward_backward(*next(iter(job.loaders[0])))
+        job.loaders["train"].set_epoch(1)
+        job.strategy.forward_backward(*next(iter(job.loaders["train"])))
         parameters = list(job.strategy.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         training.optimizer.step()

@@ -147,7 +147,7 @@ def test_sweep_directory_that_cannot_be_created_is_reported_in_one_line(launcher
 
 
 def test_summary_reports_a_deleted_sweep_directory(tmp_path):
-    job = Job("strategy=ddp", [], tmp_path / "sweep" / "strategy=ddp", 1, False)
+    job = Job("strategy=ddp", [], tmp_path / "sweep" / "strategy=ddp", 1, "auto", False)
     assert describe(job, 1) == "strategy=ddp: its directory was deleted (exit code 1): see its output above"
     job.run_dir.parent.mkdir()
     assert describe(job, 1) == "strategy=ddp: did not start (exit code 1): see its output above"
@@ -158,7 +158,7 @@ def test_summary_reports_a_deleted_sweep_directory(tmp_path):
     [("finished", 3, True), ("finished", 2, False), ("preempted", 3, False), ("failed", 3, False), ("running", 3, False)],
 )
 def test_job_is_finished_when_its_status_is_and_all_epochs_are_done(status, epoch, finished, tmp_path):
-    job = Job("strategy=ddp", [], tmp_path, 3, False)
+    job = Job("strategy=ddp", [], tmp_path, 3, "auto", False)
     assert not is_finished(job)
     write_status(tmp_path, status, epoch, 15)
     assert is_finished(job) is finished

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 import warm as warm_launches
 
+from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.node_board import PAGE, RANKS, parse
 
 SUPPORT = Path(__file__).parent
@@ -36,7 +37,9 @@ OWN = [*(override for override in SMALL if not override.startswith("model=")), "
 # A model with BatchNorm; ResNet-18's ten million parameters would dominate the time of a short launch.
 NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.image_size=16"]
 METRICS = {
+    "kind",
     "epoch",
+    "step",
     "train_loss",
     "train_accuracy",
     "test_loss",
@@ -124,7 +127,7 @@ def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_epochs(run_dir / "metrics.jsonl")
 
 
 def only_run(runs_dir: Path) -> Path:

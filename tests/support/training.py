@@ -127,6 +127,7 @@ class Case:
     model: str = "lenet"
     init: str = "default"
     samples: int = 59
+    val_fraction: float = 0.0
     batch_size: int = 24
     epochs: int = 2
     lr: float = 0.05
@@ -183,6 +184,7 @@ class Outcome:
     held: int  # bytes of parameters and buffers that this rank has allocated before the first step
     peak: int  # largest number of such bytes while it drew them, with the complete block that it had drawn last
     sums: list[list[float]]  # of each training epoch
+    validation: list[tuple[float, float]]  # loss and accuracy after each epoch; empty without a validation set
     evaluation: tuple[float, ...]  # loss, accuracy, samples, top-5 accuracy, and the cells of the confusion matrix
 
 
@@ -210,9 +212,7 @@ def data_of(case: Case, root: str) -> dict[str, Any]:
     _, channels, image_size = MODELS[case.model]
     if case.files:
         transforms = {"resize": None, "crop_scale": [0.3, 1.0], "randaugment": 9, "erasing": 0.5, "num_classes": None}
-        dataset = target(
-            Folder, root=root, val_fraction=0.0, val_seed=0, on_corrupt="stop", cache=CACHES[case.strategy], cache_dir=None
-        )
+        dataset = target(Folder, root=root, on_corrupt="stop", cache=CACHES[case.strategy], cache_dir=None)
         # `single` reads without worker processes, which must make no difference.
         workers = int(case.strategy is not Single)
         return {"dataset": dataset, "channels": channels, "image_size": image_size, "num_workers": workers} | transforms
@@ -246,12 +246,17 @@ def config_of(case: Case, root: str = "") -> DictConfig:
             "lr_base_batch_size": case.batch_size,
             "warmup_epochs": 2 / -(-case.samples // case.batch_size),  # two steps
             "patience": None,
+            "evaluate_test": "every_epoch",
+            "optimize": "auto",
+            "checkpoint": {"best": "auto"},
             "on_nan": "stop",
             "profile": False,
             "speed": "auto" if AUTO in case.performance else "off",
             **case.performance._asdict(),
             "data": {
                 **data_of(case, root),
+                "val_fraction": case.val_fraction,
+                "val_seed": SEED,
                 "loader": case.loader,
                 "crop_padding": case.crop_padding,
                 "flip": case.flip,
@@ -300,12 +305,15 @@ class Recorder(Hooks, Logger):
         self.checkpoints, self.saves, self.save_at = checkpoints, save, save_at
         self.sums: list[list[float]] = []
         self.tests: list[tuple[float, float]] = []
+        self.validation: list[tuple[float, float]] = []
 
     def check(self, progress: Progress) -> None:
         self.sums.append(progress.sums)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         self.tests.append((metrics["test_loss"], metrics["test_accuracy"]))
+        if "val_loss" in metrics:
+            self.validation.append((metrics["val_loss"], metrics["val_accuracy"]))
 
     def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
         if progress.step == self.save_at:
@@ -328,7 +336,7 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
 
 def write_images(root: Path, samples: int) -> str:
     """Write images of ten classes for a case with `files`, and return their directory."""
-    write_folder(root, {"train": samples, "val": TEST_SAMPLES}, classes=10, sides=(28, 48))
+    write_folder(root, {"train": samples, "val": 12, "test": TEST_SAMPLES}, classes=10, sides=(28, 48))
     return str(root)
 
 
@@ -354,12 +362,13 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     recorder = Recorder(checkpoints, bool(case.save), case.save_at)
     training.fit(recorder, recorder, progress)
     with training.ema.in_use() if training.ema else nullcontext():
-        tested = evaluate(strategy, job.loaders[1])
+        tested = evaluate(strategy, job.loaders["test"])
     assert tested.samples == tested.confusion.sum() == TEST_SAMPLES
     assert tested.accuracy == tested.confusion.trace().item() / TEST_SAMPLES
     cells = tested.confusion.flatten().tolist()
     evaluation = (tested.loss, tested.accuracy, tested.samples, tested.top5_accuracy, *cells)
     assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
+    assert len(recorder.validation) == len(recorder.tests) * (case.files or case.val_fraction > 0)
     averages = training.ema.state_dict() if training.ema else {}
     state = strategy.state_dict(training.optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
@@ -372,9 +381,9 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     digest = hash_of(weights)
     if runtime.rank > 0:
         weights, momentum, averages = {}, {}, {}
-    return Outcome(
-        weights, momentum if case.keep_momentum else {}, averages, digest, initial, held, peak, recorder.sums, evaluation
-    )
+    momentum = momentum if case.keep_momentum else {}
+    measured = recorder.sums, recorder.validation, evaluation
+    return Outcome(weights, momentum, averages, digest, initial, held, peak, *measured)
 
 
 def hash_of(state: dict[str, torch.Tensor]) -> str:

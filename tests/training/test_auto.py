@@ -379,4 +379,4 @@ def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(overrid
     job.strategy = on_gpu(job.strategy, monkeypatch)
     job.choices = find_choices(cfg, job.strategy, job.dataset, job.model)
     job.strategy.device = torch.device("cpu")
-    assert [loader.batch_size for loader in job.loaders] == [24, batch]
+    assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
