@@ -82,6 +82,7 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
             axes.plot(*zip(*line.points, strict=True), label=clipped(line.label), **look)
         if log:
             axes.set(xscale="log", yscale="log")
+            axes.xaxis.get_major_locator().set_params(numticks=6)  # a label at every power of ten can touch the next
         else:
             axes.yaxis.set_major_locator(round_numbers())
             set_x_ticks(axes, places)
