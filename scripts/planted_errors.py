@@ -2,7 +2,6 @@
 
 python scripts/planted_errors.py              all errors; an hour on two busy cores
 python scripts/planted_errors.py seed plan    the errors whose name or file contains one of these
-python scripts/planted_errors.py --markdown   print the table of docs/testing.md and run nothing
 
 Each error is one replacement in one file, listed with the least expensive test that fails because of it. First, all those tests
 are run in a copy without errors. Exit code 0: all of them pass there, and each error is caught by its test.
@@ -516,24 +515,14 @@ def is_caught(error: Error) -> bool:
     return caught
 
 
-def table() -> str:
-    """Return the errors as Markdown."""
-    rows = [f"| {error.name} | `{error.file}` | `{error.test.removeprefix('tests/')}` |" for error in ERRORS]
-    return "\n".join(["| error | in | caught by |", "|---|---|---|", *rows])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="plant only errors whose name or file contains one of these")
-    parser.add_argument("--markdown", action="store_true", help="print the table and run nothing")
     arguments = parser.parse_args()
-    if arguments.markdown:
-        print(table())
-        return 0
     words = arguments.words or [""]
     chosen = [error for error in ERRORS if any(word in f"{error.name} {error.file}" for word in words)]
     if not chosen:
-        parser.error(f"{' '.join(words)}: no error has this in its name or file; see --markdown")
+        parser.error(f"{' '.join(words)}: no error has this in its name or file; ERRORS in this file lists them")
     tests = list(dict.fromkeys(error.test for error in chosen))
     failing = failing_without_error(tests)
     print(f"{len(tests) - len(failing)} of {len(tests)} tests pass without an error", *failing, sep="\n", flush=True)
