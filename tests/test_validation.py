@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import ROOT, SMALL, launch, main_in_world, read_metrics
+from configs import config
+from launches import ROOT, SMALL, main_in_world, read_metrics
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
 from ddp_lab import evaluate, export, predict
+from ddp_lab.config.record import to_record
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.device_loader import DeviceLoader
@@ -152,25 +155,18 @@ def test_older_run_resumes_with_a_best_of_its_own_and_is_evaluated(chosen, tmp_p
     assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("best.pt")
 
 
-OLD_FOLDER = """
-data: {root: ROOT, loader: workers, num_workers: 0, shift: 0, flip: true, channels: 3, image_size: 24, resize: null,
-  crop_scale: null, randaugment: null, erasing: 0.0, val_fraction: 0.25, val_seed: 3, on_corrupt: stop, cache: none,
-  cache_dir: null, mean: [0.5], std: [0.2], dataset: {_target_: ddp_lab.data.folder.Folder, root: ROOT, val_seed: 3,
-  val_fraction: 0.25, on_corrupt: stop, cache: none, cache_dir: null}}
-"""
-
-
 @pytest.mark.parametrize(("folder", "fraction"), [("test", 0.0), ("val", 0.0), ("other", 0.25)])
-def test_recorded_config_of_an_older_version_holds_out_what_it_did(folder, fraction, chosen, tmp_path):
-    (tmp_path / "images" / folder).mkdir(parents=True)
-    text = (chosen / "config.yaml").read_text()
-    start, end = text.index("data:\n"), text.index("model:\n")
-    text = text[:start] + OLD_FOLDER.replace("ROOT", str(tmp_path / "images")) + text[end:]
-    lines = [line for line in text.splitlines() if not line.startswith(("evaluate_test:", "optimize:"))]
-    text = "\n".join(lines).replace("best: auto", "best: test_loss").replace("patience: null", "patience: 2")
-    (tmp_path / "config.yaml").write_text(text)
-    data = read_config(tmp_path, [], None).data
-    assert (data.val_fraction, data.val_seed) == (fraction, 3)
+def test_recorded_config_of_an_older_version_holds_out_what_it_did(folder, fraction, tmp_path):
+    """Its key data.val_fraction concerned folders without val and test, and was an option of the dataset, too."""
+    root = tmp_path / "images"
+    (root / folder).mkdir(parents=True)
+    cfg = config("data=folder", f"data.root={root}", "data.val_fraction=0.25", "data.val_seed=3", "patience=2")
+    del cfg.evaluate_test, cfg.optimize
+    OmegaConf.update(cfg, "data.dataset", {"val_fraction": "${data.val_fraction}", "val_seed": 3}, force_add=True)
+    OmegaConf.update(cfg, "checkpoint.best", "test_loss")
+    (tmp_path / "config.yaml").write_text(to_record(cfg))
+    read = read_config(tmp_path, [], None)
+    assert (read.data.val_fraction, read.data.val_seed) == (fraction, 3)
 
 
 def test_best_and_patience_follow_the_validation_loss():

@@ -63,13 +63,6 @@ def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
     assert "train/link/x.png" in find_images(tmp_path)
 
 
-def test_val_is_preferred_to_test(tmp_path):
-    write_folder(tmp_path, {"train": 3, "test": 3})
-    assert len(find_images(tmp_path)) == 6
-    write_folder(tmp_path, {"val": 6})
-    assert {name.split("/")[0] for name in find_images(tmp_path)} == {"train", "val"}
-
-
 def test_names_survive_packing():
     found = ["train/a/1.png", "train/ü/\udcff\n2.png", "x"]
     packed = Names(Names.pack(found))
@@ -87,6 +80,7 @@ def break_file(root: Path) -> None:
         (lambda root: shutil.rmtree(root), r"there is no such directory on"),
         (lambda root: (root / "train").rename(root / "training"), r"has no folder train; expected .*/train/CLASS/FILE"),
         (lambda root: (root / "train" / "new").mkdir(), r"no image in train/new \(1 of 4 classes have none\)"),
+        (lambda root: (root / "test" / "class 0").mkdir(parents=True), r"no image in test; remove the folder, or add \.jpg"),
         (lambda root: (root / "val" / "new").mkdir(), r"train and val must have the same classes, but new is in val only"),
         (
             lambda root: (root / "train" / "alias").symlink_to(root / "train" / "class 0"),
@@ -159,7 +153,7 @@ def test_held_out_files_depend_on_their_name_and_the_seed_only(tmp_path):
     for name in names(found.train)[::3]:
         (root / name).unlink()
     assert names(dataset(root, "data.val_fraction=0.25").val) == out
-    with pytest.raises(ConfigError, match=r"data.val_fraction=0.0: leaves 39 of 39 samples to train on and 0 to evaluate with"):
+    with pytest.raises(ConfigError, match=r"data.val_fraction=0.0: leaves 62 of 62 samples to train on and 0 to evaluate with"):
         dataset(root, "data.val_fraction=0.0")
 
 
@@ -169,8 +163,8 @@ def test_held_out_files_depend_on_their_name_and_the_seed_only(tmp_path):
         ({"val": 3, "test": 4}, "null", {"train": 24, "val": 3, "test": 4}),
         ({"val": 3}, "null", {"train": 24, "val": 3}),
         ({"test": 4}, "null", {"train": 24, "test": 4}),
-        ({"test": 4}, "0.25", {"train": 19, "val": 5, "test": 4}),
-        ({}, "null", {"train": 21, "val": 3}),
+        ({"test": 4}, "0.25", {"train": 17, "val": 7, "test": 4}),
+        ({}, "null", {"train": 22, "val": 2}),
     ],
 )
 def test_folders_are_the_sets_of_their_names(tmp_path, folders, fraction, sizes):
@@ -326,12 +320,12 @@ def test_interpreter_exits_while_workers_run():
 
 
 def test_file_that_is_damaged_after_the_check_is_named(tmp_path):
-    root = write_folder(tmp_path, {"train": 4, "val": 4}, classes=1)
+    root = write_folder(tmp_path, {"train": 4, "test": 4}, classes=1)
     found = dataset(root)
     os.truncate(root / names(found.test)[2], 50)
     settings = {"mean": [0.0], "std": [1.0], "shuffle": False, "num_workers": 1}
     own = WorkerLoader(found.test, 4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings)
-    with pytest.raises(SampleError, match=rf"^{root}/val/class 0/.*: cannot be decoded"):
+    with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded"):
         next(iter(own))
 
 
