@@ -195,6 +195,12 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14 pixels, got 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
+    "strategy=ddp patience=3": "patience=3: needs a validation set, which these data do not have. Use data.val_fraction=0.1",
+    "strategy=ddp checkpoint.best=val_accuracy": "checkpoint.best=val_accuracy: needs a validation set",
+    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: the test set chooses nothing. Use "
+    "checkpoint.best=val_accuracy with a validation set: data.val_fraction=0.1, or with data=folder a folder val/",
+    "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
+    "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 samples to train on and 0 to",
     "-m strategy=ddp seed=1,2": "--multirun: is not supported under torchrun, where all jobs would share one process group",
 }
 

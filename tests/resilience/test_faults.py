@@ -429,8 +429,9 @@ def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
 
 
 def test_early_stopping_persists_over_a_restart(tmp_path):
-    """With a learning rate that is too high the test loss stops falling after a few epochs."""
-    line = overrides(tmp_path, "early", "epochs=50", "patience=2", "optimizer.lr=5.0", "scheduler=constant")
+    """With a learning rate that is too high the val_loss stops falling after a few epochs."""
+    early = "epochs=50", "patience=2", "data.val_fraction=0.2"
+    line = overrides(tmp_path, "early", *early, "optimizer.lr=5.0", "scheduler=constant")
     code, output = launch(DDP, *line)
     assert code == 0, output
     epochs = len(read_metrics(tmp_path / "early"))
@@ -438,7 +439,7 @@ def test_early_stopping_persists_over_a_restart(tmp_path):
     assert "stopped early" in output
     code, output = launch(DDP, *line)
     assert code == 0
-    assert f"nothing to do: the last 2 epochs had no test loss below that of epoch {epochs - 2} (patience=2)" in output
+    assert f"nothing to do: the last 2 epochs had no val_loss below that of epoch {epochs - 2} (patience=2)" in output
     assert "raise patience above 2 to continue, or use another name" in output
     assert len(read_metrics(tmp_path / "early")) == epochs
 
