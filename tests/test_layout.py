@@ -25,7 +25,6 @@ ORDER = [
     "run",
     "commands",
     "__main__",
-    "torchrun",
 ]
 
 

@@ -74,13 +74,11 @@ def test_unknown_option_of_a_launcher_is_explained_in_one_line(monkeypatch):
 
 
 def test_sample_that_cannot_be_read_is_reported_by_the_rank_that_read_it(monkeypatch, capsys):
-    @user_errors
+    @user_errors()
     def command() -> None:
         raise SampleError("sample 5 cannot be read")
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # the decorator sets it, and appends to sys.path
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["command"])
     with pytest.raises(SystemExit) as ended:
         command()

@@ -153,7 +153,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp batch_size=7": "use 6 or 8, or scaling=weak to give every replica 7",
     "name=${nobody}": "Interpolation key 'nobody' not found",
     "strategy=ddp device=cuda:7": "device=cuda:7: there is no such device",
-    "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `python -m ddp_lab",
+    "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `ddp-lab train strategy=single`",
     "strategy=dp": "strategy=dp: runs in one process",
     "strategy=split": "strategy=split: runs in one process",
     "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 is not "

@@ -253,8 +253,9 @@ def execute(request: Request) -> None:
     first, *arguments = request.argv
     given = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     module = arguments[0] if first == "-m" else None
-    alone = module or first.endswith(("train.py", "rank.py"))  # a single process, unless it sweeps or is torchrun
-    if {"-m", "--multirun"} & set(arguments) or module == "torch.distributed.run" or not alone:
+    alone = module or first.endswith(("train.py", "rank.py"))  # a single process, unless it sweeps or starts ranks
+    starts = {"-m", "--multirun"} & set(arguments) or any(argument.startswith("--nproc") for argument in arguments)
+    if starts or module == "torch.distributed.run" or not alone:
         fork_children()
     if module == "torch.distributed.run":
         # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen frame (0.7 s).
