@@ -29,10 +29,11 @@ def refuse_tasks(options: Mapping[str, str]) -> None:
     for variable, (program, number) in TASKS.items():
         if (tasks := env_int(variable, 1)) > 1:
             if env_int(number, 0) == 0:
+                line = f"ddp-lab train --nproc {tasks} OVERRIDES"
                 print(
-                    f"error: {program} started {tasks} tasks ({variable}={tasks}), which are not ranks: each would train a run of "
-                    f"its own. On one machine, start one task: `ddp-lab train --nproc {tasks} OVERRIDES`. On several, start one "
-                    "on each: `ddp-lab train --nproc N --nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`",
+                    f"error: {program} started {tasks} tasks ({variable}={tasks}), which are not ranks: each would train a run "
+                    f"of its own. On one machine start one task: `{line}`. On several, start one task on each: "
+                    "`ddp-lab train --nproc N --nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`",
                     file=sys.stderr,
                 )
             sys.exit(REFUSED)
