@@ -80,7 +80,7 @@ class Runtime(Ranks):
         if self.world_size > 1:
             raise ConfigError(
                 f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
-                "support its tensors. Start one process (python -m ddp_lab device=mps), or set device=cpu"
+                "support its tensors. Start one process (ddp-lab train device=mps), or set device=cpu"
             )
         if self.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
             raise NodeError(
