@@ -26,7 +26,6 @@ ORDER = [
     "run",
     "commands",
     "__main__",
-    "torchrun",
 ]
 
 

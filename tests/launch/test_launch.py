@@ -20,6 +20,8 @@ from launches import (
 from run_checks import check_run
 from worlds import once, run_world
 
+from ddp_lab.launch.start_ranks import OPTIONS
+
 LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
     ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, 4, "ddp on 4 x cpu"),
     ("torchrun --standalone --nproc_per_node=2 train.py strategy=scratch", "scratch", 2, 2, "scratch on 2 x cpu"),
@@ -41,7 +43,7 @@ LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
         1,
         "tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded",
     ),
-    ("torchrun --standalone --nproc_per_node=2 train.py strategy=fsdp", "fsdp", 2, 2, "fsdp on 2 x cpu"),
+    ("python -m ddp_lab train --nproc 2 strategy=fsdp", "fsdp", 2, 2, "fsdp on 2 x cpu"),
     (
         "torchrun --nproc_per_node=4 train.py strategy=mesh strategy.pp=2 strategy.tp=2 model=vit",
         "mesh",
@@ -108,7 +110,7 @@ def test_concurrent_launches_get_separate_directories(tmp_path):
 
 
 def test_elastic_restart_resumes_in_the_same_directory(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 --max-restarts=1 train.py strategy=ddp"
+    line = "python -m ddp_lab train --nproc 2 --max-restarts 1 strategy=ddp"
     same = [*SMALL, "epochs=4"]
     code, output = launch(line, "inject=crash@rank=1,step=12", *same, f"runs_dir={tmp_path}/crashed")
     assert code == 0, output
@@ -133,6 +135,7 @@ def test_help_lists_launch_lines_groups_and_keys():
     assert code == 0
     for word in (
         "torchrun --nproc_per_node=4 train.py strategy=ddp",
+        *(f"--{option} " for option in OPTIONS),
         "data: cifar10, digits",
         "nn.DataParallel",
         "batch_size: 64",
@@ -157,7 +160,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp batch_size=7": "use 6 or 8, or scaling=weak to give every replica 7",
     "name=${nobody}": "Interpolation key 'nobody' not found",
     "strategy=ddp device=cuda:7": "device=cuda:7: there is no such device",
-    "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `python -m ddp_lab",
+    "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `ddp-lab train strategy=single`",
     "strategy=dp": "strategy=dp: runs in one process",
     "strategy=split": "strategy=split: runs in one process",
     "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 is not "
