@@ -15,7 +15,7 @@ python train.py --help                                                every grou
 `ddp-lab` and `torchrun -m ddp_lab` are the same command, for any directory.
 """
 
-from ddp_lab.commands.train import main
+from ddp_lab.commands.train import main_of_rank
 
 if __name__ == "__main__":
-    main()
+    main_of_rank()

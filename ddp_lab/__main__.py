@@ -12,6 +12,7 @@ COMMANDS = {
     "merge": "make one file of a sharded checkpoint",
     "advise": "predict memory and time of every strategy, without a GPU",
     "doctor": "check machines and config before a launch",
+    "submit": "submit runs to Slurm or Kubernetes",
 }
 
 
@@ -27,7 +28,10 @@ def main() -> None:
         sys.exit(2)
     else:
         sys.argv = [f"ddp-lab {command}", *arguments]
-        importlib.import_module(f"ddp_lab.commands.{command}").main()
+        try:
+            importlib.import_module(f"ddp_lab.commands.{command}").main()
+        except KeyboardInterrupt:  # during the imports; later the command handles it
+            sys.exit(130)
 
 
 def is_command(first: list[str]) -> bool:

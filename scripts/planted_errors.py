@@ -2,7 +2,6 @@
 
 python scripts/planted_errors.py              all errors; an hour on two busy cores
 python scripts/planted_errors.py seed plan    the errors whose name or file contains one of these
-python scripts/planted_errors.py --markdown   print the table of docs/testing.md and run nothing
 
 Each error is one replacement in one file, listed with the least expensive test that fails because of it. First, all those tests
 are run in a copy without errors. Exit code 0: all of them pass there, and each error is caught by its test.
@@ -136,7 +135,7 @@ ERRORS = [
           "tests/resilience/test_faults.py::test_last_checkpoint_that_cannot_be_written_fails_the_run"),
 
     Error("a preempted run exits with code 0", MAIN,
-          "= PREEMPTED if", "= 0 if", "tests/resilience/test_faults.py::test_sigterm_without_torchrun_exits_with_75"),
+          "else EXIT_CODES.get(status, 0)", "else 0", "tests/resilience/test_faults.py::test_sigterm_without_torchrun_exits_with_75"),
     Error("the values in the config are not checked", MAIN,
           "    check(cfg)\n", "",
           "tests/test_startup.py::test_help_and_config_errors_do_not_load_torch"
@@ -373,7 +372,7 @@ ERRORS = [
           "tests/resilience/test_nodes.py::"
           "test_rank_that_ends_while_the_store_does_not_answer_is_not_aborted_when_it_does"),
     Error("two launches may write in one directory", RUN_DIR,
-          "self._lock = lock(path)", "pass", "tests/resilience/test_faults.py::test_second_writer_is_refused"),
+          "self._lock = lock(path, RESTART_WAIT if name == restarted else LOCK_WAIT)", "pass", "tests/resilience/test_faults.py::test_second_writer_is_refused"),
     Error("two launches of the same second share a directory", RUN_DIR,
           "(root / name).mkdir()", "(root / name).mkdir(exist_ok=True)",
           "tests/world/test_ranks.py::test_launches_of_the_same_second_get_different_directories"),
@@ -516,24 +515,14 @@ def is_caught(error: Error) -> bool:
     return caught
 
 
-def table() -> str:
-    """Return the errors as Markdown."""
-    rows = [f"| {error.name} | `{error.file}` | `{error.test.removeprefix('tests/')}` |" for error in ERRORS]
-    return "\n".join(["| error | in | caught by |", "|---|---|---|", *rows])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="plant only errors whose name or file contains one of these")
-    parser.add_argument("--markdown", action="store_true", help="print the table and run nothing")
     arguments = parser.parse_args()
-    if arguments.markdown:
-        print(table())
-        return 0
     words = arguments.words or [""]
     chosen = [error for error in ERRORS if any(word in f"{error.name} {error.file}" for word in words)]
     if not chosen:
-        parser.error(f"{' '.join(words)}: no error has this in its name or file; see --markdown")
+        parser.error(f"{' '.join(words)}: no error has this in its name or file; ERRORS in this file lists them")
     tests = list(dict.fromkeys(error.test for error in chosen))
     failing = failing_without_error(tests)
     print(f"{len(tests) - len(failing)} of {len(tests)} tests pass without an error", *failing, sep="\n", flush=True)

@@ -145,11 +145,9 @@ def test_evaluate_takes_any_checkpoint_and_other_data(trained, command):
     assert (code, errors) == (0, "")
     assert output.startswith(f"{old}, epoch 1: test loss ")
     assert output.endswith(" on 20 images (1 x cpu)\n")
-    best = min(read_metrics(trained), key=lambda record: record["test_loss"])
-    code, output, errors = command(evaluate.main, trained, "--checkpoint=best", "strategy=single")
-    assert (code, errors) == (0, "")
-    loss = f"test loss {best['test_loss']:.4f} accuracy {best['test_accuracy']:.4f}"
-    assert output.startswith(f"{trained}/checkpoints/best.pt, epoch {best['epoch']}: {loss}")
+    code, _, errors = command(evaluate.main, trained, "--checkpoint=best", "strategy=single")
+    assert code == 2
+    assert "contains no best.pt and no best.sharded" in errors, "there is no validation set to choose it"
 
 
 def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluated(trained, command, tmp_path, caplog):
@@ -238,7 +236,8 @@ def test_predictions_of_files_equal_those_of_the_test_set(trained, command, tmp_
     code, output, errors = command(
         predict.main, trained, tmp_path / "images", "--output", tmp_path / "p.csv", "--top=3", "--batch-size=17"
     )
-    assert (code, output, errors) == (0, "", "")
+    weights = f"weights: {trained}/checkpoints/step_00000010.pt\n"
+    assert (code, output, errors) == (0, "", weights)
     header, *rows = csv.reader((tmp_path / "p.csv").open())
     assert header == ["file", "class_1", "probability_1", "class_2", "probability_2", "class_3", "probability_3"]
     expected = model(inputs).softmax(1).topk(3)
@@ -257,14 +256,15 @@ def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left
     (tmp_path / "more" / "notes.txt").touch()
     code, output, errors = command(predict.main, trained, tmp_path / "a*.png", tmp_path / "more", tmp_path / "a.png")
     assert code == 2
-    assert errors.startswith(f"error: 1 of 4 images are left out: {tmp_path}/more/broken.png: cannot be decoded (")
-    assert errors.count("\n") == 1
+    weights = f"weights: {trained}/checkpoints/step_00000010.pt\n"
+    assert errors.startswith(f"{weights}error: 1 of 4 images are left out: {tmp_path}/more/broken.png: cannot be decoded (")
+    assert errors.count("\n") == 2
     _, *rows = csv.reader(output.splitlines())
     assert [Path(row[0]).name for row in rows] == ["a.png", "grey.jpg", "large.png"]
     assert all(len(row) == 11 for row in rows)
     code, output, errors = command(predict.main, trained, tmp_path / "more" / "broken.png", "--output", tmp_path / "p.csv")
     assert (code, output) == (2, "")
-    assert errors.startswith("error: 1 of 1 images are left out: ")
+    assert errors.startswith(f"{weights}error: 1 of 1 images are left out: ")
     assert not (tmp_path / "p.csv").exists()
 
 
@@ -275,7 +275,7 @@ def test_predict_resizes_as_the_data_of_the_run_are_resized(overrides, size):
 
 
 def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
-    root = write_folder(tmp_path / "images", {"train": 3, "val": 6})
+    root = write_folder(tmp_path / "images", {"train": 3, "test": 6})
     cfg = config("data=folder", f"data.root={root}", "data.image_size=24", "data.num_workers=0", "batch_size=6")
     job, seen = Job(cfg, Runtime("cpu")), []
     data = DataRecord(job.dataset.model_shape(), job.dataset.classes)
@@ -285,7 +285,7 @@ def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
             seen.append(images)
             return images.flatten(1)[:, :3]
 
-    rows, corrupt = Predictor(Seeing(), cfg.data, data, job.runtime, top=2).run(find_images([f"{root}/val"]), 6)
+    rows, corrupt = Predictor(Seeing(), cfg.data, data, job.runtime, top=2).run(find_images([f"{root}/test"]), 6)
     assert torch.equal(seen[0], next(iter(job.loaders["test"])).inputs)
     assert (len(rows), corrupt) == (6, [])
     assert {name for row in rows for name in row.classes} <= {"class 0", "class 1", "class 2"}

@@ -71,7 +71,7 @@ def on_two_nodes(function, line: str):
 
 
 def with_free_bytes(free: int, function, line: str):
-    shutil.disk_usage = lambda path: SimpleNamespace(free=free)
+    shutil.disk_usage = lambda path: SimpleNamespace(free=free, total=2**40)
     return function(line)
 
 

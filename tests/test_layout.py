@@ -1,6 +1,7 @@
-"""The subpackages of ddp_lab (rooms) are few, have a docstring, and import in one direction only."""
+"""The subpackages of ddp_lab (rooms) are few, have a docstring, and import in one direction only. Links of documents work."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,6 @@ ORDER = [
     "run",
     "commands",
     "__main__",
-    "torchrun",
 ]
 
 
@@ -95,3 +95,41 @@ def test_top_level_has_rooms_only():
 def test_room_has_a_docstring(room):
     text = (PACKAGE / room.replace(".", "/") / "__init__.py").read_text()
     assert ast.get_docstring(ast.parse(text)), f"{room}/__init__.py needs a docstring that describes what belongs there"
+
+
+FOLDERS = ["conf", "ddp_lab", "docs", "examples", "scripts", "tests"]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+
+
+def text_without_code(path: Path) -> str:
+    """Return the text of a Markdown file without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Return the anchors of a Markdown file: those that GitHub makes of its headings, and those it sets itself."""
+    text = text_without_code(path)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]*)"', text))
+
+
+def leads_nowhere(document: Path, link: str) -> bool:
+    """Whether a relative link of a document names a file or an anchor that does not exist."""
+    file, _, anchor = link.partition("#")
+    target = document.parent / file if file else document
+    return not target.exists() or (anchor != "" and anchor not in anchors_of(target))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_of_documents_lead_to_files_and_headings(path):
+    links = re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', text_without_code(path))
+    relative = [link for pair in links for link in pair if link and not link.startswith(("http:", "https:"))]
+    assert not [link for link in relative if leads_nowhere(path, link)]
+
+
+def test_documents_that_code_refers_to_exist():
+    files = [path for folder in FOLDERS for kind in ("py", "yaml", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    named = {(path, name) for path in files for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
+    assert len(named) > 10
+    assert not [f"{path}: {name}" for path, name in named if not (ROOT / name).exists()]

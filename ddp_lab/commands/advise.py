@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command_line import command
 from ddp_lab.launch.output import check_folder
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
@@ -44,8 +44,7 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     if given.calibrate:

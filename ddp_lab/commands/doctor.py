@@ -7,18 +7,21 @@ It does not train and creates no run directory, but it downloads a missing datas
 finding is an error, else 0.
 """
 
-import hydra
+import sys
+
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launch.command_line import CONF, record, user_errors
+from ddp_lab.launch.command_line import command, run_with_config
 
 
-@record
-@user_errors
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-@user_errors
-def main(cfg: DictConfig) -> None:
+@command()
+def main() -> None:
+    run_with_config(examine, sys.argv[1:])
+
+
+def examine(cfg: DictConfig) -> None:
+    """Examine the launch of this rank."""
     check(cfg)
     from ddp_lab.run.doctor import diagnose
 

@@ -13,7 +13,7 @@ writes nothing but the file of --json.
 import argparse
 from pathlib import Path
 
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command_line import command
 from ddp_lab.launch.output import check_folder
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
@@ -27,8 +27,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     if given.json and env_int("RANK", 0) == 0:

@@ -10,7 +10,7 @@ The weights are the best ones if a validation set chose them, else those of the 
 
 import argparse
 
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command_line import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 
@@ -22,8 +22,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     from ddp_lab.run.data_record import read_data

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command_line import command
 from ddp_lab.launch.output import add_output, check_output
 from ddp_lab.launch.parser import Parser
 
@@ -23,8 +23,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     from ddp_lab.resilience.checkpoint_files import write_atomically

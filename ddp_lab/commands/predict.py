@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command_line import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
@@ -35,8 +35,7 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     if env_int("WORLD_SIZE", 1) > 1:

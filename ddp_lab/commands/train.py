@@ -1,25 +1,46 @@
-"""Train one model with one strategy, from any directory. train.py calls it.
+"""Train one model with one strategy, from any directory.
 
 ddp-lab train model=resnet18 data=cifar10
-torchrun --standalone --nproc_per_node=2 -m ddp_lab strategy=ddp
+ddp-lab train --nproc 4 strategy=ddp
+torchrun --standalone --nproc_per_node=4 -m ddp_lab strategy=ddp
 """
 
+import os
 import sys
 
-import hydra
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launch.command_line import CONF, record, user_errors
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command_line import PREEMPTED, command, run_with_config
+from ddp_lab.launch.start_ranks import complete, split_options, start_ranks
+from ddp_lab.launch.tasks import refuse_tasks
 
-PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, temporary failure, try again later
+EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 
 
-@record
-@user_errors
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-@user_errors
-def main(cfg: DictConfig) -> float | None:
+def main() -> None:
+    """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
+    with command():
+        given, arguments = split_options(sys.argv[1:])
+        if "RANK" in os.environ and given:
+            raise ConfigError(f"--{next(iter(given))}: this process is a rank already; give the option to torchrun")
+        options = None if "RANK" in os.environ else complete(given, arguments)
+        refuse_tasks(options or {})
+        if options:
+            sys.exit(start_ranks(options, arguments))
+        run_with_config(train_rank, arguments)
+
+
+def main_of_rank() -> None:
+    """Train in this process: train.py."""
+    with command():
+        refuse_tasks({})
+        run_with_config(train_rank, sys.argv[1:])
+
+
+def train_rank(cfg: DictConfig) -> float | None:
+    """Train on this rank, and return the metric that `optimize` names, for a Hydra sweeper."""
     check(cfg)
     # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
     # most config errors.
@@ -31,7 +52,7 @@ def main(cfg: DictConfig) -> float | None:
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
         status, run_dir = train(cfg, runtime)  # after it returns, no object refers to the process group
     # Under torchrun a non-zero exit code would restart the ranks.
-    code = PREEMPTED if status == "preempted" and not runtime.under_torchrun else 0
+    code = 0 if runtime.under_torchrun else EXIT_CODES.get(status, 0)
     runtime.exit_if_abandoned(code)
     if code:
         sys.exit(code)

@@ -6,12 +6,16 @@ import functools
 import os
 import re
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -22,60 +26,80 @@ from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.config.messages import unknown_key
 from ddp_lab.config.options import GROUPS, options
 from ddp_lab.launch.renamed import rename_keys, rename_overrides, warn
-from ddp_lab.world.process import env_int, show
+from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
-REFUSED = 2  # exit code of a command that reports a user's mistake
+# Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
+REFUSED, PREEMPTED = 2, 75
 
 
-def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command: report a user's mistake as one message with exit code 2.
+@contextmanager
+def command() -> Generator[None]:
+    """Prepare this process for a command, and report its errors."""
+    faulthandler.enable()
+    die_with_torchrun()
+    # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
+    sys.path += [str(Path(__file__).parent), os.getcwd()]
+    with user_errors():
+        yield
 
-    torchrun itself exits with code 1, whatever the exit codes of its ranks are. Apply the decorator twice: inside `hydra.main`
-    for errors of the command, and outside for overrides that Hydra rejects.
+
+@contextmanager
+def user_errors() -> Generator[None]:
+    """Report a user's mistake as one message with exit code 2, Ctrl-C as one line, and an exception of a rank once.
+
+    Raises:
+        SystemExit: instead of these errors. torchrun itself exits with code 1, whatever the exit codes of its ranks are.
     """
-
-    @functools.wraps(main)
-    def run(*args: Any) -> Any:
-        # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
-        sys.path += [str(Path(__file__).parent), os.getcwd()]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
-        # The value is quoted, because Hydra would read its comma as a sweep over two values.
-        sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in sys.argv]
-        sys.argv[1:] = options_first(sys.argv[1:])
-        try:
-            sys.argv[1:] = rename_overrides(sys.argv[1:])
-            for cfg in args:  # inside hydra.main
-                warn(rename_keys(cfg))
-            refuse_sweep()
-            return main(*args)
-        except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
-            report(error)
-            sys.exit(REFUSED)
-        except ValueError as error:
-            if not str(error).startswith("Config group override"):  # Hydra's error for model=null
-                raise
+    try:
+        yield
+        sys.stdout.flush()  # here, and not at the interpreter's exit, a closed pipe can be handled
+    except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
+        report(error)
+        sys.exit(REFUSED)
+    except BrokenPipeError:
+        discard_output()
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        if env_int("RANK", 0) == 0:
+            print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if str(error).startswith("Config group override"):  # Hydra's ValueError for model=null
             report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
             sys.exit(REFUSED)
-        except KeyboardInterrupt:
-            sys.exit(130)  # 128 + SIGINT, as in a shell
-
-    return run
-
-
-def record(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command with torch's `record`: under torchrun, an exception is written to torchrun's closing summary."""
-
-    @functools.wraps(main)
-    def run(*args: Any) -> None:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            faulthandler.enable()  # torch's `record` does the same
-            return main(*args)
-        from torch.distributed.elastic.multiprocessing.errors import record  # loads torch (1.5 s), which --help does not need
+            raise
+        show(traceback.format_exc())  # which Python would print on each rank, and torchrun once more
+        sys.exit(1)
 
-        return record(main)(*args)
 
-    return run
+def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> None:
+    """Compose the config of a command line and call `task` with it, or do what an option of Hydra says: --help, --multirun.
+
+    Args:
+        task: gets the config.
+        arguments: overrides and options of Hydra.
+    """
+    arguments = rename_overrides(arguments)
+    refuse_sweep(arguments)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
+    sys.argv[1:] = options_first(quote_faults(arguments))
+
+    # The errors of the task are reported inside of Hydra, which prints a line about them, those of overrides outside.
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    @user_errors()
+    @functools.wraps(task)
+    def run(cfg: DictConfig) -> Any:
+        warn(rename_keys(cfg))  # in yaml of the user's own
+        return task(cfg)
+
+    run()
+
+
+def quote_faults(arguments: list[str]) -> list[str]:
+    """Return the arguments with the value of `inject` in quotes: Hydra would read its comma as a sweep over two values."""
+    return [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in arguments]
 
 
 def options_first(arguments: list[str]) -> list[str]:
@@ -121,21 +145,21 @@ def quote(value: str, mark: str = "'") -> str:
     return f"{mark}{escaped}{mark}"
 
 
-def refuse_sweep() -> None:
+def refuse_sweep(arguments: list[str]) -> None:
     """Check that torchrun did not start a sweep.
 
     Raises:
-        ConfigError: The command line contains --multirun, and this process is one of several ranks.
+        ConfigError: The arguments contain --multirun, and this process is one of several ranks.
     """
-    if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(sys.argv):
+    if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
         raise ConfigError(
-            "--multirun: is not supported under torchrun, where all jobs would share one process group. Use `python -m ddp_lab "
+            "--multirun: is not supported by several ranks, where all jobs would share one process group. Use `ddp-lab train "
             "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
         )
 
 
 def report(error: Exception) -> None:
-    """Report an error on one rank: print it or, under torchrun, write it for torchrun's closing summary."""
+    """Report an error on one rank: print it or, under torchrun, write it to the error file, which the launcher prints."""
     everyone = isinstance(error, SampleError)  # one rank alone has raised it
     if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0 and not everyone:
         time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
@@ -159,7 +183,7 @@ def explain(error: Exception) -> str:
     if several := re.match(r"Ambiguous value for argument '(.+?)' 1\.", text):
         return (
             f"{several[1]}: has several values. Use one of them, key=[value1,value2] for a list, \"key='value1,value2'\" for a "
-            "text with a comma, or `python -m ddp_lab --multirun ...` to train with each of them"
+            "text with a comma, or `ddp-lab train --multirun ...` to train with each of them"
         )
     return text.split(" See https")[0] + ". Overrides look like key=value: ddp-lab train --help"
 

@@ -76,12 +76,15 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
         raise ValueError(f"{title}: no points to draw")
 
     def draw(axes: "Axes") -> None:
+        from matplotlib.ticker import LogLocator
+
         for line in lines:
             look: dict[str, Any] = {"color": GREY, "linestyle": "--", "marker": ""} if line.dashed else {}
             look |= {"markevery": max(1, len(line.points) // 10)}
             axes.plot(*zip(*line.points, strict=True), label=clipped(line.label), **look)
         if log:
             axes.set(xscale="log", yscale="log")
+            axes.xaxis.set_major_locator(LogLocator(numticks=6))  # the label of every power of ten could touch the next
         else:
             axes.yaxis.set_major_locator(round_numbers())
             set_x_ticks(axes, places)

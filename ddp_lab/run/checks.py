@@ -33,6 +33,10 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     job = prepare(cfg, runtime, with_weights=progress is None)
     if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
         findings.append(Finding("warning", "dataset", text))
+    if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
+        line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
+        text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
+        findings.append(Finding("warning", "strategy", text))
     job.check_optimizer()
     check_memory(job)
     size = job.checkpoint_bytes

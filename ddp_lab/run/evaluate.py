@@ -56,7 +56,7 @@ class EvaluatedRun:
         return values | metrics.metrics(self.split)
 
 
-def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None) -> EvaluatedRun:
+def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None = None) -> EvaluatedRun:
     """Evaluate a checkpoint on a set of the config's data. Collective.
 
     Args:

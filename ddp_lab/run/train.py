@@ -31,7 +31,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 class Outcome(NamedTuple):
-    """How a run ended, "finished" or "preempted", and its directory."""
+    """How a run ended, "finished", "preempted" or "interrupted" by Ctrl-C, and its directory."""
 
     status: str
     run_dir: Path
@@ -48,6 +48,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> Outcome:
     job, findings = check_and_prepare(cfg, runtime)
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
+    decisions = Decisions(runtime)
+    decisions.listen()
     setup_logging(run_dir.path, runtime.rank)
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
@@ -57,8 +59,6 @@ def train(cfg: DictConfig, runtime: Runtime) -> Outcome:
     _ = job.options  # logs the options that are not supported
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
-    decisions = Decisions(runtime)
-    decisions.listen()
     job.strategy.times_file = run_dir.path / "block_times.json"
     with job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
@@ -99,7 +99,7 @@ def train_guarded(
         progress = training.fit(logger, guard, progress)
         status = "finished"
     except Preempted:
-        status = "preempted"
+        status = "interrupted" if decisions.interrupted else "preempted"
     except TrainingError:
         checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
         raise

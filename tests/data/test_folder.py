@@ -21,8 +21,9 @@ from worlds import run_world
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.decode import decode, evaluation_view, resize
+from ddp_lab.data.held_out import is_held_out
 from ddp_lab.data.samples import Dataset
-from ddp_lab.data.tree import Names, find_images, is_held_out
+from ddp_lab.data.tree import Names, find_images
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.run.job import Job
 from ddp_lab.world.runtime import Runtime
@@ -33,8 +34,8 @@ OPTIONS = [f"data.image_size={SIZE}", f"data.resize={SHORT}", "data.erasing=0.5"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A folder of 53 training images and 7 to evaluate with."""
-    return write_folder(tmp_path_factory.mktemp("images"), {"train": 53, "val": 7})
+    """A folder of 53 training images, 4 to validate with and 7 to test on."""
+    return write_folder(tmp_path_factory.mktemp("images"), {"train": 53, "val": 4, "test": 7})
 
 
 def dataset(root: Path, *overrides: str) -> Dataset:
@@ -62,13 +63,6 @@ def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
     assert "train/link/x.png" in find_images(tmp_path)
 
 
-def test_val_is_preferred_to_test(tmp_path):
-    write_folder(tmp_path, {"train": 3, "test": 3})
-    assert len(find_images(tmp_path)) == 6
-    write_folder(tmp_path, {"val": 6})
-    assert {name.split("/")[0] for name in find_images(tmp_path)} == {"train", "val"}
-
-
 def test_names_survive_packing():
     found = ["train/a/1.png", "train/ü/\udcff\n2.png", "x"]
     packed = Names(Names.pack(found))
@@ -86,6 +80,7 @@ def break_file(root: Path) -> None:
         (lambda root: shutil.rmtree(root), r"there is no such directory on"),
         (lambda root: (root / "train").rename(root / "training"), r"has no folder train; expected .*/train/CLASS/FILE"),
         (lambda root: (root / "train" / "new").mkdir(), r"no image in train/new \(1 of 4 classes have none\)"),
+        (lambda root: (root / "test" / "class 0").mkdir(parents=True), r"no image in test; remove the folder, or add \.jpg"),
         (lambda root: (root / "val" / "new").mkdir(), r"train and val must have the same classes, but new is in val only"),
         (
             lambda root: (root / "train" / "alias").symlink_to(root / "train" / "class 0"),
@@ -115,14 +110,11 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, damage, message):
         ("data.resize=20", r"data.resize=20: must be at least data.image_size=24"),
         ("data.crop_scale=[0.5]", r"data.crop_scale=\[0.5\]: must be null or the smallest and the largest area"),
         ("data.crop_scale=[0.5,2.0]", r"data.crop_scale=\[0.5, 2.0\]: must be null"),
-        ("data.val_fraction=0.0", None),
+        ("data.val_fraction=0.25", r"data.val_fraction=0.25: the dataset has a validation set already; use"),
         ("data.cache_dir=/proc/nowhere", r"data.cache_dir=/proc/nowhere: cannot write .*nowhere"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(root, override, message):
-    if message is None:
-        assert dataset(root, override).test.size == 7, "the fraction concerns folders without val only"
-        return
     with pytest.raises(ConfigError, match=message):
         dataset(root, override)
 
@@ -152,18 +144,35 @@ def same(one: tuple, other: tuple) -> bool:
 def test_held_out_files_depend_on_their_name_and_the_seed_only(tmp_path):
     root = write_folder(tmp_path, {"train": 80}, classes=2)
     found = dataset(root, "data.val_fraction=0.25")
-    out = names(found.test)
+    out = names(found.val)
+    assert found.test is None
     assert 8 <= len(out) <= 35
     assert sorted(out + names(found.train)) == find_images(root)
     assert all(is_held_out(name.removeprefix("train/"), 0.25, 0) for name in out)
-    assert names(dataset(root, "data.val_fraction=0.25", "data.val_seed=1").test) != out
+    assert names(dataset(root, "data.val_fraction=0.25", "data.val_seed=1").val) != out
     for name in names(found.train)[::3]:
         (root / name).unlink()
-    assert names(dataset(root, "data.val_fraction=0.25").test) == out
-    with pytest.raises(
-        NodeError, match=r"0 to evaluate with; both must be at least 1. Add images, or change data.val_fraction=0.0"
-    ):
+    assert names(dataset(root, "data.val_fraction=0.25").val) == out
+    with pytest.raises(ConfigError, match=r"data.val_fraction=0.0: leaves 62 of 62 samples to train on and 0 to evaluate with"):
         dataset(root, "data.val_fraction=0.0")
+
+
+@pytest.mark.parametrize(
+    ("folders", "fraction", "sizes"),
+    [
+        ({"val": 3, "test": 4}, "null", {"train": 24, "val": 3, "test": 4}),
+        ({"val": 3}, "null", {"train": 24, "val": 3}),
+        ({"test": 4}, "null", {"train": 24, "test": 4}),
+        ({"test": 4}, "0.25", {"train": 17, "val": 7, "test": 4}),
+        ({}, "null", {"train": 22, "val": 2}),
+    ],
+)
+def test_folders_are_the_sets_of_their_names(tmp_path, folders, fraction, sizes):
+    found = dataset(write_folder(tmp_path, {"train": 24, **folders}), f"data.val_fraction={fraction}")
+    assert {name: each.size for name, each in found.sets.items()} == sizes
+    everything = [name for each in found.sets.values() for name in names(each)]
+    assert sorted(everything) == find_images(tmp_path), "an image is in two sets, or in none"
+    assert all(name.startswith(f"{split}/") for split in folders for name in names(found.sets[split]))
 
 
 def test_images_to_evaluate_with_are_the_centres(root):
@@ -311,12 +320,12 @@ def test_interpreter_exits_while_workers_run():
 
 
 def test_file_that_is_damaged_after_the_check_is_named(tmp_path):
-    root = write_folder(tmp_path, {"train": 4, "val": 4}, classes=1)
+    root = write_folder(tmp_path, {"train": 4, "test": 4}, classes=1)
     found = dataset(root)
     os.truncate(root / names(found.test)[2], 50)
     settings = {"mean": [0.0], "std": [1.0], "shuffle": False, "num_workers": 1}
     own = WorkerLoader(found.test, 4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings)
-    with pytest.raises(SampleError, match=rf"^{root}/val/class 0/.*: cannot be decoded"):
+    with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded"):
         next(iter(own))
 
 

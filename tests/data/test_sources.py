@@ -23,10 +23,10 @@ def job(target: str, *overrides: str) -> Job:
 
 def test_split_and_classes_are_those_of_the_dataset():
     dataset = job("Shapes", "+data.dataset.size=10").dataset
-    assert (dataset.train.size, dataset.test.size) == (10, 7)
+    assert (dataset.train.size, dataset.val.size, dataset.test) == (10, 7, None)
     assert dataset.classes == ["dark", "light", "red"]
     assert dataset.train.shape == (3, 24, 24)
-    assert dataset.test.sample(0, 5)[1] == 2
+    assert dataset.val.sample(0, 5)[1] == 2
 
 
 def test_random_numbers_of_a_dataset_depend_on_seed_epoch_and_index():
@@ -35,8 +35,8 @@ def test_random_numbers_of_a_dataset_depend_on_seed_epoch_and_index():
     assert torch.equal(train.sample(1, 3)[0], first)
     for changed in (train.sample(2, 3), train.sample(1, 6), other.sample(1, 3)):
         assert not torch.equal(changed[0], first)
-    test = job("Shapes").dataset.test
-    assert torch.equal(test.sample(0, 3)[0], test.sample(0, 3)[0])
+    val = job("Shapes").dataset.val
+    assert torch.equal(val.sample(0, 3)[0], val.sample(0, 3)[0])
 
 
 def test_float_images_are_those_of_uint8():
@@ -65,7 +65,7 @@ def test_float_images_are_those_of_uint8():
         ("Tensors", ["data.num_classes=null"], r"has no attribute classes \(the names\); set data.num_classes"),
         ("Single", [], r"sample 0 must be \(image, label\), got Tensor"),
         ("Iterable", [], r"has no __len__; it must be a map-style dataset"),
-        ("NoSplit", [], r"must have a parameter split, which is train or data.val_split=val, or a parameter train"),
+        ("NoSplit", [], r"must have a parameter split, which is train, data.val_split=val or data.test_split=None, or a"),
         ("Broken", [], r"cannot be constructed with split=train: OSError: no images \(own_datasets.py, line \d+\)$"),
         ("Broken", ["+data.dataset.where=sample"], r"sample 0 cannot be read: KeyError: 0 \(own_datasets.py, line \d+\)"),
         ("Lost", [], r"the number of samples \(__len__\) cannot be read: KeyError: 'train' \(own_datasets.py, line \d+\)$"),
@@ -74,7 +74,7 @@ def test_float_images_are_those_of_uint8():
         (
             "Tested",
             [],
-            r"with split=val: ValueError: val .*line \d+\)\. data.val_split is the name of the split to evaluate with",
+            r"with split=val: ValueError: val .*line \d+\)\. data.val_split is the name of this split; null: there is none",
         ),
         ("Shapes", ["+data.dataset.siz=3"], r"data.dataset.siz=3: there is no such key; did you mean data.dataset.size"),
         ("Tensors", ["+data.dataset.train=true"], r"data.dataset.train=True: there is no such key"),
@@ -93,8 +93,21 @@ def test_label_that_is_wrong_in_a_later_sample_is_named(workers):
         list(own)
 
 
-def test_split_to_evaluate_with_may_have_another_name():
-    assert job("Tested", "data.val_split=test").dataset.test.size == 7
+def test_splits_to_evaluate_with_may_have_other_names_or_be_held_out():
+    tested = ["Tested", "data.val_split=null", "data.test_split=test"]
+    dataset = job(*tested).dataset
+    assert (dataset.train.size, dataset.val, dataset.test.size) == (20, None, 7)
+    held_out = job(*tested, "data.val_fraction=0.25").dataset
+    assert (held_out.train.size, held_out.val.size, held_out.test.size) == (15, 5, 7)
+    both = held_out.train.numbers.tolist() + held_out.val.numbers.tolist()
+    assert sorted(both) == list(range(20))
+    with pytest.raises(ConfigError, match=r"data.val_fraction=0.25: the dataset has a validation set already"):
+        _ = job("Shapes", "data.val_fraction=0.25").dataset
+
+
+def test_dataset_with_a_parameter_train_has_a_test_set():
+    dataset = job("Tensors", "data.num_classes=2").dataset
+    assert (dataset.train.size, dataset.val, dataset.test.size) == (6, None, 6)
 
 
 def test_map_style_dataset_needs_data_own():

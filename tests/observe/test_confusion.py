@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from test_plot import texts
+from figures import texts
 
 from ddp_lab.observe.canvas import pixels
 from ddp_lab.observe.confusion import confusion_figure, write_classes

@@ -50,10 +50,13 @@ def test_prediction_grid_has_its_names_inside_the_picture(count, channels, name)
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
+OPTIONS = {"start_epoch": 1, "start_step": 0, "steps_per_epoch": 8, "evaluated": ["val", "test"]}
+OPTIONS |= {"hparams": {}, "config": "", "where": ""}
+
+
 def write_to_a_full_disk(run_dir) -> None:
     setup_logging(run_dir, 0)
-    options = {"start_epoch": 1, "steps_per_epoch": 1, "constants": {}, "hparams": {}, "config": "", "classes": [], "where": ""}
-    logger = FileLogger(run_dir, **options)
+    logger = FileLogger(run_dir, **OPTIONS, constants={}, classes=[])
     metrics = dict.fromkeys(("train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"), 1.0)
     for path in (run_dir / "metrics.jsonl", Path("/dev/full"), run_dir / "metrics.jsonl"):
         logger.metrics = path
@@ -70,8 +73,7 @@ def test_full_disk_is_logged_and_training_continues(tmp_path):
 def draw_and_fail(run_dir) -> None:
     ddp_lab.observe.metrics_file.beside = beside  # forked processes draw no curves (preload.py)
     setup_logging(run_dir, 0)
-    options = {"start_epoch": 1, "steps_per_epoch": 1, "constants": {}, "hparams": {}, "config": "", "classes": [], "where": ""}
-    logger = FileLogger(run_dir, **options)
+    logger = FileLogger(run_dir, **OPTIONS, constants={}, classes=[])
     metrics = dict.fromkeys(("train_loss", "train_accuracy", "test_accuracy", "lr", "seconds"), 1.0)
     for epoch, loss in ((1, float("nan")), (2, 1.0), (3, 0.5)):
         logger.epoch(epoch, **metrics, test_loss=loss, samples_per_second=1.0)
@@ -116,11 +118,10 @@ EPOCH = {  # all values differ
 
 
 def record_an_epoch(run_dir) -> None:
-    options = {"start_epoch": 1, "steps_per_epoch": 8, "hparams": {}, "config": "", "classes": ["cat", "dog"], "where": ""}
     ddp_lab.observe.logger.confusion_figure, ddp_lab.observe.logger.prediction_grid = confusion_figure, prediction_grid
-    logger = FileLogger(run_dir, **options, constants={"world_size": 2})
+    logger = FileLogger(run_dir, **OPTIONS, constants={"world_size": 2}, classes=["cat", "dog"])
     logger.epoch(1, **EPOCH)
-    logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75})
+    logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75, "val_loss": 4.0, "val_accuracy": 0.625})
     for epoch in (1, 2):
         logger.confusion(epoch, torch.tensor([[2, 2], [0, epoch]]))
     for epoch in (1, 9, 10, 11, 20, 99, 100, 110, 1000, 1100):
@@ -136,16 +137,20 @@ def test_epoch_is_recorded_under_its_names(tmp_path):
 
     run_world(1, record_an_epoch, tmp_path)
     first, second = (json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert first == {"epoch": 1, **EPOCH, "test_loss": None, "world_size": 2}
-    assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "test_top5_accuracy": 0.75, "world_size": 2}
+    added = {"kind": "epoch", "world_size": 2}
+    assert first == {"epoch": 1, **EPOCH, "test_loss": None, **added}
+    validation = {"val_loss": 4.0, "val_accuracy": 0.625}
+    assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "test_top5_accuracy": 0.75, **validation, **added}
     events = EventAccumulator(str(tmp_path), {"images": 0}).Reload()
     assert [image.step for image in events.Images("predictions")] == [1, 9, 10, 20, 100, 1000]
     shown = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
     assert shown.pop("memory/peak_MiB") > 0
     assert shown == {
         "loss/train": 1.5,
+        "loss/val": 4.0,
         "loss/test": 3.0,
         "accuracy/train": 0.25,
+        "accuracy/val": 0.625,
         "accuracy/test": 0.375,
         "accuracy/test_top5": 0.75,
         "lr": 0.5,

@@ -22,7 +22,6 @@ from ddp_lab.resilience.guard import Guard, GuardSettings
 from ddp_lab.resilience.whole_state import copied, in_model_order
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.loop import next_epoch
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, make_scheduler
 from ddp_lab.world.runtime import Runtime
@@ -97,7 +96,7 @@ def test_copied_state_has_containers_of_its_own():
 
 
 def test_only_the_last_two_checkpoints_and_the_best_are_kept(tmp_path):
-    train(tmp_path, "many", "epochs=5")
+    train(tmp_path, "many", "epochs=5", "data.dataset.train_size=125", "data.val_fraction=0.2")
     names = sorted(path.name for path in (tmp_path / "many" / "checkpoints").iterdir())
     assert names == [f"{name}.pt{end}" for name in ("best", "step_00000020", "step_00000025") for end in ("", ".sha256")]
     assert only_run(tmp_path).name == "many"
@@ -116,7 +115,7 @@ def test_checkpoints_are_ordered_by_step():
     assert in_order(reversed(paths)) == paths
 
 
-def tiny_checkpoints(folder: Path, best: str | None = "test_loss") -> Checkpoints:
+def tiny_checkpoints(folder: Path, best: str | None = "val_loss") -> Checkpoints:
     runtime = Runtime("cpu")
     strategy = Single(runtime)
     strategy.setup(torch.nn.Linear(2, 1))
@@ -130,7 +129,8 @@ def save_epochs(checkpoints: Checkpoints, losses: list[float], accuracies: list[
     progress = start or Progress()
     for loss, accuracy in zip(losses, accuracies, strict=True):
         checkpoints.strategy.module.bias.data.fill_(progress.epoch)
-        progress = next_epoch(replace(progress, step=progress.step + 1, samples=1), loss, accuracy)
+        progress = replace(progress, step=progress.step + 1, samples=1)
+        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy})
         checkpoints.save(progress)
     checkpoints.wait()
 
@@ -143,7 +143,7 @@ def epoch_of_best(folder: Path) -> float | None:
     return torch.load(folder / "best.pt", weights_only=True)["model"]["bias"].item()
 
 
-@pytest.mark.parametrize(("best", "expected"), [("test_loss", 2), ("test_accuracy", 3), (None, None)])
+@pytest.mark.parametrize(("best", "expected"), [("val_loss", 2), ("val_accuracy", 3), (None, None)])
 def test_best_checkpoint_is_kept_besides_the_newest(best, expected, tmp_path):
     save_epochs(tiny_checkpoints(tmp_path, best), [3.0, 1.0, 2.0, 4.0, float("nan")], [0.1, 0.2, 0.5, 0.4, 0.9])
     assert epoch_of_best(tmp_path) == expected
@@ -161,7 +161,7 @@ def test_best_checkpoint_shares_its_file_or_is_a_copy(tmp_path, monkeypatch):
         raise PermissionError("no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    save_epochs(checkpoints, [2.0], [0.1], Progress(epoch=2, step=1, best_loss=3.0, best_epoch=1))
+    save_epochs(checkpoints, [2.0], [0.1], Progress(epoch=2, step=1, best={"val_loss": 3.0}, best_epochs={"val_loss": 1}))
     assert not (tmp_path / "best.pt").samefile(tmp_path / "step_00000002.pt")
     assert epoch_of_best(tmp_path) == 2
 
@@ -194,7 +194,7 @@ def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected,
     progress = again.resume(str(tmp_path / f"step_0000000{resumed}.pt"), lambda progress: progress.step)
     assert epoch_of_best(tmp_path) == expected
     save_epochs(again, [9.0], [0.1], progress)
-    assert epoch_of_best(tmp_path) == expected, "the best test loss must survive a resume"
+    assert epoch_of_best(tmp_path) == expected, "the best val_loss must survive a resume"
 
 
 def test_best_checkpoint_that_cannot_be_corrected_is_logged(tmp_path, caplog):
@@ -211,9 +211,9 @@ def test_best_epoch_is_saved_even_if_no_checkpoint_is_due(loss, saved, tmp_path)
     settings = GuardSettings(10, None, "stop", "stop", None)
     decisions = SimpleNamespace(begin=lambda step, tally: None, now=lambda *args: Agreement(None, False, False, False))
     watchdog = SimpleNamespace(at=lambda doing: None)
-    start = Progress(epoch=2, step=1, best_loss=2.0, best_epoch=1)
+    start = Progress(epoch=2, step=1, best={"val_loss": 2.0}, best_epochs={"val_loss": 1})
     guard = Guard(settings, checkpoints.strategy, checkpoints, decisions, watchdog, start, None)
-    guard.end_epoch(next_epoch(start, loss, 0.1), last=False)
+    guard.end_epoch(start.next_epoch({"val_loss": loss}), last=False)
     checkpoints.wait()
     assert [path.name for path in tmp_path.glob("*.pt")] == saved
     assert guard.progress is start, "a run cannot resume from the best with resume=auto"

@@ -18,6 +18,7 @@ from launches import NARROW, SMALL, finish, launch, read_heartbeat, read_metrics
 
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.overview import suspicion
+from ddp_lab.resilience.run_directory import RESTART_WAIT
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.world.runtime import Runtime
 
@@ -295,7 +296,7 @@ def test_sigterm_to_torchrun_preempts(tmp_path):
     assert newest(tmp_path / "signalled")["progress"]["step"] == status(tmp_path / "signalled")["step"]
 
 
-@pytest.mark.parametrize(("line", "code"), [("python train.py", 75), (DDP, 1)])
+@pytest.mark.parametrize(("line", "code"), [("python train.py", 130), (DDP, 1)])
 def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     """A terminal sends SIGINT to all processes, and torchrun sends it to its ranks once more."""
     process = start(line, *overrides(tmp_path, "mine", "epochs=100000"))
@@ -304,7 +305,7 @@ def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     ended, output = finish(process, timeout=60)
     assert ended == code, output
     assert "run the same command with name=mine" in output
-    assert status(tmp_path / "mine")["status"] == "preempted"
+    assert status(tmp_path / "mine")["status"] == "interrupted"
     assert newest(tmp_path / "mine")["progress"]["step"] == status(tmp_path / "mine")["step"]
 
 
@@ -374,7 +375,9 @@ def test_no_rank_outlives_torchrun(tmp_path):
 def test_second_writer_is_refused(tmp_path):
     process = start("python train.py", *overrides(tmp_path, "mine", "inject=hang@rank=0,step=8"))
     wait_for(tmp_path / "mine", 0, lambda record: record["step"] == 8)
+    begin = time.monotonic()
     code, output = launch("python train.py", *overrides(tmp_path, "mine"))
+    assert time.monotonic() - begin < RESTART_WAIT, output  # it waits for LOCK_WAIT only
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
     assert code == 2
@@ -429,8 +432,9 @@ def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
 
 
 def test_early_stopping_persists_over_a_restart(tmp_path):
-    """With a learning rate that is too high the test loss stops falling after a few epochs."""
-    line = overrides(tmp_path, "early", "epochs=50", "patience=2", "optimizer.lr=5.0", "scheduler=constant")
+    """With a learning rate that is too high the val_loss stops falling after a few epochs."""
+    early = "epochs=50", "patience=2", "data.val_fraction=0.2"
+    line = overrides(tmp_path, "early", *early, "optimizer.lr=5.0", "scheduler=constant")
     code, output = launch(DDP, *line)
     assert code == 0, output
     epochs = len(read_metrics(tmp_path / "early"))
@@ -438,7 +442,7 @@ def test_early_stopping_persists_over_a_restart(tmp_path):
     assert "stopped early" in output
     code, output = launch(DDP, *line)
     assert code == 0
-    assert f"nothing to do: the last 2 epochs had no test loss below that of epoch {epochs - 2} (patience=2)" in output
+    assert f"nothing to do: the last 2 epochs had no val_loss below that of epoch {epochs - 2} (patience=2)" in output
     assert "raise patience above 2 to continue, or use another name" in output
     assert len(read_metrics(tmp_path / "early")) == epochs
 

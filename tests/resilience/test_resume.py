@@ -7,7 +7,7 @@ from launches import SMALL, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
-from ddp_lab.training.loop import is_over, why_over
+from ddp_lab.training.loop import FitSettings, is_over, why_over
 from ddp_lab.training.progress import Progress
 
 
@@ -63,21 +63,22 @@ def test_finished_run_is_not_changed(tmp_path):
         (
             9,
             2,
-            "the last 3 epochs had no test loss below that of epoch 3 (patience=2); raise patience above 3 to continue, or use "
+            "the last 3 epochs had no val_loss below that of epoch 3 (patience=2); raise patience above 3 to continue, or use "
             "another name",
         ),
         (
             6,
             3,
-            "6 of epochs=6 are done and the last 3 epochs had no test loss below that of epoch 3 (patience=3); raise epochs "
+            "6 of epochs=6 are done and the last 3 epochs had no val_loss below that of epoch 3 (patience=3); raise epochs "
             "and patience above 3 to continue, or use another name",
         ),
     ],
 )
 def test_remedy_for_a_run_that_is_over_names_what_ended_it(epochs, patience, expected):
-    progress = Progress(epoch=7, best_epoch=3)
-    assert is_over(progress, epochs, patience)
-    assert why_over(progress, epochs, patience) == expected
+    progress = Progress(epoch=7, best_epochs={"val_loss": 3}, stalled=3)
+    settings = FitSettings(epochs, patience)
+    assert is_over(progress, settings)
+    assert why_over(progress, settings) == expected
 
 
 def test_run_without_its_last_checkpoint_ends_the_same(tmp_path):

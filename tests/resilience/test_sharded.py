@@ -49,7 +49,7 @@ def test_best_shares_its_files_or_is_a_copy(tmp_path, monkeypatch):
 def test_best_epoch_alone_is_not_resumed_from(tmp_path):
     checkpoints = tiny(tmp_path)
     save_epochs(checkpoints, [3.0])
-    checkpoints.save(Progress(epoch=3, step=2, best_loss=1.0, best_epoch=2), newest=False)
+    checkpoints.save(Progress(epoch=3, step=2, best={"val_loss": 1.0}, best_epochs={"val_loss": 2}), newest=False)
     checkpoints.wait()
     assert names(tmp_path) == ["best_00000002.sharded", "step_00000001.sharded"]
     assert tiny(tmp_path).find("auto") == str(tmp_path / "step_00000001.sharded")

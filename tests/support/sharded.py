@@ -9,13 +9,12 @@ from torch import nn
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.strategies.single import Single
-from ddp_lab.training.loop import next_epoch
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, make_scheduler
 from ddp_lab.world.runtime import Runtime
 
 
-def tiny(folder: Path, best: str | None = "test_loss", sharded: bool = True) -> Checkpoints:
+def tiny(folder: Path, best: str | None = "val_loss", sharded: bool = True) -> Checkpoints:
     """Return the checkpoints of a linear layer with AdamW, of which the bias is the number of the epoch."""
     runtime = Runtime("cpu")
     strategy = Single(runtime)
@@ -39,7 +38,7 @@ def save_epochs(checkpoints: Checkpoints, losses: list[float], start: Progress |
     for loss in losses:
         checkpoints.strategy.module.bias.data.fill_(progress.epoch)
         step(checkpoints)
-        progress = next_epoch(replace(progress, step=progress.step + 1, samples=1), loss, 0.5)
+        progress = replace(progress, step=progress.step + 1, samples=1).next_epoch({"val_loss": loss, "val_accuracy": 0.5})
         checkpoints.save(progress)
     checkpoints.wait()
     assert checkpoints.problem is None

@@ -1,0 +1,211 @@
+"""The validation set: who is in it, what it chooses, and that the test set chooses nothing."""
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from configs import config
+from launches import ROOT, SMALL, main_in_world, read_metrics
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from worlds import run_world
+
+from ddp_lab import evaluate, export, predict
+from ddp_lab.config.record import to_record
+from ddp_lab.data.batch import IGNORE
+from ddp_lab.data.datasets import Synthetic
+from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.held_out import hold_out
+from ddp_lab.data.workers import WorkerLoader
+from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
+from ddp_lab.resilience.checkpoint_files import write_atomically
+from ddp_lab.run.recorded_config import read_config
+from ddp_lab.run.trained import find_checkpoint, is_chosen
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
+
+# At this learning rate the epochs with the lowest val_loss and with the lowest test_loss differ.
+RUN = [*SMALL, "data.dataset.train_size=125", "data.val_fraction=0.2", "model=lenet", "model.init_std=null", "epochs=4"]
+RUN += ["optimizer.lr=0.3", "scheduler=constant", "strategy=ddp", "name=mine"]
+
+
+def images_of(loader) -> set[bytes]:
+    """Return the images of all batches of one rank, without padding."""
+    batches = [(inputs[targets != IGNORE], targets) for inputs, targets, _ in loader]
+    return {image.numpy().tobytes() for inputs, _ in batches for image in inputs}
+
+
+def read_by(data, kind: type, size: int) -> set[bytes]:
+    """Return the images that the ranks of a world read of a set. Each is read once."""
+    options = {"device": torch.device("cpu"), "mean": [0.0], "std": [1.0], "shuffle": False, "num_workers": 0}
+    parts = [images_of(kind(data, 12, dp_rank=rank, dp_size=size, **options)) for rank in range(size)]
+    assert sum(map(len, parts)) == data.size
+    return set.union(*parts)
+
+
+def test_validation_set_is_the_same_for_any_world_size_and_loader():
+    whole = Synthetic(59, 7, 1, 6, 3).load()
+    dataset = hold_out(whole, 0.2, seed=5)
+    assert {name: found.size for name, found in dataset.sets.items()} == {"train": 47, "val": 12, "test": 7}
+    expected = {name: read_by(found, DeviceLoader, 1) for name, found in dataset.sets.items()}
+    for kind, size, (name, found) in product((DeviceLoader, WorkerLoader), (1, 2, 3, 4), dataset.sets.items()):
+        assert read_by(found, kind, size) == expected[name], (kind, size, name)
+    assert not expected["train"] & expected["val"], "a validation image is trained on"
+    assert expected["train"] | expected["val"] == read_by(whole.train, DeviceLoader, 1)
+    assert torch.equal(hold_out(whole, 0.2, seed=5).val.images, dataset.val.images)
+    assert not torch.equal(hold_out(whole, 0.2, seed=6).val.images, dataset.val.images)
+    assert hold_out(whole, 0, seed=5) is hold_out(whole, None, seed=5) is whole, "the default trains on everything"
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory):
+    """Return the directory of a run with a validation set, which two ranks of ddp trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_world(2, main_in_world, *RUN, f"runs_dir={folder}")
+    return folder / "mine"
+
+
+def best_row(run: Path) -> dict:
+    return min(read_metrics(run), key=lambda row: row["val_loss"])
+
+
+def test_validation_set_chooses_the_best_epoch_and_the_test_set_does_not(chosen):
+    rows, best = read_metrics(chosen), best_row(chosen)
+    assert [(row["kind"], row["epoch"], row["step"]) for row in rows] == [("epoch", n, 5 * n) for n in (1, 2, 3, 4)]
+    assert best["epoch"] not in (4, min(rows, key=lambda row: row["test_loss"])["epoch"]), "the test compares nothing"
+    state = torch.load(chosen / "checkpoints" / "best.pt", weights_only=True)
+    assert (state["progress"]["step"], state["progress"]["best"]["val_loss"]) == (best["step"], best["val_loss"])
+    summary = (chosen / "train.log").read_text().splitlines()[-1]
+    assert f"best epoch {best['epoch']} by val_loss: val loss {best['val_loss']:.4f} accuracy" in summary
+    assert f"| test loss {best['test_loss']:.4f} accuracy" in summary
+    assert summary.endswith(f"({chosen}/checkpoints/best.pt)")
+
+
+def test_validation_metrics_are_in_tensorboard(chosen):
+    events = EventAccumulator(str(chosen)).Reload()
+    losses = [event.value for event in events.Scalars("loss/val")]
+    assert losses == pytest.approx([row["val_loss"] for row in read_metrics(chosen)])
+    assert {"accuracy/val", "accuracy/val_top5", "loss/test", "accuracy/test"} <= set(events.Tags()["scalars"])
+
+
+def run_command(main, monkeypatch, capsys, *arguments) -> tuple[str, str]:
+    """Run a command in this process, and return its output and errors."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it, and append to sys.path
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    main.__wrapped__()  # without `record`, which replaces pytest's faulthandler
+    return capsys.readouterr()
+
+
+def test_commands_use_the_best_weights_and_name_their_file(chosen, tmp_path, monkeypatch, capsys, caplog):
+    best, file = best_row(chosen), f"{chosen}/checkpoints/best.pt"
+
+    def run(main, *arguments):
+        return run_command(main, monkeypatch, capsys, chosen, *arguments)
+
+    for arguments, name in (((), "test"), (("split=test",), "test"), (("split=val",), "val")):
+        output, errors = run(evaluate.main, "strategy=single", *arguments, "--json", tmp_path / "found.json")
+        metrics = f"{name} loss {best[f'{name}_loss']:.4f} accuracy {best[f'{name}_accuracy']:.4f}"
+        assert output.startswith(f"{file}, epoch {best['epoch']}: {metrics} ")
+        assert errors == ""
+        assert json.loads((tmp_path / "found.json").read_text())[f"{name}_accuracy"] == best[f"{name}_accuracy"]
+    assert f": {file}; input" in run(export.main, "--output", tmp_path / "model.safetensors")[0]
+    assert run(predict.main, ROOT / "docs" / "tensorboard.png", "--top=1")[1] == f"weights: {file}\n"
+    last, _ = run(evaluate.main, "strategy=single", "--checkpoint=last")
+    assert last.startswith(f"{chosen}/checkpoints/step_00000020.pt, epoch 4: ")
+    assert not caplog.text
+    run(evaluate.main, "strategy=single", "split=val", "data.val_seed=1")
+    assert "data.val_seed=1: " in caplog.text
+    assert "its weights may have been trained on images that now validate them" in caplog.text
+
+
+def test_evaluate_refuses_a_set_that_does_not_exist(chosen, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_command(evaluate.main, monkeypatch, capsys, chosen, "strategy=single", "split=train")
+    assert "split=train: must be val or test" in capsys.readouterr().err
+
+
+def as_before(state: dict, loss: float) -> dict:
+    """Return a checkpoint as versions wrote it that chose the best by the test set."""
+    progress = {key: value for key, value in state["progress"].items() if key not in ("best", "best_epochs", "stalled")}
+    best = {"best_loss": loss, "best_epoch": 1, "best_accuracy": 0.9, "best_accuracy_epoch": 1}
+    return state | {"progress": progress | best}
+
+
+def test_older_run_resumes_with_a_best_of_its_own_and_is_evaluated(chosen, tmp_path):
+    """Its best.pt was chosen by the test set, so it is not used, and its patience begins anew."""
+    old = tmp_path / "mine"
+    (old / "checkpoints").mkdir(parents=True)
+    state = torch.load(chosen / "checkpoints" / "step_00000015.pt", weights_only=True)
+    for name in ("step_00000015.pt", "best.pt"):
+        write_atomically(old / "checkpoints" / name, as_before(state, loss=1e-3))
+    rows = [{key: row[key] for key in row if key not in ("kind", "step")} for row in read_metrics(chosen)]
+    (old / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("step_00000015.pt")
+    run_world(2, main_in_world, *RUN, f"runs_dir={tmp_path}", "patience=2")
+    rows = read_metrics(old)
+    assert [(row["epoch"], row.get("kind")) for row in rows] == [(1, None), (2, None), (3, None), (4, "epoch")]
+    assert rows[-1]["val_loss"] == read_metrics(chosen)[-1]["val_loss"]
+    progress = torch.load(old / "checkpoints" / "step_00000020.pt", weights_only=True)["progress"]
+    assert progress["best"]["val_loss"] == rows[-1]["val_loss"]
+    assert is_chosen(str(old / "checkpoints" / "best.pt"))
+    assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("best.pt")
+
+
+@pytest.mark.parametrize(("folder", "fraction"), [("test", 0.0), ("val", 0.0), ("other", 0.25)])
+def test_recorded_config_of_an_older_version_holds_out_what_it_did(folder, fraction, tmp_path):
+    """Its key data.val_fraction concerned folders without val and test, and was an option of the dataset, too."""
+    root = tmp_path / "images"
+    (root / folder).mkdir(parents=True)
+    cfg = config("data=folder", f"data.root={root}", "data.val_fraction=0.25", "data.val_seed=3", "patience=2")
+    del cfg.evaluate_test, cfg.optimize
+    OmegaConf.update(cfg, "data.dataset", {"val_fraction": "${data.val_fraction}", "val_seed": 3}, force_add=True)
+    OmegaConf.update(cfg, "checkpoint.best", "test_loss")
+    (tmp_path / "config.yaml").write_text(to_record(cfg))
+    read = read_config(tmp_path, [], None)
+    assert (read.data.val_fraction, read.data.val_seed) == (fraction, 3)
+
+
+def test_best_and_patience_follow_the_validation_loss():
+    progress = Progress()
+    for loss, accuracy in ((3.0, 0.1), (1.0, 0.2), (2.0, 0.5), (float("nan"), 0.9)):
+        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy})
+    assert progress.best == {"val_loss": 1.0, "val_accuracy": 0.5}
+    assert progress.best_epochs == {"val_loss": 2, "val_accuracy": 3}
+    assert progress.stalled == 2
+    assert progress.next_epoch({}).stalled == 0, "without a validation set nothing stalls"
+
+
+ROWS = [
+    {"epoch": 1, "val_loss": 2.0, "val_accuracy": 0.1, "test_accuracy": 0.9},  # of an older version
+    {"kind": "step", "epoch": 2, "step": 9, "loss": 7.0},
+    {"kind": "epoch", "epoch": 2, "step": 10, "val_loss": 1.0, "val_accuracy": 0.4, "test_accuracy": 0.2},
+    {"kind": "step", "epoch": 3, "step": 11, "loss": 6.0},
+    {"kind": "step", "epoch": 3, "step": 12, "loss": 5.0},
+    {"kind": "epoch", "epoch": 3, "step": 15, "val_loss": None, "val_accuracy": 0.3, "test_accuracy": 0.3},
+]
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"kind": "ep')
+    return path
+
+
+def test_resume_drops_the_rows_after_its_position(tmp_path):
+    metrics = write_rows(tmp_path / "metrics.jsonl", ROWS)
+    drop_rows(metrics, epoch=3, step=11)
+    assert [json.loads(line) for line in metrics.read_text().splitlines()] == ROWS[:4]
+    assert read_epochs(metrics) == [ROWS[0], ROWS[2]]
+
+
+@pytest.mark.parametrize(
+    ("choice", "value"), [("auto", 1.0), ("val_loss", 1.0), ("val_accuracy", 0.4), ("test_accuracy", 0.3), ("test_loss", None)]
+)
+def test_objective_is_the_best_validation_metric_or_the_last_test_accuracy(choice, value, tmp_path):
+    assert objective(write_rows(tmp_path / "metrics.jsonl", ROWS), choice)[1] == value
+    tested = [{"epoch": n, "test_accuracy": found} for n, found in ((1, 0.9), (2, 0.2))]
+    assert objective(write_rows(tmp_path / "tested.jsonl", tested), "auto") == ("test_accuracy", 0.2)
+    assert objective(tmp_path / "missing.jsonl", "auto") == ("test_accuracy", None)
