@@ -89,7 +89,7 @@ def require_run(folder: Path) -> Path:
 def with_new_keys(cfg: DictConfig) -> DictConfig:
     """Return a config with the defaults of the keys that the version of ddp_lab that wrote it did not have."""
     keys = RunConfig.model_fields.keys() - ({"data", "model"} - cfg.keys())  # these two are never new
-    defaults = OmegaConf.masked_copy(OmegaConf.load(CONF / "config.yaml"), list(keys))
+    defaults = OmegaConf.masked_copy(cast("DictConfig", OmegaConf.load(CONF / "config.yaml")), list(keys))
     if groups := keys - defaults.keys() - cfg.keys():
         defaults = OmegaConf.merge(defaults, OmegaConf.masked_copy(compose_config([], None), list(groups)))
     return cast("DictConfig", OmegaConf.merge(defaults, cfg))

@@ -46,6 +46,8 @@ def train(cfg: DictConfig, runtime: Runtime) -> str:
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
+    if runtime.rank == 0 and (text := job.plan.warning()):
+        log.warning(text)
     for note in job.notes:
         log.info(note)
     _ = job.options  # logs the options that are not supported
