@@ -192,7 +192,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14 pixels, got 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
-    "-m strategy=ddp seed=1,2": "--multirun: is not supported under torchrun, where all jobs would share one process group",
+    "-m strategy=ddp seed=1,2": "--multirun: is not supported by several ranks, where all jobs would share one process group",
 }
 
 
