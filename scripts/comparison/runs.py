@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.launch.command_line import REFUSED
+from ddp_lab.launch.command import REFUSED
 from ddp_lab.launch.sweep import quote
 from ddp_lab.launch.torchrun import world_command
 from ddp_lab.resilience.run_directory import read_json
