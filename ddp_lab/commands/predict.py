@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import command
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
