@@ -266,7 +266,7 @@ ERRORS = [
           'metrics[f"{name}_{kind}"], epoch', 'metrics[f"train_{kind}"], epoch',
           "tests/observe/test_logger.py::test_epoch_is_recorded_under_its_names"),
     Error("a record that is trained again is kept", "ddp_lab/observe/metrics_file.py",
-          '["epoch"] < start_epoch', '["epoch"] <= start_epoch',
+          'row["epoch"] < epoch', 'row["epoch"] <= epoch',
           "tests/resilience/test_resume.py::test_run_without_its_last_checkpoint_ends_the_same"),
 
     Error("checkpoints are written in place", FILES,

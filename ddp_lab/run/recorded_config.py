@@ -86,7 +86,7 @@ def require_run(folder: Path) -> Path:
 
 def add_new_keys(cfg: DictConfig) -> None:
     """Set the keys that the version of ddp_lab that wrote a config did not have to their defaults, which do what it did."""
-    if "evaluate_test" not in cfg:
+    if "evaluate_test" not in cfg and "data" in cfg:
         add_validation_keys(cfg.data)
     missing = RunConfig.model_fields.keys() - cfg.keys() - {"data", "model"}
     if missing or CheckpointConfig.model_fields.keys() - cfg.checkpoint.keys():
