@@ -145,9 +145,6 @@ def test_evaluate_takes_any_checkpoint_and_other_data(trained, command):
     assert (code, errors) == (0, "")
     assert output.startswith(f"{old}, epoch 1: test loss ")
     assert output.endswith(" on 20 images (1 x cpu)\n")
-    code, _, errors = command(evaluate.main, trained, "--checkpoint=best", "strategy=single")
-    assert code == 2
-    assert "contains no best.pt and no best.sharded" in errors, "there is no validation set to choose it"
 
 
 def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluated(trained, command, tmp_path, caplog):
@@ -161,7 +158,6 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
     code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", f"--checkpoint={newest}")
     assert (code, output) == (2, "")
     assert errors.startswith(f"error: --checkpoint {newest}: the file is damaged: its SHA-256 differs")
-    newest.with_name("best.pt").unlink()
     code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", "--checkpoint=best")
     assert (code, output, errors) == (
         2,
@@ -175,7 +171,7 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
     [
         (["{run}/nowhere"], "{run}/nowhere: is not the directory of a run: there is no {run}/nowhere/config.yaml"),
         (["--json"], "argument --json: expected one argument; see ddp-lab evaluate --help"),
-        (["{run}", "--checkpoint=none.pt"], "--checkpoint none.pt: must be last, best or the path of a checkpoint"),
+        (["{run}", "--checkpoint=none.pt"], "--checkpoint none.pt: must be auto, last, best or the path of a checkpoint"),
         (["{run}", "--json={run}/no/a.json"], "--json {run}/no/a.json: cannot be written: {run}/no does not exist or is not"),
         (["{run}", "--json={run}"], "--json {run}: cannot be written: it is a directory"),
         (["{run}", "bogus=1"], "bogus=1: there is no such key; allowed: seed"),
@@ -503,7 +499,7 @@ def test_run_that_is_none_is_reported(main, sharded, trained, command, tmp_path)
 
 
 def load_model_of(run: Path) -> nn.Module:
-    checkpoint = find_checkpoint(run, "best", Runtime("cpu"))
+    checkpoint = find_checkpoint(run, "last", Runtime("cpu"))
     return load_model(run, read_config(run, ["strategy=single"], None), checkpoint)
 
 

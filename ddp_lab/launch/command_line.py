@@ -15,7 +15,6 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.messages import unknown_key
 from ddp_lab.config.options import GROUPS, options
 from ddp_lab.launch.renamed import rename_keys, rename_overrides, warn
-from ddp_lab.world.process import env_int
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
 
