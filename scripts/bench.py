@@ -5,8 +5,8 @@ python scripts/bench.py --gpus 1 2 4 --loops all --json runs/bench.json         
 
 Without --loops, `ours eager` under strategy=single and `bare` take turns in one process, from the same weights, for `--seconds`
 each with 1 and 2 threads on a CPU. After every `--turn` steps of one come as many of the other, so that what else the machine
-does slows both. The ratio is the median of bare's time divided by ours over all pairs, beside the lower 95 % bound of the median;
-then the same of CPU time, which a busy machine changes less.
+does slows both. The ratio is the median over all pairs of bare's time divided by ours, beside its lower 95 % bound; then the
+same of CPU time, which a busy machine changes less.
 
 With --loops, the table has the throughput of the training loop alone in images per second, for made-up 28x28 images, `--batch`
 of them on each device: the median of `--repeats`, and half the range between the quartiles in percent. All loops run
@@ -139,7 +139,7 @@ def main() -> None:
             for strategy in (["ddp"] if loop in LOOPS else ["single"] if ranks == 1 else arguments.strategies)
         ]
     else:
-        cases = itertools.product(arguments.models, [1] if on_cpu else arguments.gpus, [1, 2] if on_cpu else [1])
+        cases = itertools.product(arguments.models, [1] if on_cpu else arguments.gpus, arguments.threads if on_cpu else [1])
         works = [partial(compare, arguments, *case) for case in cases]
     for work in works:
         rows.append(work())

@@ -31,7 +31,7 @@ from ddp_lab.world.runtime import Runtime
 EAGER, AUTO = ["speed=off"], ["speed=auto"]
 FASTEST = ["cuda_graph=true", "compile=true", "channels_last=true", "precision=bf16"]
 ON_GPU = {"ours eager": EAGER, "ours auto": AUTO, "ours auto bf16": [*AUTO, "precision=bf16"], "ours": FASTEST}
-ON_CPU = {loop: EAGER for loop in ON_GPU} | {"ours": ["compile=true"]}
+ON_CPU = dict.fromkeys(ON_GPU, EAGER) | {"ours": ["compile=true"]}
 WARM_UP = 2  # turns that do not count
 
 Step = Callable[[], None]

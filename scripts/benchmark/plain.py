@@ -17,7 +17,6 @@ from torchvision.transforms.functional import to_tensor
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.world.runtime import Runtime
 
-
 LR = 1e-4  # so low that the weights hardly change: with dead ReLUs or denormal numbers a CPU takes longer
 
 
