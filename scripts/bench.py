@@ -98,6 +98,7 @@ def parser(gpus: int) -> argparse.ArgumentParser:
     found.add_argument("--workers", type=int, default=4 if gpus else 0, help="DataLoader processes of each rank")
     found.add_argument("--patience", type=int, default=180, help="seconds that a launch may take")
     found.add_argument("--turn", type=int, default=20 if gpus else 1, help="steps of each loop before the other's turn")
+    found.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads on a CPU")
     found.add_argument(
         "--seconds", type=int, default=40, help="how long two loops take turns, with each model and number of threads"
     )
