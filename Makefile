@@ -54,7 +54,7 @@ lint: .venv/installed-dev ## run ruff and basedpyright
 compare: .venv/installed ## compare all strategies on the same work and write a report
 	$(BIN)/python scripts/compare.py
 
-bench: .venv/installed ## benchmark the training loop against others
+bench: .venv/installed ## measure what the training loop costs, against the same step in plain PyTorch
 	mkdir -p runs
 	$(BIN)/python scripts/bench.py --json runs/bench.json
 

@@ -16,9 +16,9 @@ sent          bytes per step that a rank passes to collectives and sends
 time split    where the time of a step goes, mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch
               are recorded for it (profile=true), which is slower. The throughput therefore excludes the first epoch, and the
               plot by seconds shows it with the median time of the later epochs, if there are any
-difference    largest difference of any weight from that of `single`, after the first epoch and at the end. Sums of float32 in
-              another order round differently, and training makes the difference grow; models with BatchNorm differ by more
-              (docs/strategies.md)
+difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end; a plot has it by
+              step. Sums of float32 in another order round differently: expected below 1e-6 after 5 steps. Training makes it
+              grow; models with BatchNorm differ by more (docs/strategies.md)
 """
 
 import argparse
@@ -39,7 +39,7 @@ from ddp_lab.launch.torchrun import new_folder  # noqa: E402
 from ddp_lab.run.machine import find_machine  # noqa: E402
 from scripts.comparison.plots import draw  # noqa: E402
 from scripts.comparison.predicted import predictions  # noqa: E402
-from scripts.comparison.report import diagnoses, report, rows  # noqa: E402
+from scripts.comparison.report import diagnoses, headline, report, rows  # noqa: E402
 from scripts.comparison.runs import choose, entries, run  # noqa: E402
 
 
@@ -95,7 +95,7 @@ def main() -> None:
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
     predicted = predictions(results, overrides, arguments.gpus, gpus > 0) if arguments.gpus else []
-    print("\n" + report(rows(results), head, notes + diagnoses(results), predicted, out))
+    print("\n" + report(rows(results), head, headline(results) + notes + diagnoses(results), predicted, out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 
 

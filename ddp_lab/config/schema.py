@@ -45,6 +45,7 @@ class CheckpointConfig(Keys):
 
     every_epochs: Count = Field(description="Write a checkpoint every N epochs.")
     every_steps: Count | None = Field(description="Also write a checkpoint every N steps within an epoch.")
+    at_steps: list[Count] = Field(description="Also write a checkpoint after these steps of the run, for example [1,2,5].")
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")] = Field(
         description="Number of newest checkpoints to keep."
     )

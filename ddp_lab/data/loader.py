@@ -150,7 +150,7 @@ class Loader(ABC):
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""
-        return images * self.scale - self.offset
+        return (images * self.scale).sub_(self.offset)
 
     @abstractmethod
     def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

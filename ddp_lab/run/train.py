@@ -97,7 +97,9 @@ def train_guarded(
         training.step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = profiled(training, steps_left, isinstance(step, GraphStep), logger, run_dir.path) if cfg.profile else None
     every = cfg.checkpoint
-    settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
+    settings = GuardSettings(
+        every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, frozenset(every.at_steps)
+    )
     guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress, training.step.tally)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:

@@ -24,6 +24,11 @@ def draw(results: list[Result], path: Path) -> None:
         bars("Throughput", "samples/s", {result.name: result.rate for result in ran}),
         curves("Throughput by devices", "devices", "samples/s", scaling(ran), zero=True),
     ]
+    if not results[0].problem:
+        growth = {result.name: result.differences(results[0]).items() for result in ran if result is not results[0]}
+        lines = [Curve(name, [(step, value) for step, value in found if value > 0]) for name, found in growth.items()]
+        if any(line.points for line in lines):
+            plots.append(curves("Largest difference of a weight from single's", "step", "difference", lines, log=True))
     split = {result.name: mean_split(result.profile) for result in ran if result.profile}
     plots += [stacked("Where a step's time goes", "ms", split)] if split else []
     beside(plots, path)
