@@ -135,7 +135,8 @@ ERRORS = [
           "tests/resilience/test_faults.py::test_last_checkpoint_that_cannot_be_written_fails_the_run"),
 
     Error("a preempted run exits with code 0", MAIN,
-          "else EXIT_CODES.get(status, 0)", "else 0", "tests/resilience/test_faults.py::test_sigterm_without_torchrun_exits_with_75"),
+          "else EXIT_CODES.get(status, 0)", "else 0",
+          "tests/resilience/test_faults.py::test_sigterm_without_torchrun_exits_with_75"),
     Error("the values in the config are not checked", MAIN,
           "    check(cfg)\n", "",
           "tests/test_startup.py::test_help_and_config_errors_do_not_load_torch"
@@ -381,7 +382,8 @@ ERRORS = [
           "tests/resilience/test_nodes.py::"
           "test_rank_that_ends_while_the_store_does_not_answer_is_not_aborted_when_it_does"),
     Error("two launches may write in one directory", RUN_DIR,
-          "self._lock = lock(path, RESTART_WAIT if name == restarted else LOCK_WAIT)", "pass", "tests/resilience/test_faults.py::test_second_writer_is_refused"),
+          "self._lock = lock(path, RESTART_WAIT if name == restarted else LOCK_WAIT)", "pass",
+          "tests/resilience/test_faults.py::test_second_writer_is_refused"),
     Error("two launches of the same second share a directory", RUN_DIR,
           "(root / name).mkdir()", "(root / name).mkdir(exist_ok=True)",
           "tests/world/test_ranks.py::test_launches_of_the_same_second_get_different_directories"),

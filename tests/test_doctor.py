@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import math
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_world
+from launches import ROOT, SMALL, launch, main_in_world, only_run, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from worlds import run_world
 
@@ -30,7 +32,7 @@ from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
-CHECKS += ["partition", "loss"]
+CHECKS += ["partition", "loader", "loss"]
 NOWHERE = "no-such-host.invalid"
 
 
@@ -100,7 +102,7 @@ def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp batch_size=7"
     code, output = launch(line, f"runs_dir={tmp_path}")
     assert code == 1, output  # torchrun's exit code
-    for about in CHECKS[:-2]:  # the last two need a batch
+    for about in CHECKS[:-3]:  # the last three need a batch
         assert output.count(f" {about}: ") == 1, output
     assert "ok       strategy: ddp on 2 ranks: dp 2\n" in output
     assert (
@@ -286,6 +288,71 @@ def test_full_disk_is_a_warning_with_checkpoint_on_error_continue(tmp_path):
     overrides = f"{' '.join(SMALL)} epochs=1 checkpoint.on_error=continue runs_dir={tmp_path}"
     run_world(1, with_free_bytes, 0, main_with_overrides, overrides)
     assert (only_run(tmp_path) / "train.log").read_text().count("WARNING") == 1
+
+
+WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24 strategy=ddp"
+
+
+def test_batch_larger_than_the_training_set_is_a_warning(tmp_path):
+    """SMALL has 100 samples."""
+    line = f"{' '.join(SMALL)} strategy=ddp epochs=1 name=mine runs_dir={tmp_path}"
+    warning = "the global batch of 102 samples is larger than the training set: every epoch is a single step on a partial batch"
+    ((code, told, _), _) = run_world(2, doctor_in_world, f"{line} batch_size=102")
+    assert code == 0
+    assert finding(told, "batch").startswith(f"warning  batch: {warning}")
+    run_world(2, main_with_overrides, f"{line} batch_size=102")
+    assert (tmp_path / "mine/train.log").read_text().count(f"WARNING {warning}") == 1
+    assert not (tmp_path / "mine/train.rank1.log").exists(), "rank 1 repeated it"
+    run_world(2, main_with_overrides, f"{line} batch_size=100 name=full")
+    assert "WARNING" not in (tmp_path / "full/train.log").read_text()
+
+
+def shared_bytes(image: int) -> int:
+    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12 images, and their queues."""
+    pages = math.ceil(12 * image / 4096) + 1
+    return 2 * 2 * ((2 * 2 + 2) * pages * 4096 + 2**17)
+
+
+def test_shared_memory_too_small_for_the_workers_is_an_error(tmp_path):
+    needed = shared_bytes(3 * 28 * 28)
+    message = f"need {needed / 2**20:.1f} MiB of shared memory, and /dev/shm has 0.2 MiB free"
+    first, second = run_world(2, with_free_bytes, 2**18, doctor_in_world, f"{WORKERS} runs_dir={tmp_path}")
+    assert first[0] == 2
+    assert message in finding(first[1], "loader")
+    assert finding(first[1], "loader").startswith("error ")
+    assert second == (0, [], "")
+    found, _ = run_world(2, with_free_bytes, needed, doctor_in_world, f"{WORKERS} runs_dir={tmp_path}")
+    assert finding(found[1], "loader").startswith("ok  ")
+
+    refused, silent = run_world(2, with_free_bytes, 2**18, refusal_in_world, f"{WORKERS} runs_dir={tmp_path}/runs")
+    assert refused[0] == 2
+    assert refused[1].startswith("error: data.loader=workers: the batches of DataLoader workers on ")
+    assert message in refused[1]
+    assert (
+        "Lower data.num_workers (0 needs none) or batch_size, or enlarge /dev/shm: in a container `docker run --shm-s"
+        in refused[1]
+    )
+    assert refused[1].count("\n") == 1
+    assert silent == (2, "")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
+    line = [*WORKERS.split(), "data.dataset.train_size=480", "data.dataset.image_size=128", "device=cpu", "epochs=2"]
+    needed = shared_bytes(3 * 128 * 128)
+    for size, code in ((needed - 2**20, 2), (needed + 2**16, 0)):  # 64 KiB for the ranks' heartbeats
+        mounted = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+        namespace = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
+        if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+            pytest.skip("needs the right to mount in a namespace of its own")
+        world = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+        ended = subprocess.run(
+            [*namespace, *world, *line, f"runs_dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert bool(ended.returncode) == bool(code), ended.stderr
+        assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
+    assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]
 
 
 @pytest.mark.parametrize("ema", [False, True])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import command
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import check_folder
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int

@@ -12,7 +12,7 @@ import sys
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launch.command_line import command, run_with_config
+from ddp_lab.launch.command import command, run_with_config
 
 
 @command()

@@ -10,7 +10,7 @@ The weights are the best ones if a validation set chose them, else those of the 
 
 import argparse
 
-from ddp_lab.launch.command_line import command
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 

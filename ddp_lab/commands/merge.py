@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import command
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output
 from ddp_lab.launch.parser import Parser
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import command
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
@@ -46,6 +46,7 @@ def main() -> None:
     from ddp_lab.run.predict import Predictor, find_images, write_table
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.run.trained import find_checkpoint, load_model
+    from ddp_lab.training.speed.switches import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)
@@ -55,7 +56,8 @@ def main() -> None:
     print(f"weights: {checkpoint}", file=sys.stderr)
     model = load_model(given.run, cfg, checkpoint)
     predictor = Predictor(model, cfg.data, data, runtime, given.top)
-    rows, corrupt = predictor.run(images, given.batch_size)
+    with float32_matmul(cfg.float32_matmul):
+        rows, corrupt = predictor.run(images, given.batch_size)
     if rows and given.output:
         with replacing(given.output) as temporary, temporary.open("w", newline="") as file:
             write_table(file, rows)

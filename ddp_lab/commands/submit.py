@@ -11,7 +11,7 @@ import sys
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import command, run_with_config
+from ddp_lab.launch.command import command, run_with_config
 
 SCHEDULERS = ["slurm", "kubernetes"]
 

@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import PREEMPTED, command, run_with_config
-from ddp_lab.launch.start_ranks import complete, split_options, start_ranks
+from ddp_lab.launch.command import PREEMPTED, command, run_with_config
+from ddp_lab.launch.start_ranks import complete_options, split_options, start_ranks
 from ddp_lab.launch.tasks import refuse_tasks
 
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
@@ -25,7 +25,7 @@ def main() -> None:
         given, arguments = split_options(sys.argv[1:])
         if "RANK" in os.environ and given:
             raise ConfigError(f"--{next(iter(given))}: this process is a rank already; give the option to torchrun")
-        options = None if "RANK" in os.environ else complete(given, arguments)
+        options = None if "RANK" in os.environ else complete_options(given, arguments)
         refuse_tasks(options or {})
         if options:
             sys.exit(start_ranks(options, arguments))

@@ -114,6 +114,10 @@ class RunConfig(Keys):
     precision: Literal["float32", "bf16"] = Field(
         description="Data type of the computation; bf16 is mixed precision by torch.autocast."
     )
+    float32_matmul: Literal["highest", "high"] = Field(
+        description="Matrix multiplications in float32 on CUDA GPUs: full precision (highest), or TF32, which is faster and "
+        "rounds the factors to 3 digits (high). cuDNN's convolutions use TF32 with both."
+    )
     speed: Literal["auto", "off"] = Field(
         description="auto: on a CUDA GPU, choose those of data.loader, cuda_graph, channels_last, optimizer.fused (null) and "
         "compile that are left to auto, by what the strategy, the model, the memory and the length of the run allow; the log "

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -50,7 +51,7 @@ def rename_keys(cfg: DictConfig) -> list[str]:
             continue
         if OmegaConf.select(cfg, new) not in (None, OmegaConf.select(OmegaConf.load(DEFAULTS), new)):
             raise _both(old)
-        value = OmegaConf.to_container(node)[key]  # a reference to another key remains one
+        value = cast("dict[str, Any]", OmegaConf.to_container(node))[key]  # a reference to another key remains one
         with open_dict(cfg):
             del node[key]
             OmegaConf.update(cfg, new, value, force_add=True)

@@ -17,7 +17,8 @@ from hydra.utils import get_object
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import PREEMPTED, REFUSED, compose_config, quote_faults, split_config_dir
+from ddp_lab.launch.command import PREEMPTED, REFUSED
+from ddp_lab.launch.command_line import compose_config, quote_faults, split_config_dir
 from ddp_lab.launch.parser import Parser
 from ddp_lab.launch.torchrun import ENTRY
 
@@ -64,7 +65,7 @@ def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     return options, others
 
 
-def complete(options: dict[str, str], arguments: list[str]) -> dict[str, str] | None:
+def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str, str] | None:
     """Return the options with --nproc, whose default is the number of GPUs; None if this process is to train alone.
 
     Args:
@@ -143,9 +144,10 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     Args:
         failures: of this machine's ranks, by rank. Those that another rank's failure ended are among them.
     """
-    reported = [failure for failure in failures.values() if isinstance(failure.message, dict)]  # from an error file
+    # The content of a rank's error file; a text if it has written none.
+    reported = [failure for failure in failures.values() if not isinstance(failure.error_file_data["message"], str)]
     for failure in sorted(reported, key=lambda failure: failure.timestamp)[:1]:
-        print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+        print(failure.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items()) if failure not in reported}
     for rank, code in codes.items():
         if code not in (1, REFUSED, -signal.SIGTERM):  # such ranks were ended because of another one

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from ddp_lab.launch.command_line import REFUSED
+from ddp_lab.launch.command import REFUSED
 from ddp_lab.world.process import env_int
 
 # The number of tasks, and which one this is. SLURM_NTASKS is set in the shells of sbatch and salloc, too.

@@ -9,6 +9,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.folder import listed
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_storage
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.checkpoint_folder import steps_in
@@ -39,6 +40,8 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
         findings.append(Finding("warning", "strategy", text))
     job.check_optimizer()
     check_memory(job)
+    if any(loader.shared_bytes for loader in job.loaders):  # on all ranks or on none
+        runtime.agree("shared_memory", lambda: str(check_shared_memory(job.loaders, runtime.local_world_size)), per_node=True)
     size = job.checkpoint_bytes
     keep, best, on_error = cfg.checkpoint.keep, job.criterion is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)

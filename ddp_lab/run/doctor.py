@@ -18,10 +18,12 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.samples import Dataset
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_host_name, check_master
+from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.run.job import Job
 from ddp_lab.run.memory import check_memory
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.plan import Plan
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
@@ -112,7 +114,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
         findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest), as_it_is)
     if strategy is None:
         return
-    plan = findings.look("batch", lambda: job.plan, str)
+    plan = findings.look("batch", lambda: job.plan, describe_plan)
     if model is not None and plan is not None:
         findings.look(
             "partition",
@@ -122,6 +124,9 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
         partitioned = all(finding.about != "partition" or finding.level == "ok" for finding in findings)
         if strategy.device.type == "cuda" and partitioned:
             findings.look("memory", lambda: check_memory(job), str)
+        if partitioned:
+            mine = findings if runtime.local_rank == 0 else Findings()  # the free bytes change while the ranks look
+            mine.look("loader", lambda: check_shared_memory(job.loaders, runtime.local_world_size), as_it_is)
     if plan is not None:
         mixing = f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}"
         findings.look("loss", lambda: job.loss, lambda _: f"{choices['loss']} of a value per sample, {mixing}")
@@ -162,6 +167,12 @@ def describe_dataset(name: str, dataset: Dataset) -> str:
     purposes = {"train": "images to train on", "val": "to validate with", "test": "to test on"}
     sizes = ", ".join(f"{found.size:,} {purposes[key]}" for key, found in dataset.sets.items())
     return f"{name}, {sizes}, {'x'.join(map(str, dataset.train.shape))}, {len(dataset.classes)} classes"
+
+
+def describe_plan(plan: Plan) -> Finding:
+    """Return a finding with the batch sizes and the learning rate; a warning if the batch is larger than the training set."""
+    text = plan.warning()
+    return Finding("warning", "batch", text) if text else Finding("ok", "batch", str(plan))
 
 
 def describe_strategy(strategy: Strategy) -> Finding:

@@ -91,7 +91,7 @@ def with_new_keys(cfg: DictConfig) -> DictConfig:
     if "data" in cfg and "evaluate_test" not in cfg:
         add_validation_keys(cfg.data)
     keys = RunConfig.model_fields.keys() - ({"data", "model"} - cfg.keys())  # these two are never new
-    defaults = OmegaConf.masked_copy(OmegaConf.load(CONF / "config.yaml"), list(keys))
+    defaults = OmegaConf.masked_copy(cast("DictConfig", OmegaConf.load(CONF / "config.yaml")), list(keys))
     if groups := keys - defaults.keys() - cfg.keys():
         defaults = OmegaConf.merge(defaults, OmegaConf.masked_copy(compose_config([], None), list(groups)))
     return cast("DictConfig", OmegaConf.merge(defaults, cfg))

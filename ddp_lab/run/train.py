@@ -27,6 +27,7 @@ from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.training.speed.switches import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 
@@ -54,13 +55,17 @@ def train(cfg: DictConfig, runtime: Runtime) -> Outcome:
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
+    if runtime.rank == 0 and (text := job.plan.warning()):
+        log.warning(text)
     for note in job.notes:
         log.info(note)
     _ = job.options  # logs the options that are not supported
+    if line := describe_matmul(cfg.float32_matmul, cfg.precision, job.strategy.device):
+        log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
     job.strategy.times_file = run_dir.path / "block_times.json"
-    with job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
+    with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
         return Outcome(train_guarded(training, run_dir, watchdog, decisions, choices), run_dir.path)

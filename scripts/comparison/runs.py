@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.launch.command_line import REFUSED
+from ddp_lab.launch.command import REFUSED
 from ddp_lab.launch.sweep import quote
 from ddp_lab.launch.torchrun import world_command
 from ddp_lab.observe.metrics_file import read_epochs

@@ -88,6 +88,7 @@ def test_help_names_every_strategy():
         ("cutmix=true", "cutmix=True: must be a number of at least 0"),
         ("device=gpu", "device=gpu: must be auto or mps or cpu, cuda or cuda:N"),
         ("precision=fp8", "precision=fp8: must be float32 or bf16"),
+        ("float32_matmul=medium", "float32_matmul=medium: must be highest or high"),
         ("timeout=0", "timeout=0: must be a number above 0"),
         ("name=a/b", "name=a/b: must be a plain directory name"),
         ("name=..", "name=..: must be a plain directory name"),

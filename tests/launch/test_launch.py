@@ -204,7 +204,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "checkpoint.best=val_accuracy with a validation set: data.val_fraction=0.1, or with data=folder a folder val/",
     "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
     "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 samples to train on and 0 to",
-    "-m strategy=ddp seed=1,2": "--multirun: is not supported under torchrun, where all jobs would share one process group",
+    "-m strategy=ddp seed=1,2": "--multirun: is not supported by several ranks, where all jobs would share one process group",
 }
 
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_lab import __main__ as dispatcher
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.start_ranks import complete, report_failure, split_options, torchrun_options
+from ddp_lab.launch.start_ranks import complete_options, report_failure, split_options, torchrun_options
 from ddp_lab.launch.tasks import refuse_tasks
 
 TWO = "python -m ddp_lab train --nproc 2"
@@ -37,7 +37,7 @@ def test_options_are_found_between_overrides_in_both_spellings():
 )
 def test_wrong_options_are_refused_before_ranks_are_started(line, message):
     with pytest.raises(ConfigError, match=message):
-        complete(*split_options(line.split()))
+        complete_options(*split_options(line.split()))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_wrong_options_are_refused_before_ranks_are_started(line, message):
 )
 def test_default_is_a_rank_for_each_gpu_if_the_strategy_has_ranks(line, gpus, ranks, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    options = complete(*split_options(line.split()))
+    options = complete_options(*split_options(line.split()))
     assert (options and options["nproc"]) == ranks
 
 

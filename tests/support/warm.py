@@ -276,7 +276,7 @@ def execute(request: Request) -> None:
 
 
 def shims(folder: Path) -> Path:
-    """Create a folder for $PATH whose `python`, `torchrun` and `ddp-lab` are forked, for use in shells; it is empty without a server."""
+    """Create a folder for $PATH whose `python`, `torchrun` and `ddp-lab` are forked; it is empty without a server."""
     return _write_shims(folder, python="ask", torchrun="ask", **{"ddp-lab": "ask"})
 
 
