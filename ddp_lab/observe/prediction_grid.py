@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TILE, COLUMNS = 1.6, 4  # width of an image in inches, images in a row
-LONGEST = 12  # maximum number of characters of a name below an image
+LONGEST = 11  # maximum number of characters of a name below an image
 
 
 @house_style()

@@ -1,5 +1,6 @@
 """The strategies that a machine can run, and one run of each by train.py."""
 
+import json
 import os
 import re
 import statistics

@@ -174,6 +174,7 @@ def test_curve_is_visible_where_a_part_of_it_coincides_with_another():
     row = pixels(whole)[round(whole.bbox.height - y), round(x0) : round(x1)]
     shown = {tuple(pixel / 255) for pixel in row.astype(float)}
     assert {to_rgb(COLOURS[0]), to_rgb(COLOURS[1])} <= shown
+    assert [line.is_dashed() for line in whole.axes[0].lines[:2]] == [False, True], "one line covers the other between markers"
 
 
 def test_curves_that_only_cross_or_begin_together_are_solid():
