@@ -126,7 +126,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
             findings.look("memory", lambda: check_memory(job), str)
         if partitioned:
             mine = findings if runtime.local_rank == 0 else Findings()  # the free bytes change while the ranks look
-            mine.look("loader", lambda: check_shared_memory(job.loaders, runtime.local_world_size), as_it_is)
+            mine.look("loader", lambda: check_shared_memory(job.loaders.values(), runtime.local_world_size), as_it_is)
     if plan is not None:
         mixing = f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}"
         findings.look("loss", lambda: job.loss, lambda _: f"{choices['loss']} of a value per sample, {mixing}")
