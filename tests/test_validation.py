@@ -79,7 +79,7 @@ def test_validation_set_chooses_the_best_epoch_and_the_test_set_does_not(chosen)
     state = torch.load(chosen / "checkpoints" / "best.pt", weights_only=True)
     assert (state["progress"]["step"], state["progress"]["best"]["val_loss"]) == (best["step"], best["val_loss"])
     summary = (chosen / "train.log").read_text().splitlines()[-1]
-    assert f"best epoch {best['epoch']} by val_loss: val loss {best['val_loss']:.4f} accuracy" in summary
+    assert f"result: epoch {best['epoch']} (best val_loss), val loss {best['val_loss']:.4f} accuracy" in summary
     assert f"| test loss {best['test_loss']:.4f} accuracy" in summary
     assert summary.endswith(f"({chosen}/checkpoints/best.pt)")
 

@@ -96,6 +96,11 @@ class Dataset:
         """The sets that exist, by name: train, val, test, in this order."""
         return {name: found for name in SETS if (found := getattr(self, name)) is not None}
 
+    @property
+    def evaluation_sets(self) -> dict[str, Samples]:
+        """The sets that the model is evaluated with, by name: val, test or both."""
+        return {name: found for name, found in self.sets.items() if name != "train"}
+
     def model_shape(self) -> dict[str, int]:
         """Return the arguments of a model function that follow from the data: channels, image size and number of classes."""
         channels, _, image_size = self.train.shape

@@ -72,7 +72,7 @@ class KubernetesLauncher(SweepLauncher):
             accepted = [self._create(job, manifest, there) for job, manifest in zip(jobs, manifests, strict=True)]
             if not all(accepted):
                 sys.exit(1)
-        return [job_return(job.overrides) for job in jobs]
+        return [job_return(job) for job in jobs]
 
     def _check_options(self) -> None:
         for key in ("numNodes", "numProcPerNode"):

@@ -194,9 +194,9 @@ class FileLogger(Logger):
     def summary(self, epoch: int, criterion: str | None, weights: Path) -> None:
         row = next((row for row in read_epochs(self.metrics) if row["epoch"] == epoch), {})
         seconds = statistics.median(self.durations)
-        which = f"best epoch {epoch} by {criterion}" if criterion else f"last epoch {epoch}"
+        which = f"best {criterion}" if criterion else "last"
         log.info(
-            f"{which}: {describe_metrics(row, SETS[1:]) or 'no metrics'}, {seconds:.2f} s/epoch, "
+            f"result: epoch {epoch} ({which}), {describe_metrics(row, SETS[1:]) or 'no metrics'}, {seconds:.2f} s/epoch, "
             f"{self.samples / seconds:,.0f} samples/s on {self.where} ({weights})"
         )
 

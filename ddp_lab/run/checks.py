@@ -19,6 +19,7 @@ from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.memory import check_memory
+from ddp_lab.run.selection import criterion
 from ddp_lab.world.runtime import Runtime
 
 
@@ -43,7 +44,7 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
         runtime.agree("shared_memory", lambda: str(check_shared_memory(job.loaders.values(), runtime.local_world_size)), per_node=True)
     size = job.checkpoint_bytes
-    keep, best, on_error = cfg.checkpoint.keep, job.criterion is not None, cfg.checkpoint.on_error
+    keep, best, on_error = cfg.checkpoint.keep, criterion(cfg, job.dataset) is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
     if skipped := job.dataset.skipped:
         text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"

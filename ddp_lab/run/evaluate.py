@@ -73,7 +73,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     path = find_checkpoint(folder, checkpoint, runtime)
     job = prepare(cfg, runtime, with_weights=False)
     warning = runtime.agree("classes", partial(compare_data, folder, job.dataset))
-    sets = list(job.held_out)
+    sets = list(job.dataset.evaluation_sets)
     split = split or sets[-1]
     if split not in sets:
         raise ConfigError(f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate with")

@@ -5,7 +5,7 @@ parts. `materialize` (materialize.py) then connects the ranks and places the mod
 benchmark and the tests use the same functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -14,36 +14,30 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.types import SETS
 from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.loader import Loader
 from ddp_lab.data.mix import Mix
-from ddp_lab.data.samples import Dataset, LabelledImages, Samples
+from ddp_lab.data.samples import Dataset, LabelledImages
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.make import Made, make_model
 from ddp_lab.models.own import key_of, require_chain
 from ddp_lab.observe.profiler import check_profile
+from ddp_lab.run.selection import check_selection
 from ddp_lab.run.speed import find_choices
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
 from ddp_lab.training.loop import FitSettings
 from ddp_lab.training.on_shards import require_support
 from ddp_lab.training.plan import Plan
-from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import build_shape
 from ddp_lab.training.speed.auto import Choice
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
 LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}
-NEEDED = {
-    "val": ("validation", "data.val_fraction=0.1, or with data=folder a folder val/"),
-    "test": ("test", "val_loss or val_accuracy, or add a test set"),
-}
 EVALUATED = 8  # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a step
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 
@@ -176,7 +170,7 @@ class Job:
         require_support(optimizer, self.strategy, f"optimizer._target_={self.cfg.optimizer['_target_']}")
 
     @cached_property
-    def loaders(self) -> dict[str, Loader]:
+    def loaders(self) -> Mapping[str, Loader]:
         """The loaders of the sets of the dataset, by name. That of the training set is shuffled and augmented."""
         data = self.cfg.data
         make = partial(
@@ -196,37 +190,14 @@ class Job:
         graph = self.choices["cuda_graph"]
         larger = EVALUATED if graph.automatic and graph.value else 1
         evaluated = partial(make, batch_size=larger * self.plan.global_batch_size)
-        return {"train": training} | {name: evaluated(found, shuffle=False) for name, found in self.held_out.items()}
-
-    @property
-    def held_out(self) -> dict[str, Samples]:
-        """The sets that the model is evaluated with, by name: val, test or both."""
-        return {name: found for name, found in self.dataset.sets.items() if name != "train"}
-
-    @property
-    def criterion(self) -> Criterion | None:
-        """The metric by which the best checkpoint is chosen; None: the last weights are the result."""
-        best = self.cfg.checkpoint.best
-        return ("val_loss" if self.dataset.val is not None else None) if best == "auto" else best
+        return {"train": training} | {
+            name: evaluated(found, shuffle=False) for name, found in self.dataset.evaluation_sets.items()
+        }
 
     @property
     def fit_settings(self) -> FitSettings:
         """When training ends, and when the test set is evaluated."""
         return FitSettings(self.cfg.epochs, self.cfg.patience, self.cfg.evaluate_test)
-
-    def check_selection(self) -> None:
-        """Check that the sets exist whose metrics are to choose.
-
-        Raises:
-            ConfigError: one does not.
-        """
-        wanted = {"checkpoint.best": self.cfg.checkpoint.best, "optimize": self.cfg.optimize}
-        wanted |= {} if self.cfg.patience is None else {"patience": self.cfg.patience}
-        for key, value in wanted.items():
-            name = "val" if key == "patience" else str(value).partition("_")[0]
-            if name in SETS and name not in self.dataset.sets:
-                what, remedy = NEEDED[name]
-                raise ConfigError(f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}")
 
     @cached_property
     def choices(self) -> dict[str, Choice]:
@@ -252,7 +223,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job
     """
     job = Job(cfg, runtime, with_weights)
     _ = job.strategy, job.dataset, job.plan
-    job.check_selection()
+    check_selection(cfg, job.dataset)
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
     _ = job.model, job.shapes, job.loss, job.schedule

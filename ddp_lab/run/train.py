@@ -24,6 +24,7 @@ from ddp_lab.run.checks import check_and_prepare
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job
 from ddp_lab.run.materialize import Training, materialize
+from ddp_lab.run.selection import criterion
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
@@ -78,8 +79,9 @@ def train_guarded(
     job, cfg, runtime = training.job, training.job.cfg, training.job.runtime
     folder = run_dir.path / "checkpoints"
     state = job.strategy, training.optimizer, training.scheduler
+    best = criterion(cfg, job.dataset)
     checkpoints = Checkpoints(
-        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, job.criterion, training.ema, job.sharded
+        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, best, training.ema, job.sharded
     )
     resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
     progress = checkpoints.resume(resume, job.plan.steps_before)
@@ -161,7 +163,7 @@ def open_logger(job: Job, run_dir: Path, progress: Progress, choices: Mapping[st
         run_dir,
         start_epoch=progress.epoch,
         start_step=progress.step,
-        evaluated=list(job.held_out),
+        evaluated=list(job.dataset.evaluation_sets),
         steps_per_epoch=plan.steps_per_epoch,
         constants={
             "global_batch_size": plan.global_batch_size,

@@ -67,7 +67,7 @@ def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, repl
     assert output.count(logged) == 1, "it must be logged once, not once per rank"
     plural = "s" * (world_size > 1)
     assert f"{world_size} rank{plural}, global batch 64 = {replicas} x {64 // replicas}, 23 steps an epoch, lr 0.1" in output
-    assert output.splitlines()[-1].startswith("last epoch 1: test loss ")
+    assert output.splitlines()[-1].startswith("result: epoch 1 (last), test loss ")
     assert "arning" not in output.replace("OMP_NUM_THREADS", ""), output
     check_run(only_run(tmp_path / "runs"), epochs=1, strategy=strategy, world_size=world_size)
     if not small:  # LeNet, from the default initial weights

@@ -413,6 +413,7 @@ def test_save_of_an_earlier_step_succeeds_although_the_disk_is_full_later(tmp_pa
 def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
     """Training has ended before the write fails. The best checkpoints of epochs 1 and 2 were written."""
     full = "checkpoint.every_epochs=3", "inject=disk_full@rank=0,step=12"
+    full += "data.dataset.train_size=125", "data.val_fraction=0.2"
     code, output = launch("python train.py", *overrides(tmp_path, "full", *full))
     assert code == 1, output
     assert f"step_{3 * STEPS:08d}.pt could not be written" in output
