@@ -22,6 +22,7 @@ from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command import user_errors
 from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import DataRecord
@@ -63,7 +64,8 @@ def command(monkeypatch, capsys):
     def run(main, *arguments) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
         try:
-            main.__wrapped__()  # without `record`, which replaces pytest's faulthandler
+            with user_errors():
+                main.__wrapped__()  # without `command`, which sets the faulthandler of pytest anew
             code = 0
         except SystemExit as ended:
             code = ended.code
@@ -420,7 +422,8 @@ def test_run_of_an_earlier_commit_is_evaluated_predicted_exported_and_merged(com
         (merge.main, "--output", tmp_path / "m.pt"),
     ):
         code, output, errors = command(main, run, *arguments)
-        assert (code, errors) == (0, ""), output
+        named = f"weights: {run}/checkpoints/step_00000008.sharded\n" if main is predict.main else ""
+        assert (code, errors) == (0, named), output
     code, output, _ = command(evaluate.main, run, "--checkpoint", tmp_path / "m.pt", "strategy=single")
     assert (code, f"test loss {logged[2]['test_loss']:.4f}" in output) == (0, True), output
 
