@@ -57,13 +57,13 @@ def sharded(tmp_path_factory):
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Return a function that runs a command in this process and returns its exit code, output and errors."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it, and append to sys.path
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
+    monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
 
     def run(main, *arguments) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
         try:
-            main.__wrapped__()  # without `record`, which replaces pytest's faulthandler
+            main()
             code = 0
         except SystemExit as ended:
             code = ended.code
