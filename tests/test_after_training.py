@@ -22,7 +22,6 @@ from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command import user_errors
 from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import DataRecord
@@ -58,14 +57,13 @@ def sharded(tmp_path_factory):
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Return a function that runs a command in this process and returns its exit code, output and errors."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it, and append to sys.path
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
+    monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
 
     def run(main, *arguments) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
         try:
-            with user_errors():
-                main.__wrapped__()  # without `command`, which sets the faulthandler of pytest anew
+            main()
             code = 0
         except SystemExit as ended:
             code = ended.code

@@ -20,7 +20,6 @@ from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.launch.command import user_errors
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.run.recorded_config import read_config
@@ -97,8 +96,7 @@ def run_command(main, monkeypatch, capsys, *arguments) -> tuple[str, str]:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it, and append to sys.path
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    with user_errors():
-        main.__wrapped__()  # without `command`, which sets the faulthandler of pytest anew
+    main()
     return capsys.readouterr()
 
 

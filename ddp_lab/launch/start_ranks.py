@@ -99,13 +99,12 @@ def check_host(option: str, value: str) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    host = re.sub(r":\d+$", "", value).strip("[]")  # an IPv6 address may be in brackets
+    host = value.rpartition(":")[0].strip("[]") if option == "rdzv-endpoint" else value  # IPv6 addresses are in brackets
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        raise ConfigError(
-            f"--{option} {value}: {host} cannot be resolved on {socket.gethostname()} ({error.strerror})"
-        ) from None
+        here = socket.gethostname()
+        raise ConfigError(f"--{option} {value}: {host} cannot be resolved on {here} ({error.strerror})") from None
 
 
 def count_ranks(strategy: str, device: str) -> int:
