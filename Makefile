@@ -1,14 +1,16 @@
-# `make help` lists the targets. Each target installs what it needs into .venv.
+# `make help` lists the targets. Each target installs what it needs into .venv, in the versions of constraints.txt.
+SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
+UV := $(BIN)/uv
 WORKERS ?= 3
 # The tests of a file share worlds and launches, so one process runs all of them. conftest.py starts the longest files first.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := config data/test_data.py data/test_decode.py data/test_mix.py models/test_models.py observe/test_log.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-quick test-slow test-all lint compare bench soak tensorboard
+.PHONY: help train test test-quick test-slow test-all test-versions test-oldest test-newest constraints lint compare bench soak tensorboard
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -17,15 +19,32 @@ train: .venv/installed ## train LeNet on the digits dataset with two ranks
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train.py strategy=ddp
 
 test: .venv/installed-dev ## run the tests, except the slow ones
-	$(PYTEST) -m "not slow"
+	$(BIN)/$(PYTEST) -m "not slow"
 
 test-quick: .venv/installed-dev ## run the tests that start no launches
-	$(PYTEST) -m "not slow" $(QUICK:%=tests/%)
+	$(BIN)/$(PYTEST) -m "not slow" $(QUICK:%=tests/%)
 
 test-slow: .venv/installed-dev ## run the slow tests, which `make test` omits
-	$(PYTEST) -m slow
+	$(BIN)/$(PYTEST) -m slow
 
 test-all: test test-slow ## run all tests
+
+test-versions: test-oldest test-newest ## run test-quick on the oldest and on the newest versions that pyproject.toml allows
+
+test-oldest: RESOLUTION = lowest-direct
+test-newest: RESOLUTION = highest
+test-oldest test-newest: test-%: .venv/installed-dev
+	$(UV) venv --quiet --allow-existing --python $(BIN)/python .venv-$*
+	$(UV) pip compile --quiet --upgrade --python .venv-$* --resolution $(RESOLUTION) --all-extras pyproject.toml \
+		--output-file .venv-$*/versions.txt
+	$(UV) pip sync --quiet --python .venv-$* .venv-$*/versions.txt
+	$(UV) pip install --quiet --python .venv-$* --no-deps --editable .
+	$(UV) pip tree --python .venv-$* --package ddp_lab --depth 1
+	.venv-$*/bin/$(PYTEST) -m "not slow" $(QUICK:%=tests/%)
+
+constraints: .venv/installed-dev ## renew constraints.txt: the newest versions that pyproject.toml allows
+	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --all-extras --no-annotate \
+		--custom-compile-command "make constraints" pyproject.toml --output-file constraints.txt
 
 lint: .venv/installed-dev ## run ruff and basedpyright
 	$(BIN)/ruff format --check .
@@ -35,7 +54,7 @@ lint: .venv/installed-dev ## run ruff and basedpyright
 compare: .venv/installed ## compare all strategies on the same work and write a report
 	$(BIN)/python scripts/compare.py
 
-bench: .venv/installed ## benchmark the training loop against others
+bench: .venv/installed ## measure what the training loop costs, against the same step in plain PyTorch
 	mkdir -p runs
 	$(BIN)/python scripts/bench.py --json runs/bench.json
 
@@ -46,11 +65,18 @@ soak: .venv/installed ## start 20 launches of one torchrun and 20 of two, with r
 tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost
 
-.venv/installed: pyproject.toml
+# Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the unpacking that follows.
+define install
+@echo "Installing ddp_lab$(1) and the versions of constraints.txt into .venv; PyTorch has a few GB"
+@set -o pipefail; $(BIN)/pip install --constraint constraints.txt --editable '.$(1)' | while read -r line; do case "$$line" in \
+	Downloading*[0-9][0-9][0-9].[0-9]\ MB\)) echo "$${line%%-*} ($${line##*\(}" ;; \
+	"Installing collected packages"*) echo "Unpacking, which takes a minute or more" ;; esac; done
+@touch $@
+endef
+
+.venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable .
-	touch $@
+	$(call install)
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
+	$(call install,[dev])

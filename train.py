@@ -12,10 +12,10 @@ torchrun --nproc_per_node=4 train.py strategy=fsdp                    parameters
 python train.py name=mine epochs=60                                   resumes runs/mine if it exists
 python train.py --help                                                every group and key
 
-`python -m ddp_lab` and `torchrun -m ddp_lab` are the same command, for any directory.
+`ddp-lab` and `torchrun -m ddp_lab` are the same command, for any directory.
 """
 
-from ddp_lab.__main__ import main
+from ddp_lab.commands.train import main_of_rank
 
 if __name__ == "__main__":
-    main()
+    main_of_rank()

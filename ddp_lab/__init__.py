@@ -13,8 +13,5 @@ resilience  checkpoints, the watchdog, preemption, the run directory
 estimate    predictions of memory and time from shapes, without a GPU
 launch      the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
-
-The other files are commands: `__main__.py` trains, `doctor.py` checks a machine before a run, `advise.py` predicts its memory
-and time, and `evaluate.py`, `predict.py`, `export.py` and `merge.py` use a trained run. `torchrun.py` starts ranks that survive
-the loss of a node.
+commands    the commands of `ddp-lab`, one file each; `__main__.py` chooses the command
 """

@@ -1,37 +1,42 @@
-"""Train one model with one strategy, from any directory: `python -m ddp_lab` and `torchrun -m ddp_lab`. train.py calls it."""
+"""`ddp-lab COMMAND ...` and `python -m ddp_lab COMMAND ...`: without a command, the arguments are those of `train`."""
 
+import difflib
+import importlib
 import sys
 
-import hydra
-from omegaconf import DictConfig
+COMMANDS = {
+    "train": "train a model (the default: ddp-lab OVERRIDES)",
+    "evaluate": "evaluate a trained run on its test set",
+    "predict": "predict the classes of image files with a trained run",
+    "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
+    "merge": "make one file of a sharded checkpoint",
+    "advise": "predict memory and time of every strategy, without a GPU",
+    "doctor": "check machines and config before a launch",
+    "submit": "submit runs to Slurm or Kubernetes",
+}
 
-from ddp_lab.config.check import check
-from ddp_lab.launch.command_line import CONF, record, user_errors
 
-PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, temporary failure, try again later
+def main() -> None:
+    command, *arguments = sys.argv[1:] if is_command(sys.argv[1:2]) else ["train", *sys.argv[1:]]
+    if command in ("-h", "--help"):
+        print("usage: ddp-lab COMMAND ...\n", *(f"  {name:<10}{text}" for name, text in COMMANDS.items()), sep="\n")
+        print("\n`ddp-lab COMMAND --help` describes a command. `python -m ddp_lab` is the same as `ddp-lab`.")
+    elif command not in COMMANDS:
+        close = [f" Did you mean {name}?" for name in difflib.get_close_matches(command, COMMANDS, 1)]
+        allowed = f"allowed: {', '.join(COMMANDS)}, or overrides such as epochs=3"
+        print(f"error: {command}: there is no such command.{''.join(close)} {allowed}", file=sys.stderr)
+        sys.exit(2)
+    else:
+        sys.argv = [f"ddp-lab {command}", *arguments]
+        try:
+            importlib.import_module(f"ddp_lab.commands.{command}").main()
+        except KeyboardInterrupt:  # during the imports; later the command handles it
+            sys.exit(130)
 
 
-@record
-@user_errors
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-@user_errors
-def main(cfg: DictConfig) -> float | None:
-    check(cfg)
-    # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
-    # most config errors.
-    from ddp_lab.observe.metrics_file import objective
-    from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
-    from ddp_lab.run.train import train
-    from ddp_lab.world.runtime import Runtime
-
-    with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
-        status, run_dir = train(cfg, runtime)  # after it returns, no object refers to the process group
-    # Under torchrun a non-zero exit code would restart the ranks.
-    code = PREEMPTED if status == "preempted" and not runtime.under_torchrun else 0
-    runtime.exit_if_abandoned(code)
-    if code:
-        sys.exit(code)
-    return objective(run_dir / "metrics.jsonl", cfg.optimize)[1]  # for a Hydra sweeper
+def is_command(first: list[str]) -> bool:
+    """Whether the first argument, if there is one, is neither an override nor an option of `train`."""
+    return bool(first) and (first[0] in ("-h", "--help") or ("=" not in first[0] and first[0][:1] not in "-+~"))
 
 
 if __name__ == "__main__":

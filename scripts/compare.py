@@ -7,7 +7,7 @@ python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh 
 A value of --strategies is the name of a strategy, with overrides of its options. Arguments after -- are Hydra overrides of
 train.py and apply to all strategies. All have the same seed, hence the same initial weights, and the same GLOBAL batch, hence
 the same samples in every step. `--out` gets a run directory per strategy (`tensorboard --logdir OUT` compares them), report.md,
-report.html (self-contained) and the plots. With GPUs, the report also has what `python -m ddp_lab.advise` predicts for them,
+report.html (self-contained) and the plots. With GPUs, the report also has what `ddp-lab advise` predicts for them,
 beside what was measured; `--gpus 2xH100` predicts for others.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
@@ -16,9 +16,9 @@ sent          bytes per step that a rank passes to collectives and sends
 time split    where the time of a step goes, mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch
               are recorded for it (profile=true), which is slower. The throughput therefore excludes the first epoch, and the
               plot by seconds shows it with the median time of the later epochs, if there are any
-difference    largest difference of any weight from that of `single`, after the first epoch and at the end. Sums of float32 in
-              another order round differently, and training makes the difference grow; models with BatchNorm differ by more
-              (docs/strategies.md)
+difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end; a plot has it by
+              step. Sums of float32 in another order round differently: expected below 1e-6 after 5 steps. Training makes it
+              grow; models with BatchNorm differ by more (docs/strategies.md)
 """
 
 import argparse
@@ -39,7 +39,7 @@ from ddp_lab.launch.torchrun import new_folder  # noqa: E402
 from ddp_lab.run.machine import find_machine  # noqa: E402
 from scripts.comparison.plots import draw  # noqa: E402
 from scripts.comparison.predicted import predictions  # noqa: E402
-from scripts.comparison.report import diagnoses, report, rows  # noqa: E402
+from scripts.comparison.report import diagnoses, headline, report, rows  # noqa: E402
 from scripts.comparison.runs import choose, entries, run  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--strategies", nargs="+", help="strategies to run, all but mesh if none is named; single always runs")
     parser.add_argument("--out", type=Path, default=None, help="directory of the report; default: runs/compare-<time>")
-    parser.add_argument("--gpus", default="here" if gpus else None, help="GPUs to predict for, as in ddp_lab.advise")
+    parser.add_argument("--gpus", default="here" if gpus else None, help="GPUs to predict for, as in ddp-lab advise")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for all strategies")
     arguments = parser.parse_intermixed_args()
     if min(arguments.ranks) < 1:
@@ -74,7 +74,7 @@ def main() -> None:
             notes, arguments.gpus = [f"Nothing is predicted: {error}"], None
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
     # The default has so few steps that rounding differences stay small.
-    overrides = arguments.overrides or ["epochs=4", "model.init_std=null", "optimizer.lr=0.03"]
+    overrides = arguments.overrides or ["epochs=4", "optimizer.lr=0.03"]
     results = [run(chosen[0], [*overrides, "profile=true"], out)]
     profile = ["profile=true"]
     if results[0].refused:
@@ -95,7 +95,7 @@ def main() -> None:
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
     predicted = predictions(results, overrides, arguments.gpus, gpus > 0) if arguments.gpus else []
-    print("\n" + report(rows(results), head, notes + diagnoses(results), predicted, out))
+    print("\n" + report(rows(results), head, headline(results) + notes + diagnoses(results), predicted, out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The speed of every strategy on the same work, for docs/strategies.md: ResNet-18, made-up 28x28 images, global batch 1024,
+# The speed of every strategy on the same work, for docs/log/strategies.md: ResNet-18, made-up 28x28 images, global batch 1024,
 # float32, on one GPU and on four.
 #   scripts/compare_strategies.sh [folder for the runs]
 set -euo pipefail

@@ -2,10 +2,10 @@
 
 torchrun --standalone --nproc_per_node=4 scripts/lab_allreduce.py [--out runs/lab_allreduce]
 
-The first table has the time of summing eight tensors, for increasing sizes: each algorithm of ddp_lab/strategies/all_reduce.py,
-and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost model of a ring of k ranks (Patarasuk and Yuan
-2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times its latency. Bandwidth and latency are derived from the
-library's smallest and largest call, so only the rows between them are predictions.
+The first table has the milliseconds of summing eight tensors, for increasing sizes: each algorithm of
+ddp_lab/strategies/all_reduce.py, and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost model of a
+ring of k ranks (Patarasuk and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times its latency. Bandwidth
+and latency are derived from the library's smallest and largest call, so only the rows between them are predictions.
 
 The second table has the time of a step of LeNet, whose gradients are summed after the backward pass or, in buckets, during it.
 This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce be made more efficient? By sending fewer
@@ -35,7 +35,7 @@ from ddp_lab.world.runtime import Runtime
 TENSORS = 8  # as many as LeNet has parameters
 
 
-def seconds(function: Callable[[], None], device: torch.device, repeat: int) -> float:
+def milliseconds(function: Callable[[], None], device: torch.device, repeat: int) -> float:
     """Return the median time of `repeat` calls, which all ranks begin together, after two warm-up calls."""
     times = []
     for _ in range(repeat + 2):
@@ -47,11 +47,11 @@ def seconds(function: Callable[[], None], device: torch.device, repeat: int) -> 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    return 1000 * statistics.median(times[2:])
 
 
 def by_size(runtime: Runtime, sizes: list[int], repeat: int) -> dict[str, list[tuple[float, float]]]:
-    """Return (bytes, seconds) for each of the sizes, by algorithm; `library` is torch.distributed.all_reduce."""
+    """Return (bytes, milliseconds) for each of the sizes, by algorithm; `library` is torch.distributed.all_reduce."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ALGORITHMS, "library")}
     for algorithm in ALGORITHMS.values():
         algorithm([torch.ones(1000, device=runtime.device)])  # connections are opened when they are first used
@@ -59,23 +59,25 @@ def by_size(runtime: Runtime, sizes: list[int], repeat: int) -> dict[str, list[t
         tensors = [torch.randn(size // 4 // TENSORS, device=runtime.device) for _ in range(TENSORS)]
         whole = flatten(tensors)
         for name, algorithm in ALGORITHMS.items():
-            found[name].append((size, seconds(lambda run=algorithm, what=tensors: run(what), runtime.device, repeat)))
-        found["library"].append((size, seconds(lambda what=whole: dist.all_reduce(what), runtime.device, repeat)))
+            found[name].append((size, milliseconds(lambda run=algorithm, what=tensors: run(what), runtime.device, repeat)))
+        found["library"].append((size, milliseconds(lambda what=whole: dist.all_reduce(what), runtime.device, repeat)))
     return found
 
 
 def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, float]]:
-    """Return the cost model: seconds = messages x latency + 2 (k-1)/k bytes / bandwidth.
+    """Return the cost model: (bytes, milliseconds), with milliseconds = latency + 2 (k-1)/k bytes / bandwidth.
+
+    Neither the latency of all messages together nor the time per byte is negative, so the time never falls with the size.
 
     Args:
-        library: (bytes, seconds) of the library; the first and the last point determine latency and bandwidth.
+        library: (bytes, milliseconds) of the library; the first and the last point determine latency and bandwidth.
         ranks: number of ranks, k.
     """
     (small, fast), (large, slow) = library[0], library[-1]
     moved = 2 * (ranks - 1) / ranks
-    per_byte = (slow - fast) / (moved * (large - small))
-    start = fast - moved * small * per_byte
-    return [(size, max(1e-9, start + moved * size * per_byte)) for size, _ in library]
+    per_byte = max(0.0, slow - fast) / (moved * (large - small))
+    latency = max(0.0, fast - moved * small * per_byte)
+    return [(size, latency + moved * size * per_byte) for size, _ in library]
 
 
 def step_times(runtime: Runtime, batch: int, repeat: int) -> dict[str, float]:
@@ -97,7 +99,7 @@ def step_times(runtime: Runtime, batch: int, repeat: int) -> dict[str, float]:
             for parameter in strategy.parameters():
                 parameter.grad = None
 
-        found[name] = 1000 * seconds(step, runtime.device, repeat)
+        found[name] = milliseconds(step, runtime.device, repeat)
     return found
 
 
@@ -129,14 +131,14 @@ def report(found: dict[str, list[tuple[float, float]]], steps: dict[str, float],
     print(f"milliseconds of a sum over {ranks} ranks, {TENSORS} tensors together")
     print(f"{'bytes':>12}" + "".join(f"{name:>12}" for name in found))
     for row, (size, _) in enumerate(found["library"]):
-        print(f"{size:>12,}" + "".join(f"{1000 * points[row][1]:>12.3f}" for points in found.values()))
+        print(f"{size:>12,}" + "".join(f"{points[row][1]:>12.3f}" for points in found.values()))
     print("\nmilliseconds of LeNet's forward, backward and all-reduce")
     print("".join(f"{name:>12}" for name in steps))
     print("".join(f"{value:>12.2f}" for value in steps.values()))
     lines = [Curve(name, points, dashed=name == "model") for name, points in found.items()]
     picture.parent.mkdir(parents=True, exist_ok=True)
     plots = [
-        curves(f"All-reduce over {ranks} ranks", "bytes", "seconds", lines, log=True),
+        curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log=True),
         bars(f"LeNet's step on {ranks} ranks", "ms", steps),
     ]
     beside(plots, picture)

@@ -31,7 +31,7 @@ OVERRIDES = ["data=synthetic", "data.dataset.train_size=480", "data.dataset.test
 OVERRIDES += ["optimizer.lr=0.01", "epochs=3", "checkpoint.every_steps=5"]
 STEPS = 60  # of the whole run
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun"))]
-RESTARTABLE = [sys.executable, "-m", "ddp_lab.torchrun"]
+RESTARTABLE = [sys.executable, "-m", "ddp_lab", "train"]
 RANK_FAULTS = ["crash", "segfault", "raise"]
 NODE_FAULTS = ["rank killed", "rank frozen", "node killed", "agent killed"]
 LIMIT = 300  # seconds of a launch
@@ -40,7 +40,7 @@ LIMIT = 300  # seconds of a launch
 def start(options: list[str], runs_dir: str, name: str, *more: str, restartable: bool = False) -> subprocess.Popen[bytes]:
     """Start an agent with two ranks. `restartable`: agents that are started again later find it."""
     line = [*(RESTARTABLE if restartable else TORCHRUN), "--max-restarts=3", "--nproc_per_node=2", *options]
-    line += ["train.py", *OVERRIDES, f"runs_dir={runs_dir}", f"name={name}", *more]
+    line += [*([] if restartable else ["train.py"]), *OVERRIDES, f"runs_dir={runs_dir}", f"name={name}", *more]
     environment = os.environ | {"LOGLEVEL": "INFO"}
     with Path(runs_dir, f"{name}.txt").open("a") as output:
         agent = subprocess.Popen(line, env=environment, stdout=output, stderr=output)

@@ -1,11 +1,12 @@
-"""The findings of ddp_lab.doctor, and the preflight checks of train.py before it opens the process group."""
+"""The findings of `ddp-lab doctor`, and the preflight checks of train.py before it opens the process group."""
 
 import contextlib
 import io
+import math
 import os
-import runpy
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,34 +15,35 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from launches import ROOT, SMALL, launch, main_in_world, only_run, refusal_in_world
+from launches import ROOT, SMALL, launch, main_in_world, only_run, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from worlds import run_world
 
+from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.doctor import Findings, find_backend, merge
 from ddp_lab.launch.preflight import storage
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run import checks
+from ddp_lab.run.doctor import Findings, find_backend, merge
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
-CHECKS += ["partition", "loss"]
+CHECKS += ["partition", "loader", "loss"]
 NOWHERE = "no-such-host.invalid"
 
 
 def doctor_in_world(line: str) -> tuple[object, list[str], str]:
     """Run the doctor on this rank; return its exit code, the lines of its findings and what it wrote to stderr."""
-    sys.argv = ["ddp_lab.doctor", *line.split()]
+    sys.argv = ["ddp-lab doctor", *line.split()]
     time.sleep = lambda seconds: None  # the ranks that do not report the error sleep first
     with tempfile.TemporaryFile("w+") as failed, contextlib.redirect_stderr(failed):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                runpy.run_path(str(ROOT / "ddp_lab/doctor.py"), run_name="__main__")
+                doctor.main()
                 code = 0
             except SystemExit as error:
                 code = error.code
@@ -71,7 +73,7 @@ def on_two_nodes(function, line: str):
 
 
 def with_free_bytes(free: int, function, line: str):
-    shutil.disk_usage = lambda path: SimpleNamespace(free=free)
+    shutil.disk_usage = lambda path: SimpleNamespace(free=free, total=2**40)
     return function(line)
 
 
@@ -86,7 +88,7 @@ def finding(lines: list[str], about: str) -> str:
 
 
 def test_doctor_reports_ok_for_every_check(tmp_path):
-    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}/runs", cold=True)
+    code, output = launch("python -m ddp_lab doctor", f"runs_dir={tmp_path}/runs", cold=True)
     assert code == 0, output
     assert [line.split(": ")[0].split(maxsplit=1)[1] for line in output.splitlines()] == CHECKS
     lines = output.splitlines()
@@ -97,10 +99,10 @@ def test_doctor_reports_ok_for_every_check(tmp_path):
 
 
 def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp batch_size=7"
+    line = "torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp batch_size=7"
     code, output = launch(line, f"runs_dir={tmp_path}")
     assert code == 1, output  # torchrun's exit code
-    for about in CHECKS[:-2]:  # the last two need a batch
+    for about in CHECKS[:-3]:  # the last three need a batch
         assert output.count(f" {about}: ") == 1, output
     assert "ok       strategy: ddp on 2 ranks: dp 2\n" in output
     assert (
@@ -288,6 +290,71 @@ def test_full_disk_is_a_warning_with_checkpoint_on_error_continue(tmp_path):
     assert (only_run(tmp_path) / "train.log").read_text().count("WARNING") == 1
 
 
+WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24 strategy=ddp"
+
+
+def test_batch_larger_than_the_training_set_is_a_warning(tmp_path):
+    """SMALL has 100 samples."""
+    line = f"{' '.join(SMALL)} strategy=ddp epochs=1 name=mine runs_dir={tmp_path}"
+    warning = "the global batch of 102 samples is larger than the training set: every epoch is a single step on a partial batch"
+    ((code, told, _), _) = run_world(2, doctor_in_world, f"{line} batch_size=102")
+    assert code == 0
+    assert finding(told, "batch").startswith(f"warning  batch: {warning}")
+    run_world(2, main_with_overrides, f"{line} batch_size=102")
+    assert (tmp_path / "mine/train.log").read_text().count(f"WARNING {warning}") == 1
+    assert not (tmp_path / "mine/train.rank1.log").exists(), "rank 1 repeated it"
+    run_world(2, main_with_overrides, f"{line} batch_size=100 name=full")
+    assert "WARNING" not in (tmp_path / "full/train.log").read_text()
+
+
+def shared_bytes(image: int) -> int:
+    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12 images, and their queues."""
+    pages = math.ceil(12 * image / 4096) + 1
+    return 2 * 2 * ((2 * 2 + 2) * pages * 4096 + 2**17)
+
+
+def test_shared_memory_too_small_for_the_workers_is_an_error(tmp_path):
+    needed = shared_bytes(3 * 28 * 28)
+    message = f"need {needed / 2**20:.1f} MiB of shared memory, and /dev/shm has 0.2 MiB free"
+    first, second = run_world(2, with_free_bytes, 2**18, doctor_in_world, f"{WORKERS} runs_dir={tmp_path}")
+    assert first[0] == 2
+    assert message in finding(first[1], "loader")
+    assert finding(first[1], "loader").startswith("error ")
+    assert second == (0, [], "")
+    found, _ = run_world(2, with_free_bytes, needed, doctor_in_world, f"{WORKERS} runs_dir={tmp_path}")
+    assert finding(found[1], "loader").startswith("ok  ")
+
+    refused, silent = run_world(2, with_free_bytes, 2**18, refusal_in_world, f"{WORKERS} runs_dir={tmp_path}/runs")
+    assert refused[0] == 2
+    assert refused[1].startswith("error: data.loader=workers: the batches of DataLoader workers on ")
+    assert message in refused[1]
+    assert (
+        "Lower data.num_workers (0 needs none) or batch_size, or enlarge /dev/shm: in a container `docker run --shm-s"
+        in refused[1]
+    )
+    assert refused[1].count("\n") == 1
+    assert silent == (2, "")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
+    line = [*WORKERS.split(), "data.dataset.train_size=480", "data.dataset.image_size=128", "device=cpu", "epochs=2"]
+    needed = shared_bytes(3 * 128 * 128)
+    for size, code in ((needed - 2**20, 2), (needed + 2**16, 0)):  # 64 KiB for the ranks' heartbeats
+        mounted = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+        namespace = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
+        if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+            pytest.skip("needs the right to mount in a namespace of its own")
+        world = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+        ended = subprocess.run(
+            [*namespace, *world, *line, f"runs_dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert bool(ended.returncode) == bool(code), ended.stderr
+        assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
+    assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]
+
+
 @pytest.mark.parametrize("ema", [False, True])
 @pytest.mark.parametrize(("optimizer", "options", "copies"), [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)])
 def test_checkpoint_bytes_counts_model_averages_and_optimizer_state(optimizer, options, copies, ema):
@@ -356,7 +423,7 @@ def test_gpus_are_listed_by_index_name_and_memory(monkeypatch):
 
 @pytest.mark.gpu(1)
 def test_doctor_lists_a_real_gpu(tmp_path):
-    code, output = launch("python -m ddp_lab.doctor", f"runs_dir={tmp_path}", gpus=True)
+    code, output = launch("python -m ddp_lab doctor", f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert f"cuda:0 ({torch.cuda.get_device_name(0)}, " in finding(output.splitlines(), "devices")
     assert " backend: nccl" in output

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from copy import deepcopy
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -182,6 +183,18 @@ def test_torchrun_with_a_gpu_for_each_rank(strategy, size, tmp_path):
     check_run(only_run(tmp_path), epochs=2, strategy=strategy.split()[0], world_size=size)
 
 
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("choice", "tf32"), [("highest", False), ("high", True)])
+def test_float32_matmul_selects_tf32_and_is_logged(choice, tf32, tmp_path):
+    line = "python train.py strategy=single speed=off epochs=1 model._target_=own_models.Telling"
+    code, output = launch(line, *OWN, f"float32_matmul={choice}", f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    assert f"float32_matmul={choice}, error {'large' if tf32 else 'small'}" in output
+    assert (
+        output.count(f"float32_matmul={choice}: float32 matrix multiplications use {'TF32' if tf32 else 'full precision'}") == 1
+    )
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("strategy", ["single", "dp", "split"])
 def test_python_on_gpus(strategy, tmp_path):
@@ -214,7 +227,7 @@ def with_options(performance: PerformanceOptions, *cases: Case) -> list[Case]:
 ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat", "bucketed", "ring")]
 # The fused optimizer of a graph requires float32. Compiled kernels round differently, which changes the sign of a ReLU's input:
 # after 15 steps the weights differ by 4e-6 in float32, and by 3e-17 in float64 (an H200).
-MOVED = AUGMENTED | {"shift": 2, "dtype": torch.float32}
+MOVED = AUGMENTED | {"crop_padding": 2, "dtype": torch.float32}
 EXACT_VIT = VIT | {"dtype": torch.float64}
 PLAIN = [Case(Single), Case(Single, **CLIPPED, accumulate=3)]
 ALONE = [case for performance in (GRAPH, FUSED, BOTH) for case in with_options(performance, *PLAIN)]
@@ -395,10 +408,19 @@ def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
 
     Those that are compiled run again, when the duration of their steps is known and nothing is captured only to measure it.
     """
-    capture, compile_step, done = GraphStep.capture, options.compile_step, []
+    done: list[str] = []
+
+    def noting(what: str, function):
+        @wraps(function)
+        def noted(*arguments, **more):
+            done.append(what)
+            return function(*arguments, **more)
+
+        return noted
+
     os.environ[VARIABLE] = tempfile.mkdtemp()
-    GraphStep.capture = lambda *arguments: (done.append("captured"), capture(*arguments))
-    options.compile_step = lambda *arguments: (done.append("compiled"), compile_step(*arguments))[1]
+    GraphStep.capture = noting("captured", GraphStep.capture)
+    options.compile_step = noting("compiled", options.compile_step)
     auto.GAINS = dict.fromkeys(auto.GAINS, gain)
 
     def run_and_check(runtime: Runtime, case: Case):

@@ -1,10 +1,13 @@
-"""The subpackages of ddp_lab (rooms) are few, have a docstring, and import in one direction only."""
+"""The subpackages of ddp_lab (rooms) are few, have a docstring, and import in one direction only. Links of documents work."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 from launches import ROOT
+
+from ddp_lab.__main__ import COMMANDS
 
 PACKAGE = ROOT / "ddp_lab"
 # From the bottom up: a room may import itself and the rooms before it. A new room must be added here.
@@ -21,19 +24,19 @@ ORDER = [
     "estimate",
     "launch",
     "run",
+    "commands",
+    "__main__",
 ]
-# `python -m ddp_lab` and `python -m ddp_lab.NAME`; they may import all rooms, but not each other
-COMMANDS = ["__main__", "advise", "doctor", "evaluate", "export", "merge", "predict", "torchrun"]
 
 
 def room_of(module: str) -> str:
     """Return the room of a module, named without `ddp_lab.`: `training.speed.options` is in `training.speed`."""
-    return max((room for room in [*ORDER, *COMMANDS] if f"{module}.".startswith(f"{room}.")), key=len)
+    return max((room for room in ORDER if f"{module}.".startswith(f"{room}.")), key=len)
 
 
 def height(module: str) -> int:
-    """Return how many rooms are below a module; all commands are above all rooms."""
-    return len(ORDER) if module in COMMANDS else ORDER.index(room_of(module))
+    """Return how many rooms are below a module."""
+    return ORDER.index(room_of(module))
 
 
 def imports_of(path: Path) -> list[str]:
@@ -56,8 +59,12 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_module_imports_only_rooms_below_its_own(path):
     own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    upward = [name for name in imports_of(path) if name in COMMANDS or height(name) > height(own)]
+    upward = [name for name in imports_of(path) if height(name) > height(own) or room_of(name) == "commands"]
     assert not upward, f"{path} is in {room_of(own)} and imports {upward}"
+
+
+def test_every_command_is_listed():
+    assert {path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py")} == set(COMMANDS)
 
 
 def test_imports_of_finds_modules_imported_from_packages_too():
@@ -78,13 +85,51 @@ def test_folders_of_tests_are_rooms():
     assert folders - {".", "scripts"} <= set(ORDER)
 
 
-def test_top_level_has_rooms_and_commands_only():
+def test_top_level_has_rooms_only():
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "conf")}
-    assert entries == {room for room in ORDER if "." not in room} | set(COMMANDS)
-    assert len(entries - set(COMMANDS)) <= 12, "too many rooms to keep in mind"
+    assert entries == {room for room in ORDER if "." not in room}
+    assert len(entries - {"__main__", "commands"}) <= 12, "too many rooms to keep in mind"
 
 
 @pytest.mark.parametrize("room", [room for room in ORDER if (PACKAGE / room.replace(".", "/")).is_dir()])
 def test_room_has_a_docstring(room):
     text = (PACKAGE / room.replace(".", "/") / "__init__.py").read_text()
     assert ast.get_docstring(ast.parse(text)), f"{room}/__init__.py needs a docstring that describes what belongs there"
+
+
+FOLDERS = ["conf", "ddp_lab", "docs", "examples", "scripts", "tests"]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+
+
+def text_without_code(path: Path) -> str:
+    """Return the text of a Markdown file without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Return the anchors of a Markdown file: those that GitHub makes of its headings, and those it sets itself."""
+    text = text_without_code(path)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]*)"', text))
+
+
+def leads_nowhere(document: Path, link: str) -> bool:
+    """Whether a relative link of a document names a file or an anchor that does not exist."""
+    file, _, anchor = link.partition("#")
+    target = document.parent / file if file else document
+    return not target.exists() or (anchor != "" and anchor not in anchors_of(target))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_of_documents_lead_to_files_and_headings(path):
+    links = re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', text_without_code(path))
+    relative = [link for pair in links for link in pair if link and not link.startswith(("http:", "https:"))]
+    assert not [link for link in relative if leads_nowhere(path, link)]
+
+
+def test_documents_that_code_refers_to_exist():
+    files = [path for folder in FOLDERS for kind in ("py", "yaml", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    named = {(path, name) for path in files for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
+    assert len(named) > 10
+    assert not [f"{path}: {name}" for path, name in named if not (ROOT / name).exists()]

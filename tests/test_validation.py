@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
-from ddp_lab import evaluate, export, predict
+from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.config.record import to_record
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.datasets import Synthetic
@@ -28,7 +28,7 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
 # At this learning rate the epochs with the lowest val_loss and with the lowest test_loss differ.
-RUN = [*SMALL, "data.dataset.train_size=125", "data.val_fraction=0.2", "model=lenet", "model.init_std=null", "epochs=4"]
+RUN = [*SMALL, "data.dataset.train_size=125", "data.val_fraction=0.2", "model=lenet", "epochs=4"]
 RUN += ["optimizer.lr=0.3", "scheduler=constant", "strategy=ddp", "name=mine"]
 
 

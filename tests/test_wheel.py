@@ -53,7 +53,7 @@ def test_wheel_relaunches_the_module_and_has_the_slurm_script(environment, tmp_p
 def test_wheel_composes_the_config_with_yaml_of_the_user(environment, tmp_path):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "seven.yaml").write_text(EXPERIMENT)
-    done = environment.run("python -m ddp_lab name=x --config-dir own experiment=seven --cfg job", tmp_path)
+    done = environment.run("ddp-lab name=x --config-dir own experiment=seven --cfg job", tmp_path)
     assert done.returncode == 0, done.stderr
     assert {"epochs: 7", "name: x", "runs_dir: runs"} <= set(done.stdout.splitlines())
 
@@ -90,7 +90,7 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     file, search = json.loads(proof.stdout)
     assert file.startswith(str(environment.programs.parent))
     assert str(ROOT) not in search
-    sweep = "python -m ddp_lab -m hydra/launcher=torchrun --config-dir conf experiment=digits"
+    sweep = "ddp-lab -m hydra/launcher=torchrun --config-dir conf experiment=digits"
     done = environment.run(f"{sweep} strategy=single epochs=1 hydra.sweep.dir=runs/sweep", project)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "strategy=single,epochs=1: finished, val loss" in done.stdout

@@ -24,8 +24,8 @@ class DataConfig(Keys):
         "(workers); auto: on the device, if speed=auto finds enough memory on a GPU, and always without that."
     )
     num_workers: NaturalNumber = Field(description="Number of DataLoader processes of each rank (loader=workers).")
-    shift: NaturalNumber = Field(
-        description="Largest shift of a training image in each direction, in pixels; zeros fill the border."
+    crop_padding: NaturalNumber = Field(
+        description="Random-crop padding: pixels of zeros on each side of a training image, of which a random crop is taken."
     )
     flip: bool = Field(description="Whether each training image is mirrored left to right with probability 1/2.")
     val_fraction: Fraction | None = Field(

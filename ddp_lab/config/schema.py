@@ -45,6 +45,7 @@ class CheckpointConfig(Keys):
 
     every_epochs: Count = Field(description="Write a checkpoint every N epochs.")
     every_steps: Count | None = Field(description="Also write a checkpoint every N steps within an epoch.")
+    at_steps: list[Count] = Field(description="Also write a checkpoint after these steps of the run, for example [1,2,5].")
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")] = Field(
         description="Number of newest checkpoints to keep."
     )
@@ -113,6 +114,10 @@ class RunConfig(Keys):
     )
     precision: Literal["float32", "bf16"] = Field(
         description="Data type of the computation; bf16 is mixed precision by torch.autocast."
+    )
+    float32_matmul: Literal["highest", "high"] = Field(
+        description="Matrix multiplications in float32 on CUDA GPUs: full precision (highest), or TF32, which is faster and "
+        "rounds the factors to 3 digits (high). cuDNN's convolutions use TF32 with both."
     )
     speed: Literal["auto", "off"] = Field(
         description="auto: on a CUDA GPU, choose those of data.loader, cuda_graph, channels_last, optimizer.fused (null) and "

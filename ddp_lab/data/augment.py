@@ -1,6 +1,6 @@
-"""Random shifts and horizontal flips of training images, computed on the device for a whole batch at once.
+"""Random crops and horizontal flips of training images, computed on the device for a whole batch at once.
 
-The shift and flip of a sample depend only on the run's seed, the epoch and the sample's index. They do not depend on the
+The crop and flip of a sample depend only on the run's seed, the epoch and the sample's index. They do not depend on the
 rank that reads the sample, on its position in the epoch, or on where the run was resumed.
 """
 
@@ -9,8 +9,8 @@ import hashlib
 import torch
 
 
-def draw(samples: int, shift: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:
-    """Draw the shift and flip of every sample of the dataset in one epoch, on the CPU.
+def draw(samples: int, crop_padding: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:
+    """Draw the crop and flip of every sample of the dataset in one epoch, on the CPU.
 
     Every rank draws them for all samples, so the ranks agree without communication; 60,000 samples take less than 1 ms.
 
@@ -19,17 +19,18 @@ def draw(samples: int, shift: int, flip: bool, seed: int, epoch: int) -> torch.T
 
     Args:
         samples: number of samples in the dataset.
-        shift: largest shift in each direction, in pixels.
+        crop_padding: zeros on each side of an image before a crop of its size; the largest shift, in pixels.
         flip: whether each sample is flipped with probability 1/2.
         seed: the run's seed.
         epoch: number of the epoch.
 
     Returns:
-        int64 [3, samples]: pixels down and pixels to the right, both uniform in -shift to shift, and 1 for a flipped sample.
+        int64 [3, samples]: pixels down and pixels to the right, both uniform in -crop_padding to
+        crop_padding, and 1 for a flipped sample.
     """
     digest = hashlib.sha256(f"augment seed={seed} epoch={epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
-    shifts = torch.randint(-shift, shift + 1, (2, samples), generator=generator)
+    shifts = torch.randint(-crop_padding, crop_padding + 1, (2, samples), generator=generator)
     flips = torch.randint(0, 1 + flip, (1, samples), generator=generator)
     return torch.cat([shifts, flips])
 

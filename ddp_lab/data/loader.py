@@ -30,7 +30,7 @@ class LoaderOptions(TypedDict):
     std: Sequence[float]
     shuffle: bool
     seed: NotRequired[int]
-    shift: NotRequired[int]
+    crop_padding: NotRequired[int]
     flip: NotRequired[bool]
 
 
@@ -46,12 +46,12 @@ class Loader(ABC):
         mean, std: mean and standard deviation of images in [0, 1]: one value, or one per channel.
         shuffle: whether every epoch has a random order.
         seed: seed of the sample order and the augmentation.
-        shift: largest shift of an image in each direction, in pixels.
+        crop_padding: zeros on each side of an image, in pixels, before a crop of its size at random.
         flip: whether each image is flipped left to right with probability 1/2.
 
     Raises:
-        ConfigError: the number of means or standard deviations is neither 1 nor the number of channels, or the shift is not
-            smaller than the images.
+        ConfigError: the number of means or standard deviations is neither 1 nor the number of channels, or `crop_padding` is
+            not smaller than the images.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Loader(ABC):
         std: Sequence[float],
         shuffle: bool,
         seed: int = 0,
-        shift: int = 0,
+        crop_padding: int = 0,
         flip: bool = False,
     ):
         channels, height, width = data.shape
@@ -75,13 +75,13 @@ class Loader(ABC):
                 raise ConfigError(
                     f"{key}={list(values)}: has {len(values)} values; expected 1, or 1 per channel of the images ({channels})"
                 )
-        if shift > 0 and shift >= min(height, width):
+        if crop_padding > 0 and crop_padding >= min(height, width):
             raise ConfigError(
-                f"data.shift={shift}: must be smaller than the images, which are {height} x {width} pixels; "
+                f"data.crop_padding={crop_padding}: must be smaller than the images, which are {height} x {width} pixels; "
                 f"allowed: 0 to {min(height, width) - 1}"
             )
         self.data, self.batch_size, self.device = data, batch_size, device
-        self.shift, self.flip = shift, flip
+        self.crop_padding, self.flip = crop_padding, flip
         self.local_batch_size = batch_size // dp_size
         self.dp_size = dp_size
         self.sampler = Shard(cast("TorchDataset[int]", range(data.size)), dp_size, dp_rank, shuffle=shuffle, seed=seed)
@@ -91,6 +91,11 @@ class Loader(ABC):
     def __len__(self) -> int:
         """Return the number of steps per epoch."""
         return math.ceil(self.data.size / self.batch_size)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the batches that are in shared memory at the same time."""
+        return 0
 
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
         """Select the permutation of an epoch. Without this call, every epoch has the same permutation.
@@ -139,13 +144,13 @@ class Loader(ABC):
 
     def _own_moves(self, epoch: int) -> torch.Tensor | None:
         """Return the shifts and flips of all of this rank's samples in an epoch, int64 [3, n] on the CPU."""
-        if not (self.shift or self.flip):
+        if not (self.crop_padding or self.flip):
             return None
-        return draw(self.data.size, self.shift, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
+        return draw(self.data.size, self.crop_padding, self.flip, self.sampler.seed, epoch)[:, self.sampler.own(epoch)]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""
-        return images * self.scale - self.offset
+        return (images * self.scale).sub_(self.offset)
 
     @abstractmethod
     def _raw_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

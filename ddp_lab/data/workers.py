@@ -1,5 +1,7 @@
 """The loader of samples that worker processes prepare in host memory."""
 
+import math
+import mmap
 import signal
 import weakref
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ from ddp_lab.data.samples import Samples
 from ddp_lab.data.sharding import Shard
 from ddp_lab.world.process import REQUESTS
 
+TARGET = 8  # bytes of a sample's class, an int64; its image has a byte for each value
+QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take
 RawBatch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -121,6 +125,16 @@ class WorkerLoader(Loader):
         )
         self._stream: Iterator[RawBatch] | None = None
         weakref.finalize(self, stop_workers, self.loader)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes in shared memory: batches that workers prepare ahead, one in use, one being freed, and the workers' queues."""
+        if not self.loader.num_workers:
+            return 0
+        batches = self.loader.num_workers * (self.loader.prefetch_factor or 0) + 2
+        size = min(self.local_batch_size, self.sampler.num_samples)
+        pages = sum(math.ceil(size * each / mmap.PAGESIZE) for each in (math.prod(self.data.shape), TARGET))
+        return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _raw_batches(self) -> Iterator[RawBatch]:
         epoch, start = self.sampler.epoch, self.sampler.start

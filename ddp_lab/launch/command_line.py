@@ -1,77 +1,27 @@
-"""How commands report errors: a user's mistake as one message with exit code 2, any other exception as one traceback."""
+"""The config of a command line, and messages for overrides that Hydra rejects."""
 
 import argparse
-import faulthandler
-import functools
-import os
 import re
 import shlex
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from ddp_lab.config.errors import ConfigError, NodeError, SampleError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.messages import unknown_key
 from ddp_lab.config.options import GROUPS, options
-from ddp_lab.world.process import env_int, show
+from ddp_lab.launch.renamed import rename_keys, rename_overrides, warn
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
-REFUSED = 2  # exit code of a command that reports a user's mistake
 
 
-def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command: report a user's mistake as one message with exit code 2.
-
-    torchrun itself exits with code 1, whatever the exit codes of its ranks are. Apply the decorator twice: inside `hydra.main`
-    for errors of the command, and outside for overrides that Hydra rejects.
-    """
-
-    @functools.wraps(main)
-    def run(*args: Any) -> Any:
-        # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
-        sys.path += [str(Path(__file__).parent), os.getcwd()]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
-        # The value is quoted, because Hydra would read its comma as a sweep over two values.
-        sys.argv = [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in sys.argv]
-        sys.argv[1:] = options_first(sys.argv[1:])
-        try:
-            refuse_sweep()
-            return main(*args)
-        except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
-            report(error)
-            sys.exit(REFUSED)
-        except ValueError as error:
-            if not str(error).startswith("Config group override"):  # Hydra's error for model=null
-                raise
-            report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
-            sys.exit(REFUSED)
-        except KeyboardInterrupt:
-            sys.exit(130)  # 128 + SIGINT, as in a shell
-
-    return run
-
-
-def record(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command with torch's `record`: under torchrun, an exception is written to torchrun's closing summary."""
-
-    @functools.wraps(main)
-    def run(*args: Any) -> None:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            faulthandler.enable()  # torch's `record` does the same
-            return main(*args)
-        from torch.distributed.elastic.multiprocessing.errors import record  # loads torch (1.5 s), which --help does not need
-
-        return record(main)(*args)
-
-    return run
+def quote_faults(arguments: list[str]) -> list[str]:
+    """Return the arguments with the value of `inject` in quotes: Hydra would read its comma as a sweep over two values."""
+    return [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in arguments]
 
 
 def options_first(arguments: list[str]) -> list[str]:
@@ -102,7 +52,9 @@ def compose_config(overrides: list[str], config_dir: str | None, with_choices: b
     search = [] if config_dir is None else [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=[*search, *overrides], return_hydra_config=with_choices)
+        cfg = compose("config", overrides=[*search, *rename_overrides(overrides)], return_hydra_config=with_choices)
+    warn(rename_keys(cfg))
+    return cfg
 
 
 def quote(value: str, mark: str = "'") -> str:
@@ -113,28 +65,6 @@ def quote(value: str, mark: str = "'") -> str:
     """
     escaped = re.sub(rf"(\\*)({mark}|\Z)", lambda found: 2 * found[1] + found[2].replace(mark, f"\\{mark}"), value)
     return f"{mark}{escaped}{mark}"
-
-
-def refuse_sweep() -> None:
-    """Check that torchrun did not start a sweep.
-
-    Raises:
-        ConfigError: The command line contains --multirun, and this process is one of several ranks.
-    """
-    if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(sys.argv):
-        raise ConfigError(
-            "--multirun: is not supported under torchrun, where all jobs would share one process group. Use `python -m ddp_lab "
-            "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
-        )
-
-
-def report(error: Exception) -> None:
-    """Report an error on one rank: print it or, under torchrun, write it for torchrun's closing summary."""
-    everyone = isinstance(error, SampleError)  # one rank alone has raised it
-    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0 and not everyone:
-        time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
-        return
-    show(f"error: {error if isinstance(error, (ConfigError, SampleError)) else explain(error)}")
 
 
 def explain(error: Exception) -> str:
@@ -153,9 +83,9 @@ def explain(error: Exception) -> str:
     if several := re.match(r"Ambiguous value for argument '(.+?)' 1\.", text):
         return (
             f"{several[1]}: has several values. Use one of them, key=[value1,value2] for a list, \"key='value1,value2'\" for a "
-            "text with a comma, or `python -m ddp_lab --multirun ...` to train with each of them"
+            "text with a comma, or `ddp-lab train --multirun ...` to train with each of them"
         )
-    return text.split(" See https")[0] + ". Overrides look like key=value: python -m ddp_lab --help"
+    return text.split(" See https")[0] + ". Overrides look like key=value: ddp-lab train --help"
 
 
 def explain_unreadable(override: str, reason: str) -> str:
@@ -171,7 +101,7 @@ def explain_unreadable(override: str, reason: str) -> str:
         return f"{override}: Hydra cannot read this value. Put it in quotes, within those of the shell: {advised}"
     return (
         f"{override}: Hydra cannot read this override ({reason}). Overrides look like key=value, key=[a,b] or key={{a:b}}: "
-        "python -m ddp_lab --help"
+        "ddp-lab train --help"
     )
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddp_lab.config.errors import ConfigError
 
@@ -13,10 +13,11 @@ class Parser(argparse.ArgumentParser):
     Args:
         command: how the command is started, for --help.
         text: the command's docstring.
+        options: of ArgumentParser.
     """
 
-    def __init__(self, command: str, text: str | None):
-        super().__init__(prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, command: str, text: str | None, **options: Any):
+        super().__init__(prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def add_run(self, default: str = "auto") -> None:
         """Add the run directory and the checkpoint, with its default."""

@@ -1,11 +1,27 @@
 """The log of a run: rank 0 writes to the console and to train.log. Other ranks log only warnings."""
 
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import TextIO
+
+from ddp_lab.world.process import discard_output
 
 log = logging.getLogger("ddp_lab")
 LOG_FILES = 8  # the most ranks that have a log file of their own: not a file of each of a thousand ranks
+
+
+class Console(logging.StreamHandler[TextIO]):
+    """The console of rank 0. When the reader of a pipe has gone, for example `| head`, the run is stopped as by Ctrl-C."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report an error of the console, or stop the run."""
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            return super().handleError(record)
+        discard_output()
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 class LogFile(logging.FileHandler):
@@ -26,7 +42,7 @@ def setup_logging(run_dir: Path, rank: int) -> None:
         rank: this process's global rank.
     """
     name = f"[rank {rank}] " if rank else ""
-    console = logging.StreamHandler(sys.stderr if rank else sys.stdout)
+    console = Console(sys.stderr if rank else sys.stdout)
     console.setFormatter(logging.Formatter(f"{name}%(message)s"))
     handlers: list[logging.Handler] = [console]
     if rank < LOG_FILES:

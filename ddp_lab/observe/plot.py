@@ -1,12 +1,10 @@
-"""Curves and bars as PNG files, drawn by matplotlib in the house style (house.mplstyle).
+"""Curves and bars as PNG files, drawn by matplotlib in the house style (canvas.py).
 
 `curves`, `bars`, `stacked` and `timeline` (timeline.py) describe a panel; `beside` draws panels and writes them as one picture.
-Importing matplotlib takes about a second, so it is imported when the first picture is drawn and not with this module.
 """
 
 import textwrap
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -23,13 +21,14 @@ from ddp_lab.observe.axes import (
     set_x_ticks,
     short,
 )
+from ddp_lab.observe.canvas import empty_figure, house_style
+from ddp_lab.observe.coinciding import separate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
 
-STYLE = Path(__file__).with_name("house.mplstyle")
 HEIGHT = 4.0  # height of a panel in inches; rows or a legend can increase it
 TITLE = 50  # maximum number of characters of a line of a title
 
@@ -59,6 +58,8 @@ class Plot(NamedTuple):
 def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: bool = False, zero: bool = False) -> Plot:
     """Return a plot of lines over x. The legend is on the right, in the order of the lines' last values.
 
+    Curves that coincide are drawn as dashes of alternating colours, with their markers side by side.
+
     Args:
         title: title of the plot.
         x_label, y_label: labels of the axes.
@@ -75,12 +76,15 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
         raise ValueError(f"{title}: no points to draw")
 
     def draw(axes: "Axes") -> None:
+        from matplotlib.ticker import LogLocator
+
         for line in lines:
             look: dict[str, Any] = {"color": GREY, "linestyle": "--", "marker": ""} if line.dashed else {}
             look |= {"markevery": max(1, len(line.points) // 10)}
             axes.plot(*zip(*line.points, strict=True), label=clipped(line.label), **look)
         if log:
             axes.set(xscale="log", yscale="log")
+            axes.xaxis.set_major_locator(LogLocator(numticks=6))  # the label of every power of ten could touch the next
         else:
             axes.yaxis.set_major_locator(round_numbers())
             set_x_ticks(axes, places)
@@ -89,8 +93,10 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
         axes.set(xlabel=x_label, ylabel=y_label)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: short(value))
-        last = sorted(zip(axes.lines, lines, strict=True), key=lambda pair: -pair[1].points[-1][1])
+        pairs = list(zip(axes.lines, lines, strict=True))
+        last = sorted(pairs, key=lambda pair: -pair[1].points[-1][1])
         axes.figure.legend(handles=[drawn for drawn, _ in last], loc="outside right center")
+        separate(axes, [drawn for drawn, line in pairs if not line.dashed])
 
     return Plot(title, max(HEIGHT, ROW * len(lines) + 1), draw)
 
@@ -145,27 +151,14 @@ def stacked(title: str, label: str, values: dict[str, dict[str, float]]) -> Plot
     return Plot(title, max(0.65 * HEIGHT, ROW * len(values) + 1.4) + legend, draw)
 
 
-@contextmanager
-def house_style() -> Generator[None]:
-    """Apply the house style within the body, whatever the user's matplotlibrc contains."""
-    from matplotlib import style
-
-    with style.context(["default", STYLE]):
-        yield
-
-
 @house_style()
 def figure(plots: Sequence[Plot], columns: int = 2) -> "Figure":
-    """Return the plots as one figure, `columns` in a row. pyplot and its global state are not used."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Return the plots as one figure, `columns` in a row."""
     columns = min(columns, len(plots))
     rows = [plots[start : start + columns] for start in range(0, len(plots), columns)]
     titles = {plot.title: textwrap.wrap(plot.title, TITLE) for plot in plots}
     heights = [max(plot.height + ROW * (len(titles[plot.title]) - 1) for plot in row) for row in rows]
-    whole = Figure((columns * WIDTH, sum(heights)), layout="constrained")
-    FigureCanvasAgg(whole)
+    whole = empty_figure(columns * WIDTH, sum(heights))
     panels = whole.subfigures(len(rows), columns, squeeze=False, height_ratios=heights).flat
     for panel, plot in zip(panels, plots, strict=False):
         panel.suptitle("\n".join(titles[plot.title]), x=0.02, ha="left")

@@ -32,7 +32,7 @@ def report(ranks: list[dict[str, Any]], recorded: int, logger: Logger, folder: P
     (folder / "summary.json").write_text(json.dumps({"rows": rows, "diagnosis": diagnosis, **kept}, indent=1))
     logger.draw_at_close(partial(draw, rows), folder / "time_split.png")
     text = table(rows)
-    log.info(f"milliseconds of a step, the medians of {recorded} (traces for ui.perfetto.dev: {folder})\n{text}")
+    log.info(f"milliseconds of a step, the means of {recorded} (traces for ui.perfetto.dev: {folder})\n{text}")
     for line in diagnosis:
         log.info(line)
     logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))

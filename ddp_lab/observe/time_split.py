@@ -17,6 +17,7 @@ so there the durations of a call are compared over all groups. The duration of a
 shortest one of its kind, over all ranks and steps.
 """
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -84,17 +85,19 @@ def parts(step: StepTrace, index: int, needed: dict[Key, float]) -> dict[str, fl
 
 
 def summarise(row: dict[str, Any]) -> dict[str, float]:
-    """Return the medians over the steps, in milliseconds, of PARTS and of the whole step."""
-    steps = row["steps"]
-    medians = {part: statistics.median(step[part] for step in steps) for part in PARTS}
-    return {"step": statistics.median(sum(step.values()) for step in steps)} | medians
+    """Return the means over the steps, in milliseconds, of PARTS and of the whole step.
+
+    The means of PARTS add up to that of the step. Medians do not: waiting that is long in a few steps would be in none of them.
+    """
+    means = {part: statistics.mean(step[part] for step in row["steps"]) for part in PARTS}
+    return {"step": math.fsum(means.values())} | means
 
 
 def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> list[str]:
     """Return a diagnosis: a line for everything that stands out, with a remedy.
 
     Args:
-        rows: rows of `split_steps` to which the medians of `summarise` have been added.
+        rows: rows of `split_steps` to which the means of `summarise` have been added.
         graph: whether the steps were replays of a CUDA graph.
         bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
     """
@@ -139,8 +142,8 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
 def straggler(rows: list[dict[str, Any]]) -> int | None:
     """Return the index of the straggler's row; None if there is no straggler.
 
-    A straggler has the shortest waiting time in at least four of five steps, and the median waiting time of another rank is
-    longer by more than a tenth of a step.
+    A straggler has the shortest waiting time in at least four of five steps, and another rank waits longer by more than a
+    tenth of a step on average.
     """
     least = Counter(
         min(range(len(rows)), key=lambda row: steps[row]["waiting"])

@@ -61,11 +61,12 @@ class Decisions:
 
     Attributes:
         preempted: whether this rank received SIGTERM, SIGUSR1 or Ctrl-C.
+        interrupted: whether it received Ctrl-C.
     """
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
-        self.preempted = False
+        self.preempted = self.interrupted = False
         self._pending: HostCopy | None = None
 
     def begin(self, step: int, tally: Tally) -> None:
@@ -88,6 +89,7 @@ class Decisions:
         if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:  # torchrun repeats the signal itself
             raise KeyboardInterrupt  # the second Ctrl-C exits immediately
         self.preempted = True
+        self.interrupted = self.interrupted or number == signal.SIGINT
 
     def due(self, step: int) -> bool:
         """Return whether an exchange follows step `step`; the same on every rank."""

@@ -22,7 +22,7 @@ ADVICE = {
     "Expected to have finished reduction in the prior iteration": "The parameters named above got no gradient in the step "
     "before. If only some steps use a parameter, use strategy=fsdp or strategy=single, which support it: ddp_lab has no key "
     "find_unused_parameters",
-    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: python -m ddp_lab.advise, with the same "
+    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab advise, with the same "
     "overrides, predicts which ones fit",
 }
 

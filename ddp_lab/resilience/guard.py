@@ -1,6 +1,6 @@
 """The hooks that save checkpoints, compare replicas and stop a training run."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ class GuardSettings:
         on_error: whether to stop or to continue when a checkpoint cannot be written.
         on_nan: whether to stop at a loss that is not finite, or to count its gradient as zero.
         check_replicas: compare the replicas every N steps; None: never.
+        at_steps: also save a checkpoint after these steps.
     """
 
     every_epochs: int
@@ -38,6 +39,7 @@ class GuardSettings:
     on_error: Literal["stop", "continue"]
     on_nan: Literal["stop", "skip"]
     check_replicas: int | None
+    at_steps: Collection[int] = ()
 
 
 class Guard(Hooks):
@@ -91,7 +93,7 @@ class Guard(Hooks):
         check_replicas, every_steps = self.settings.check_replicas, self.settings.every_steps
         if check_replicas and progress.step % check_replicas == 0:
             self._compare_replicas(progress.step)
-        if every_steps and progress.step % every_steps == 0:
+        if (every_steps and progress.step % every_steps == 0) or progress.step in self.settings.at_steps:
             self.save(here())
 
     def evaluating(self, loader: Iterable[Any], progress: Progress, done: int = 0) -> Iterator[Any]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # the launchers import this module, and --help loads the laun
 
 LAUNCH_FILE = ".launch"  # contains the identifiers of the launch, by which a restart finds its directory
 LOCK_FILE = ".lock"
-LOCK_WAIT = 15.0  # seconds, enough for ranks that torchrun has just terminated to exit
+LOCK_WAIT = 2.0  # seconds that a launch waits for the lock
+RESTART_WAIT = 15.0  # the same after a restart: enough for the ranks that torchrun has just terminated to exit
 
 
 class RunDir:
@@ -55,7 +56,7 @@ class RunDir:
             name = name or restarted or make_unused(root, label)
             path = root / name
             path.mkdir(exist_ok=True)
-            self._lock = lock(path)
+            self._lock = lock(path, RESTART_WAIT if name == restarted else LOCK_WAIT)
             if resume == "never" and name != restarted and (path / "config.yaml").exists():
                 raise ConfigError(
                     f"resume=never: {path} already contains a run. Choose another name, remove that directory, "
@@ -76,17 +77,21 @@ class RunDir:
         }
 
 
-def lock(path: Path) -> TextIO:
+def lock(path: Path, wait: float) -> TextIO:
     """Make this process the directory's only writer.
+
+    Args:
+        path: the run directory.
+        wait: seconds to wait for a process that holds the lock.
 
     Returns:
         The open lock file. The kernel releases the lock when the process ends, however it ends, or when the file is closed.
 
     Raises:
-        ConfigError: another process still holds the lock after LOCK_WAIT seconds.
+        ConfigError: another process still holds the lock after `wait` seconds.
     """
     file = (path / LOCK_FILE).open("a+")
-    deadline = time.monotonic() + LOCK_WAIT
+    deadline = time.monotonic() + wait
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by the data loader's workers
@@ -147,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_status(
     path: Path,
-    status: Literal["running", "preempted", "finished", "failed"],
+    status: Literal["running", "preempted", "interrupted", "finished", "failed"],
     epoch: int,
     step: int,
     heartbeats: Path | None = None,

@@ -36,7 +36,7 @@ COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the w
 # or field of their own.
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 
-Outcome = Literal["finished", "preempted"]
+Outcome = Literal["finished", "preempted", "interrupted"]
 
 
 class Watchdog:
@@ -96,8 +96,8 @@ class Watchdog:
         if self.rank == 0:
             done = status == "finished"  # `progress` is then at the beginning of the next epoch
             write_status(self.run_dir, status, progress.epoch - done, progress.step)
-            if status == "preempted":
-                log.info(f"preempted at {progress}; to resume, run the same command with name={self.run_dir.name} resume=auto")
+            if not done:
+                log.info(f"{status} at {progress}; to resume, run the same command with name={self.run_dir.name} resume=auto")
         return status
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:

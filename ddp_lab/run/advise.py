@@ -1,4 +1,4 @@
-"""The command `python -m ddp_lab.advise`, below its arguments: what it refuses, and which constants it uses."""
+"""The command `ddp-lab advise`, below its arguments: what it refuses, and which constants it uses."""
 
 from collections.abc import Sequence
 

@@ -9,6 +9,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.folder import listed
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_storage
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.checkpoint_folder import steps_in
@@ -34,8 +35,15 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     job = prepare(cfg, runtime, with_weights=progress is None)
     if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
         findings.append(Finding("warning", "dataset", text))
+    if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
+        line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
+        text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
+        findings.append(Finding("warning", "strategy", text))
     job.check_optimizer()
     check_memory(job)
+    if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
+        loaders, ranks = job.loaders.values(), runtime.local_world_size
+        runtime.agree("shared_memory", lambda: str(check_shared_memory(loaders, ranks)), per_node=True)
     size = job.checkpoint_bytes
     keep, best, on_error = cfg.checkpoint.keep, criterion(cfg, job.dataset) is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)

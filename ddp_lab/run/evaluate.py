@@ -17,6 +17,7 @@ from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.speed.switches import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 
@@ -85,4 +86,6 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         state, progress = read_weights(job.model, path)
         job.give_weights(state)
         place(job)
-    return EvaluatedRun(split, path, progress, evaluate(job.strategy, job.loaders[split]), job.strategy.where)
+    with float32_matmul(cfg.float32_matmul):
+        metrics = evaluate(job.strategy, job.loaders[split])
+    return EvaluatedRun(split, path, progress, metrics, job.strategy.where)

@@ -45,7 +45,7 @@ SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.
 class Job:
     """The parts of a run that are constructed before the ranks are connected.
 
-    Each part is constructed when it is first read and needs only those above it, so that `ddp_lab.doctor` can check them one by
+    Each part is constructed when it is first read and needs only those above it, so that `ddp-lab doctor` can check them one by
     one. Reading a part raises a ConfigError if the config does not allow its construction. Reading `dataset` downloads a
     missing dataset.
 
@@ -186,7 +186,7 @@ class Job:
         )
         # Worker processes flip images that are read one by one.
         flip = data.flip and isinstance(self.dataset.train, LabelledImages)
-        training = make(self.dataset.train, shuffle=True, shift=data.shift, flip=flip)
+        training = make(self.dataset.train, shuffle=True, crop_padding=data.crop_padding, flip=flip)
         graph = self.choices["cuda_graph"]
         larger = EVALUATED if graph.automatic and graph.value else 1
         evaluated = partial(make, batch_size=larger * self.plan.global_batch_size)

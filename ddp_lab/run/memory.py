@@ -72,14 +72,14 @@ def verdict(job: Job, ranks: list[tuple[int, int | None]]) -> str:
         return text
     raise ConfigError(
         f"strategy={job.strategy.name}: {text}, and activations need more. {alternatives(job, memory)}. "
-        "`python -m ddp_lab.advise` predicts all strategies"
+        "`ddp-lab advise` predicts all strategies"
     )
 
 
 def alternatives(job: Job, memory: int) -> str:
     """Return what to use in place of a strategy that does not fit: the two that are predicted to be the best.
 
-    All GPUs of the machines count, also those for which no rank was started. It takes as long as `python -m ddp_lab.advise`.
+    All GPUs of the machines count, also those for which no rank was started. It takes as long as `ddp-lab advise`.
 
     Args:
         job: after `partition`.

@@ -1,7 +1,7 @@
 """The config of a trained run, read from its directory for the commands after training."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -10,8 +10,9 @@ from yaml import YAMLError
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.schema import CheckpointConfig, RunConfig
+from ddp_lab.config.schema import RunConfig
 from ddp_lab.launch.command_line import CONF, compose_config
+from ddp_lab.launch.renamed import rename_keys
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.world.process import env_int
 
@@ -47,7 +48,8 @@ def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> D
             raise ConfigError(f"{path}: must be a config, got a list")
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
-    add_new_keys(cfg)
+    rename_keys(cfg)  # without a warning: the user did not write it
+    cfg = with_new_keys(cfg)
     if env_int("WORLD_SIZE", 1) == 1:
         cfg.strategy.update({key: value for key, value in IN_ONE_PROCESS.items() if key in cfg.strategy})
     groups = {entry.name for entry in CONF.iterdir() if entry.is_dir() and entry.name in cfg}
@@ -84,16 +86,15 @@ def require_run(folder: Path) -> Path:
     return path
 
 
-def add_new_keys(cfg: DictConfig) -> None:
-    """Set the keys that the version of ddp_lab that wrote a config did not have to their defaults, which do what it did."""
-    if "evaluate_test" not in cfg and "data" in cfg:
+def with_new_keys(cfg: DictConfig) -> DictConfig:
+    """Return a config with the defaults of the keys that the version of ddp_lab that wrote it did not have."""
+    if "data" in cfg and "evaluate_test" not in cfg:
         add_validation_keys(cfg.data)
-    missing = RunConfig.model_fields.keys() - cfg.keys() - {"data", "model"}
-    if missing or CheckpointConfig.model_fields.keys() - cfg.checkpoint.keys():
-        defaults = cast("dict[str, Any]", OmegaConf.to_container(compose_config([], None)))
-        OmegaConf.update(cfg, "checkpoint", defaults["checkpoint"] | dict(cfg.get("checkpoint", {})))
-        for key in missing:
-            cfg[key] = defaults[key]
+    keys = RunConfig.model_fields.keys() - ({"data", "model"} - cfg.keys())  # these two are never new
+    defaults = OmegaConf.masked_copy(cast("DictConfig", OmegaConf.load(CONF / "config.yaml")), list(keys))
+    if groups := keys - defaults.keys() - cfg.keys():
+        defaults = OmegaConf.merge(defaults, OmegaConf.masked_copy(compose_config([], None), list(groups)))
+    return cast("DictConfig", OmegaConf.merge(defaults, cfg))
 
 
 def add_validation_keys(data: DictConfig) -> None:

@@ -28,11 +28,12 @@ from ddp_lab.run.selection import criterion
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.training.speed.switches import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 
 class Outcome(NamedTuple):
-    """How a run ended, "finished" or "preempted", and its directory."""
+    """How a run ended, "finished", "preempted" or "interrupted" by Ctrl-C, and its directory."""
 
     status: str
     run_dir: Path
@@ -49,19 +50,23 @@ def train(cfg: DictConfig, runtime: Runtime) -> Outcome:
     job, findings = check_and_prepare(cfg, runtime)
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
+    decisions = Decisions(runtime)
+    decisions.listen()
     setup_logging(run_dir.path, runtime.rank)
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
+    if runtime.rank == 0 and (text := job.plan.warning()):
+        log.warning(text)
     for note in job.notes:
         log.info(note)
     _ = job.options  # logs the options that are not supported
+    if line := describe_matmul(cfg.float32_matmul, cfg.precision, job.strategy.device):
+        log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
-    decisions = Decisions(runtime)
-    decisions.listen()
     job.strategy.times_file = run_dir.path / "block_times.json"
-    with job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
+    with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
         return Outcome(train_guarded(training, run_dir, watchdog, decisions, choices), run_dir.path)
@@ -94,14 +99,16 @@ def train_guarded(
         training.step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = profiled(training, steps_left, isinstance(step, GraphStep), logger, run_dir.path) if cfg.profile else None
     every = cfg.checkpoint
-    settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas)
+    settings = GuardSettings(
+        every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, frozenset(every.at_steps)
+    )
     guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress, training.step.tally)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:
         progress = training.fit(logger, guard, progress)
         status = "finished"
     except Preempted:
-        status = "preempted"
+        status = "interrupted" if decisions.interrupted else "preempted"
     except TrainingError:
         checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
         raise

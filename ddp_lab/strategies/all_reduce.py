@@ -93,7 +93,7 @@ def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Concatenate the tensors into one, [n], with the elements of each in the order of `in_memory_order`.
 
     The tensors are split into chunks first, because torch.cat launches as many thread blocks for every input as for the
-    largest: ResNet-18's 62 gradients took 160 us on an H200 without splitting and 26 us with it (docs/benchmarks-log.md).
+    largest: ResNet-18's 62 gradients took 160 us on an H200 without splitting and 26 us with it (docs/log/benchmarks.md).
     """
     return torch.cat([chunk for tensor in tensors for chunk in in_memory_order(tensor).flatten().split(CHUNK)])
 

@@ -69,7 +69,7 @@ class Strategy(PerformanceSupport, SavedState, ABC):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
-                f"`python -m ddp_lab strategy={self.name}`, or use a strategy for several processes, for example ddp"
+                f"`ddp-lab train strategy={self.name}`, or use a strategy for several processes, for example ddp"
             )
         if runtime.device.type == "mps" and not self.supports_mps:
             raise ConfigError(

@@ -51,7 +51,7 @@ class PerformanceSupport(ForwardBackward):
         """Compile the model in several pieces, so that the gradients of a piece are complete when its own backward pass ends.
 
         A bucket can then be sent while the next piece computes. Kernels are not fused across a cut, which costs some time
-        (docs/benchmarks-log.md).
+        (docs/log/benchmarks.md).
 
         Args:
             fuse: torch.compile with its options.

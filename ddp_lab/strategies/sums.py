@@ -29,10 +29,10 @@ def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tor
         targets: [b], IGNORE for padding; or mixed ones, [b, classes], of which the most probable class is the correct one.
     """
     expected = classes_of(targets)
-    correct = (logits.argmax(1) == expected).sum()
-    count = (expected != IGNORE).sum()
     dtype = sum_dtype(loss.device)
-    return torch.stack([loss.detach().to(dtype), correct.to(dtype), count.to(dtype)])
+    correct = (logits.argmax(1) == expected).sum(dtype=dtype)
+    count = (expected != IGNORE).sum(dtype=dtype)
+    return torch.stack([loss.detach().to(dtype), correct, count])
 
 
 def new_counts(classes: int, device: torch.device) -> torch.Tensor:

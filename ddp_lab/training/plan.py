@@ -19,6 +19,7 @@ class Plan:
         steps_per_epoch: optimizer steps, with the partial last batch.
         samples_at_once: samples of a full local batch, or of one micro-batch with gradient accumulation.
         lr: learning rate after scaling.
+        train_size: number of training samples.
     """
 
     world_size: int
@@ -27,6 +28,7 @@ class Plan:
     steps_per_epoch: int
     samples_at_once: int
     lr: float
+    train_size: int
 
     @classmethod
     def make(
@@ -68,7 +70,7 @@ class Plan:
         factor = batch_size / lr_base_batch_size
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[lr_scaling]
         at_once = math.ceil(batch_size / replicas / accumulate)
-        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr)
+        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr, train_size)
 
     def steps_before(self, progress: Progress) -> int:
         """Return the number of learning-rate schedule steps before `progress`.
@@ -76,6 +78,16 @@ class Plan:
         It differs from `progress.step`, the number of optimizer steps taken, if an earlier launch had another batch size.
         """
         return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(progress.samples / self.global_batch_size)
+
+    def warning(self) -> str | None:
+        """Return a warning about a global batch that the training set cannot fill; None if it can."""
+        if self.global_batch_size <= self.train_size:
+            return None
+        return (
+            f"the global batch of {self.global_batch_size} samples is larger than the training set: every epoch is a single "
+            f"step on a partial batch of {self.train_size} (lr_scaling counts {self.global_batch_size}, and mixup and cutmix "
+            "change full batches only). Use a smaller batch_size"
+        )
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"

@@ -20,7 +20,7 @@ LATER = 0.1  # of the time waited so far, the most after that: 60 looks in 10 mi
 LISTED = 8  # the most ranks that the message names
 NEW_TORCHRUN = (
     "If torchrun was started again on one node only, its ranks and those of the other nodes do not find each other: use "
-    "`python -m ddp_lab.torchrun` in place of torchrun on every node, or start torchrun again on all nodes"
+    "`ddp-lab train` in place of torchrun on every node, or start torchrun again on all nodes"
 )
 
 

@@ -101,7 +101,7 @@ def _die_with(parent: int) -> None:
 
 
 def show(message: str, timestamp: int | None = None) -> None:
-    """Report an error: print it to stderr, or under torchrun write it to the error file for torchrun's summary.
+    """Report an error: print it to stderr, or under torchrun write it to the error file, which the launcher prints.
 
     Args:
         message: The text to report.
@@ -113,3 +113,9 @@ def show(message: str, timestamp: int | None = None) -> None:
         Path(error_file).write_text(json.dumps(record))
     else:
         print(message, file=sys.stderr, flush=True)
+
+
+def discard_output() -> None:
+    """Continue without stdout, whose reader has gone, and report it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("stopped: the reader of the output has gone, for example `| head`", file=sys.stderr, flush=True)

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.place import Place
-from ddp_lab.world.process import die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
 STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
@@ -54,7 +53,6 @@ class Runtime(Ranks):
     def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0, place: Place | None = None):
         super().__init__(place or Place.of(os.environ), timedelta(seconds=timeout))
         self.precision = precision
-        die_with_torchrun()
         self.devices = self._choose_devices(device)
         self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
         if self.device.type == "cuda":
@@ -82,7 +80,7 @@ class Runtime(Ranks):
         if self.world_size > 1:
             raise ConfigError(
                 f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
-                "support its tensors. Start one process (python -m ddp_lab device=mps), or set device=cpu"
+                "support its tensors. Start one process (ddp-lab train device=mps), or set device=cpu"
             )
         if self.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
             raise NodeError(

@@ -46,6 +46,23 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def turns_table(rows: list[dict]) -> str:
+    """Return the comparison of `ours eager` with `bare` as a table."""
+    lines = [
+        "| model | devices | threads | batch | pairs | bare, images/s | ours | ratio | at least | CPU time: ratio | at least |"
+    ]
+    lines.append("|" + "---|" * 11)
+    for row in rows:
+        head = f"| {row['model']} | {row['devices']} | {row['threads']} | {row['batch']} |"
+        if "skipped" in row:
+            lines.append(f"{head} not run: {row['skipped']} | | | | | | |")
+            continue
+        ours, bare = row["rates"]
+        ratios = " | ".join(f"{value:.3f}" for ratio in row["ratios"] for value in ratio)
+        lines.append(f"{head} {row['pairs']} | {bare:,.0f} | {ours:,.0f} | {ratios} |")
+    return "\n".join(lines)
+
+
 def draw(rows: list[dict], path: Path) -> None:
     """Plot, for each model, the loops' rates on the most devices, and the rate of `ours` by number of devices."""
     plots = []

@@ -19,11 +19,16 @@ def draw(results: list[Result], path: Path) -> None:
         by_epoch.append(Curve(result.name, [(record["epoch"], record["test_accuracy"]) for record in result.records]))
         by_time.append(Curve(result.name, list(zip(clock, accuracy, strict=True))))
     plots = [
-        curves("Test accuracy by epoch: the curves coincide", "epoch", "accuracy", by_epoch),
+        curves("Test accuracy by epoch", "epoch", "accuracy", by_epoch),
         curves("Test accuracy by seconds of training", "s", "accuracy", by_time),
         bars("Throughput", "samples/s", {result.name: result.rate for result in ran}),
         curves("Throughput by devices", "devices", "samples/s", scaling(ran), zero=True),
     ]
+    if not results[0].problem:
+        growth = {result.name: result.differences(results[0]).items() for result in ran if result is not results[0]}
+        lines = [Curve(name, [(step, value) for step, value in found if value > 0]) for name, found in growth.items()]
+        if any(line.points for line in lines):
+            plots.append(curves("Largest difference of a weight from single's", "step", "difference", lines, log=True))
     split = {result.name: mean_split(result.profile) for result in ran if result.profile}
     plots += [stacked("Where a step's time goes", "ms", split)] if split else []
     beside(plots, path)

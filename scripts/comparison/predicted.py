@@ -1,4 +1,4 @@
-"""What `python -m ddp_lab.advise` predicts for the runs of scripts/compare.py, beside what was measured."""
+"""What `ddp-lab advise` predicts for the runs of scripts/compare.py, beside what was measured."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -40,7 +40,7 @@ def predict(
         given: overrides of its options.
         ranks: None: one process.
         overrides: of train.py, for all strategies.
-        gpus: as in `python -m ddp_lab.advise --gpus`.
+        gpus: as in `ddp-lab advise --gpus`.
 
     Raises:
         ConfigError: the strategy cannot be predicted.
@@ -75,7 +75,7 @@ def predictions(results: list[Result], overrides: list[str], gpus: str, on_gpus:
     Args:
         results: of the runs.
         overrides: of train.py, for all strategies.
-        gpus: as in `python -m ddp_lab.advise --gpus`.
+        gpus: as in `ddp-lab advise --gpus`.
         on_gpus: whether the runs used GPUs. What was measured on CPUs cannot be compared with the predictions, and is left out.
     """
     comparisons: list[Comparison] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.observe.axes import short
-from scripts.comparison.runs import Result
+from scripts.comparison.runs import EARLY, Result
 
 COLUMNS = (
     "strategy",
@@ -19,14 +19,15 @@ COLUMNS = (
     "memory a device",
     "sent a step",
     "test accuracy",
-    "difference after epoch 1",
+    f"difference after {EARLY} steps",
     "difference at the end",
 )
 
 NOTES = (
-    "difference: the largest difference of any weight from single's. Sums in another order round differently, and training "
-    "makes that grow: the longer the run and the larger its learning rate, the more. Under BatchNorm each rank normalises its "
-    "local batch, which is a different function. docs/strategies.md explains both; the tests require 1e-6.",
+    f"difference: the largest difference of any weight from single's. After {EARLY} steps it is expected below 1e-6, as in the "
+    "tests: strategies add the same float32 numbers in other orders, which rounds differently. Then it grows by a factor with "
+    "every step, because each gradient depends on all weights, and by more with a larger learning rate (see the plot by step). "
+    "Under BatchNorm each rank normalises its local batch, which is a different function (docs/strategies.md).",
     "throughput: the median of the epochs after the first, in which steps are profiled; for a run of one epoch, that epoch.",
     "memory: peak memory allocated on one GPU; without GPUs, peak resident size of one process, PyTorch included.",
 )
@@ -42,7 +43,8 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
             table.append((entry.title, str(entry.devices), f"not run: {result.problem}"))
             continue
         speed_up = result.rate / single.rate if not single.problem else float("nan")
-        differences = ("", "") if single.problem else tuple(f"{result.difference(single, when):.1e}" for when in (0, 1))
+        found = {} if single.problem else result.differences(single)
+        differences = [f"{found[step]:.1e}" if found else "" for step in ends(found)]
         table.append(
             (
                 entry.title,
@@ -57,6 +59,24 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
             )
         )
     return table
+
+
+def ends(found: dict[int, float]) -> tuple[int, int]:
+    """Return the last of the first steps, and the last step, of differences by step."""
+    return max((step for step in found if step <= EARLY), default=0), max(found, default=0)
+
+
+def headline(results: list[Result]) -> list[str]:
+    """Return a line on how far the weights are from single's after the first steps and at the end; [] if it is unknown."""
+    found = {} if results[0].problem else {r.name: r.differences(results[0]) for r in results[1:] if not r.problem}
+    if not found:
+        return []
+    first, last = ends(next(iter(found.values())))
+    worst, at_end = (max(found, key=lambda name: found[name][step]) for step in (first, last))
+    return [
+        f"Largest difference of a weight from single's after {first} steps: {found[worst][first]:.1e} ({worst}); without "
+        f"BatchNorm it is expected below 1e-6. Rounding grows in training: {found[at_end][last]:.1e} after {last} ({at_end})."
+    ]
 
 
 def used(profile: dict[str, Any] | None) -> tuple[str, str]:

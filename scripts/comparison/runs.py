@@ -1,20 +1,25 @@
 """The strategies that a machine can run, and one run of each by train.py."""
 
+import json
 import os
 import re
 import statistics
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.launch.command_line import REFUSED
+from ddp_lab.launch.command import REFUSED
 from ddp_lab.launch.sweep import quote
 from ddp_lab.launch.torchrun import world_command
 from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.run_directory import read_json
+
+SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
+EARLY = 5  # steps after which weights still agree up to rounding
 
 
 class Entry(NamedTuple):
@@ -99,11 +104,11 @@ def of_ranks(ranks: int) -> list[Entry]:
 
 
 class Result(NamedTuple):
-    """The outcome of one strategy: its records of metrics.jsonl and its weights, or the problem that kept it from running."""
+    """The outcome of one strategy: its epochs in metrics.jsonl and its checkpoints, or why it did not run."""
 
     entry: Entry
     records: list[dict[str, Any]]
-    weights: list[dict[str, torch.Tensor]]  # after the first epoch, and at the end
+    checkpoints: dict[int, Path]  # by step
     problem: str | None
     profile: dict[str, Any] | None = None
     refused: bool = False  # train.py ended with a config error
@@ -122,19 +127,23 @@ class Result(NamedTuple):
         """Median samples per second, without the first epoch unless it is the only one."""
         return statistics.median(record["samples_per_second"] for record in self.records[1:] or self.records)
 
-    def difference(self, other: "Result", when: int) -> float:
-        """Return the largest absolute difference of a weight, after the first epoch (`when` 0) or at the end (1)."""
-        mine, others = self.weights[when], other.weights[when]
-        weights = [
-            name for name, tensor in others.items() if tensor.is_floating_point()
-        ]  # without BatchNorm's num_batches_tracked
-        return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
+    def differences(self, other: "Result") -> dict[int, float]:
+        """Return the largest absolute difference of a weight from another strategy's, by step."""
+        return {step: largest_difference(path, other.checkpoints[step]) for step, path in self.checkpoints.items()}
+
+
+@cache
+def largest_difference(one: Path, other: Path) -> float:
+    """Return the largest absolute difference of a weight between two checkpoints."""
+    mine, others = (torch.load(path, weights_only=True)["model"] for path in (one, other))
+    weights = [name for name, tensor in others.items() if tensor.is_floating_point()]  # without num_batches_tracked
+    return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
 
 
 def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     """Run train.py under one strategy and read what it wrote."""
     if entry.why_not:
-        return Result(entry, [], [], entry.why_not)
+        return Result(entry, [], {}, entry.why_not)
     run_dir = out / entry.label
     given = [
         *overrides,
@@ -144,7 +153,7 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
         f"runs_dir={quote(str(out))}",
         f"name={entry.label}",
     ]
-    given += ["checkpoint.every_epochs=1", "checkpoint.keep=100000"]
+    given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     start = time.perf_counter()
     print(f"{entry.label} ...", end=" ", flush=True)
@@ -157,8 +166,7 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
         errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
         reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
         problem = reason.splitlines()[0].partition("error: ")[2] or reason
-        return Result(entry, [], [], problem, refused=done.returncode == REFUSED)
+        return Result(entry, [], {}, problem, refused=done.returncode == REFUSED)
     records = read_epochs(run_dir / "metrics.jsonl")
-    files = sorted((run_dir / "checkpoints").glob("step_*.pt"), key=lambda path: (len(path.name), path.name))
-    weights = [torch.load(path, weights_only=True)["model"] for path in (files[0], files[-1])]
-    return Result(entry, records, weights, None, read_json(run_dir / "profile" / "summary.json"))
+    files = {int(path.stem.removeprefix("step_")): path for path in (run_dir / "checkpoints").glob("step_*.pt")}
+    return Result(entry, records, dict(sorted(files.items())), None, read_json(run_dir / "profile" / "summary.json"))

@@ -88,6 +88,7 @@ def test_help_names_every_strategy():
         ("cutmix=true", "cutmix=True: must be a number of at least 0"),
         ("device=gpu", "device=gpu: must be auto or mps or cpu, cuda or cuda:N"),
         ("precision=fp8", "precision=fp8: must be float32 or bf16"),
+        ("float32_matmul=medium", "float32_matmul=medium: must be highest or high"),
         ("timeout=0", "timeout=0: must be a number above 0"),
         ("name=a/b", "name=a/b: must be a plain directory name"),
         ("name=..", "name=..: must be a plain directory name"),
@@ -95,8 +96,8 @@ def test_help_names_every_strategy():
         ("resume=3", "resume=3: must be auto, never or the path of an existing checkpoint"),
         ("data.loader=fast", "data.loader=fast: must be auto or device or workers"),
         ("data.num_workers=-1", "data.num_workers=-1: must be an integer of at least 0"),
-        ("data.shift=-1", "data.shift=-1: must be an integer of at least 0"),
-        ("data.shift=0.5", "data.shift=0.5: must be an integer of at least 0"),
+        ("data.crop_padding=-1", "data.crop_padding=-1: must be an integer of at least 0"),
+        ("data.crop_padding=0.5", "data.crop_padding=0.5: must be an integer of at least 0"),
         ("data.flip=0.5", "data.flip=0.5: must be true or false"),
         ("data=folder data.image_size=null", "data.image_size=null: must be an integer of at least 1"),
         ("data=own data.channels=null", "data.channels=null: must be 1 or 3"),
@@ -141,7 +142,7 @@ def test_help_names_every_strategy():
         ("data=synthetic data.dataset.channels=0", "data.dataset.channels=0: must be"),
         ("+colour=red", "colour=red: there is no such key"),
         ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: none"),
-        ("~model.init_std", "model.init_std: is missing; it must be a number above 0 or null"),
+        ("model=book_resnet18 ~model.init_std", "model.init_std: is missing; it must be a number above 0 or null"),
         ("+model.in_channels=7", "model.in_channels=7: there is no such key"),
         ("~seed", "seed: is missing; it must be an integer from 0"),
         ("strategy._target_=ddp_lab.nothing", "strategy._target_=ddp_lab.nothing: must be the name of a class or function"),
@@ -296,6 +297,11 @@ def test_book_resnet18_has_the_book_batch_sizes_and_learning_rates(gpus, overrid
     cfg = config("experiment=book_resnet18", *overrides)
     assert (cfg.epochs, cfg.optimizer.momentum, cfg.optimizer.weight_decay) == (10, 0, 0)
     assert (cfg.model.init_std, cfg.data.mean, cfg.data.std) == (0.01, [0], [1])
+
+
+def test_lenet_has_the_book_initial_weights_only_in_its_experiments():
+    chosen = ([], ["experiment=book_lenet"], ["experiment=speed_lenet"], ["model.init_std=0.01"])
+    assert [config(*overrides).model.init_std for overrides in chosen] == [None, 0.01, 0.01, 0.01]
 
 
 @pytest.mark.parametrize("experiment", ["speed_lenet", "speed_resnet18"])

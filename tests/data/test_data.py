@@ -116,7 +116,7 @@ def test_batch_count_is_the_size_of_the_global_batch(size):
         assert [batch.count for batch in loader("device", rank, size, samples=50)] == [24, 24, 2]
 
 
-AUGMENTED = {"shift": 2, "flip": True}
+AUGMENTED = {"crop_padding": 2, "flip": True}
 
 
 def pictures() -> LabelledImages:
@@ -212,18 +212,18 @@ def test_loader_leaves_images_unchanged_without_augmentation(kind):
 
 @pytest.mark.parametrize("kind", ["device", "workers"])
 def test_job_augments_the_training_split_only(kind):
-    cfg = config("data.shift=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
+    cfg = config("data.crop_padding=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
     job = Job(cfg, Runtime("cpu"))
     for loader, data, augmented in zip(job.loaders.values(), (job.dataset.train, job.dataset.test), (True, False), strict=True):
         seen = torch.cat([inputs for inputs, _, _ in loader])
         assert torch.equal(seen, loader.normalise(data.images[loader.sampler.indices()])) is not augmented
 
 
-@pytest.mark.parametrize(("shift", "allowed"), [(5, "0 to 4"), (7, "0 to 4")])
-def test_loader_refuses_a_shift_as_large_as_the_image(shift, allowed):
-    loader("device", 0, 1, data=pictures(), shift=4)
-    with pytest.raises(ConfigError, match=rf"data.shift={shift}: .* 5 x 7 pixels; allowed: {allowed}"):
-        loader("device", 0, 1, data=pictures(), shift=shift)
+@pytest.mark.parametrize(("padding", "allowed"), [(5, "0 to 4"), (7, "0 to 4")])
+def test_loader_refuses_crop_padding_as_large_as_the_image(padding, allowed):
+    loader("device", 0, 1, data=pictures(), crop_padding=4)
+    with pytest.raises(ConfigError, match=rf"data.crop_padding={padding}: .* 5 x 7 pixels; allowed: {allowed}"):
+        loader("device", 0, 1, data=pictures(), crop_padding=padding)
 
 
 def test_loader_normalises_with_mean_and_std():

@@ -124,7 +124,7 @@ def test_ranks_with_other_files_are_refused():
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path):
-    common = ["data=own", "data.dataset._target_=own_datasets.Shapes", "data.image_size=28", "model.init_std=null"]
+    common = ["data=own", "data.dataset._target_=own_datasets.Shapes", "data.image_size=28"]
     common += ["batch_size=12", "epochs=2", "data.erasing=0.3"]
     run_world(1, main_in_world, *common, "data.num_workers=0", f"runs_dir={tmp_path}/one")
     run_world(2, main_in_world, *common, "data.num_workers=1", "strategy=ddp", f"runs_dir={tmp_path}/two")

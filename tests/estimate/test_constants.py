@@ -107,7 +107,7 @@ def test_convolutions_have_a_rate_and_a_start(monkeypatch, each, fixed):
 
 
 def test_cpu_is_not_calibrated(tmp_path):
-    code, output = launch("torchrun --standalone --nproc_per_node=2 -m ddp_lab.advise --calibrate device=cpu")
+    code, output = launch("torchrun --standalone --nproc_per_node=2 -m ddp_lab advise --calibrate device=cpu")
     assert code != 0
     assert output.count("error: --calibrate: no GPU is available, and only GPUs are measured") == 1, output
     assert not list(tmp_path.iterdir())

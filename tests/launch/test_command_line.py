@@ -1,5 +1,6 @@
 """The messages of commands about a user's mistakes."""
 
+import json
 import shlex
 import sys
 
@@ -8,7 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, OverrideParseException
 
 from ddp_lab.config.errors import SampleError
-from ddp_lab.launch.command_line import explain, explain_unknown_key, user_errors
+from ddp_lab.launch.command import user_errors
+from ddp_lab.launch.command_line import explain, explain_unknown_key
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_override_that_hydra_cannot_read_is_named(override):
         OverridesParser.create().parse_overrides([override])
     message = explain(error.value)
     assert message.startswith(f"{override}: Hydra cannot read this override (")
-    assert message.endswith("). Overrides look like key=value, key=[a,b] or key={a:b}: python -m ddp_lab --help")
+    assert message.endswith("). Overrides look like key=value, key=[a,b] or key={a:b}: ddp-lab train --help")
 
 
 def test_unknown_option_of_a_launcher_is_explained_in_one_line(monkeypatch):
@@ -74,14 +76,22 @@ def test_unknown_option_of_a_launcher_is_explained_in_one_line(monkeypatch):
 
 
 def test_sample_that_cannot_be_read_is_reported_by_the_rank_that_read_it(monkeypatch, capsys):
-    @user_errors
+    @user_errors()
     def command() -> None:
         raise SampleError("sample 5 cannot be read")
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # the decorator sets it, and appends to sys.path
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["command"])
     with pytest.raises(SystemExit) as ended:
         command()
     assert (ended.value.code, capsys.readouterr().err) == (2, "error: sample 5 cannot be read\n")
+
+
+def test_exception_of_a_rank_is_written_to_its_error_file_alone(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended, user_errors():
+        raise RuntimeError("a bug")
+    assert (ended.value.code, capsys.readouterr().err) == (1, "")
+    callstack = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert callstack.startswith("Traceback")
+    assert callstack.endswith("RuntimeError: a bug\n")

@@ -20,6 +20,8 @@ from launches import (
 from run_checks import check_run
 from worlds import once, run_world
 
+from ddp_lab.launch.start_ranks import OPTIONS
+
 LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
     ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, 4, "ddp on 4 x cpu"),
     ("torchrun --standalone --nproc_per_node=2 train.py strategy=scratch", "scratch", 2, 2, "scratch on 2 x cpu"),
@@ -41,7 +43,7 @@ LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
         1,
         "tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded",
     ),
-    ("torchrun --standalone --nproc_per_node=2 train.py strategy=fsdp", "fsdp", 2, 2, "fsdp on 2 x cpu"),
+    ("python -m ddp_lab train --nproc 2 strategy=fsdp", "fsdp", 2, 2, "fsdp on 2 x cpu"),
     (
         "torchrun --nproc_per_node=4 train.py strategy=mesh strategy.pp=2 strategy.tp=2 model=vit",
         "mesh",
@@ -68,6 +70,8 @@ def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, repl
     assert output.splitlines()[-1].startswith("result: epoch 1 (last), test loss ")
     assert "arning" not in output.replace("OMP_NUM_THREADS", ""), output
     check_run(only_run(tmp_path / "runs"), epochs=1, strategy=strategy, world_size=world_size)
+    if not small:  # LeNet, from the default initial weights
+        assert read_metrics(only_run(tmp_path / "runs"))[0]["test_accuracy"] > 0.5
 
 
 def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
@@ -85,10 +89,12 @@ def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
 
 
 @pytest.mark.slow
-def test_default_run_reaches_95_percent_accuracy(tmp_path):
+def test_default_run_learns_in_the_first_epoch_and_reaches_95_percent_accuracy(tmp_path):
     """On one rank, which has the results of `make train` on two."""
     run_world(1, main_in_world, "strategy=ddp", "device=cpu", f"runs_dir={tmp_path}")
-    assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
+    first, *_, last = (metrics["test_accuracy"] for metrics in read_metrics(only_run(tmp_path)))
+    assert first > 0.4
+    assert last >= 0.95
 
 
 def test_concurrent_launches_get_separate_directories(tmp_path):
@@ -104,7 +110,7 @@ def test_concurrent_launches_get_separate_directories(tmp_path):
 
 
 def test_elastic_restart_resumes_in_the_same_directory(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 --max-restarts=1 train.py strategy=ddp"
+    line = "python -m ddp_lab train --nproc 2 --max-restarts 1 strategy=ddp"
     same = [*SMALL, "epochs=4"]
     code, output = launch(line, "inject=crash@rank=1,step=12", *same, f"runs_dir={tmp_path}/crashed")
     assert code == 0, output
@@ -129,6 +135,7 @@ def test_help_lists_launch_lines_groups_and_keys():
     assert code == 0
     for word in (
         "torchrun --nproc_per_node=4 train.py strategy=ddp",
+        *(f"--{option} " for option in OPTIONS),
         "data: cifar10, digits",
         "nn.DataParallel",
         "batch_size: 64",
@@ -153,7 +160,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp batch_size=7": "use 6 or 8, or scaling=weak to give every replica 7",
     "name=${nobody}": "Interpolation key 'nobody' not found",
     "strategy=ddp device=cuda:7": "device=cuda:7: there is no such device",
-    "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `python -m ddp_lab",
+    "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `ddp-lab train strategy=single`",
     "strategy=dp": "strategy=dp: runs in one process",
     "strategy=split": "strategy=split: runs in one process",
     "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 is not "
@@ -185,7 +192,9 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "least 2 ranks in a pipeline, because torch cannot evaluate with consecutive stages on one rank; use gpipe or 1f1b for",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
-    "strategy=ddp data.shift=28": "data.shift=28: must be smaller than the images, which are 28 x 28 pixels; allowed: 0 to 27",
+    "strategy=ddp data.crop_padding=28": "data.crop_padding=28: must be smaller than the images, which are 28 x 28 pixels; "
+    "allowed: 0 to 27",
+    "data.shift=2 data.crop_padding=3": "data.shift: is the old name of data.crop_padding, which is given, too; remove",
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14 pixels, got 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
@@ -195,7 +204,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "checkpoint.best=val_accuracy with a validation set: data.val_fraction=0.1, or with data=folder a folder val/",
     "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
     "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 samples to train on and 0 to",
-    "-m strategy=ddp seed=1,2": "--multirun: is not supported under torchrun, where all jobs would share one process group",
+    "-m strategy=ddp seed=1,2": "--multirun: is not supported by several ranks, where all jobs would share one process group",
 }
 
 

@@ -25,7 +25,7 @@ def start_node(machines: list[Machine], node: int, runs: Path):
     options = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=run"
     endpoint = f"--rdzv-endpoint={machines[0].name}:29500 --rdzv-conf=is_host={1 - node}"
     fault = f"inject=slow@rank={node},step={14 - 6 * node}"
-    line = f"python -m ddp_lab.torchrun {options} {endpoint} train.py"
+    line = f"python -m ddp_lab train {options} {endpoint}"
     return machines[node].start(line, *OVERRIDES, f"runs_dir={runs}", fault)
 
 

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -149,6 +151,34 @@ def test_job_preempted_by_a_higher_partition_is_requeued_and_ends_with_the_same_
     job.start_again()
     assert job.status()["status"] == "preempted", job.report()
     assert_as_undisturbed(job, undisturbed)
+
+
+def srun(cluster: Cluster, options: str, *command: str) -> subprocess.CompletedProcess:
+    line = [cluster.programs["srun"], f"--chdir={ROOT}", *options.split(), sys.executable, *command]
+    env = cluster.env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_several_tasks_that_are_not_ranks_are_refused_once(cluster, tmp_path):
+    done = srun(cluster, "--nodes=2 --ntasks=4", "train.py", "strategy=ddp", f"runs_dir={tmp_path / 'runs'}")
+    assert done.returncode == 2
+    assert done.stderr.count("error: srun started 4 tasks (SLURM_STEP_NUM_TASKS=4), which are not ranks") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_task_on_each_node_starts_the_ranks_of_one_run(cluster, tmp_path):
+    """The line that the message advises."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nproc=2", "--nnodes=2", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"]
+    runs = f"runs_dir={tmp_path / 'runs'}"
+    done = srun(cluster, "--nodes=2 --ntasks-per-node=1", "-m", "ddp_lab", "train", *options, *OVERRIDES, "epochs=1", runs)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks, global batch 24" in done.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 @pytest.mark.slow

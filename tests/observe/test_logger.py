@@ -1,6 +1,7 @@
 import inspect
 import json
 import resource
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
+import ddp_lab.observe.logger
 import ddp_lab.observe.metrics_file
+from ddp_lab.observe.canvas import pixels
+from ddp_lab.observe.confusion import confusion_figure
 from ddp_lab.observe.log import setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import append_line
@@ -25,17 +29,25 @@ def test_logger_and_file_logger_have_the_same_methods():
     assert methods(Logger) == methods(FileLogger)
 
 
-def test_prediction_grid_shows_wrong_predictions_in_red():
-    def red(grid: torch.Tensor) -> int:
-        return ((grid[0] == 255) & (grid[1] == 0) & (grid[2] == 0)).sum().item()
+def test_prediction_grid_shows_wrong_predictions_in_red_with_the_true_class():
+    figure = prediction_grid(torch.rand(6, 1, 28, 28), [0] * 6, [0, 1] * 3, ["sandal", "boot"])
+    below = [(axes.get_xlabel(), axes.xaxis.label.get_color()) for axes in figure.axes[:6]]
+    assert below == [("sandal", "darkgreen"), ("boot\n(sandal)", "red")] * 3
+    assert [len(axes.images) for axes in figure.axes] == [1] * 6 + [0] * 2
 
-    images = torch.rand(6, 1, 28, 28)
-    right = prediction_grid(images, [0] * 6, [0] * 6, ["sandal", "boot"])
-    wrong = prediction_grid(images, [0] * 6, [1] * 6, ["sandal", "boot"])
-    assert right.dtype == torch.uint8
-    assert right.shape[0] == 3
-    assert red(right) == 0 < red(wrong)
-    assert prediction_grid(torch.rand(20, 3, 32, 32), [0] * 20, [0] * 20, ["cat"]).shape == right.shape
+
+@pytest.mark.parametrize(
+    ("count", "channels", "name"), [(1, 1, "cat"), (3, 3, "W" * 40), (8, 3, "a class of many words"), (20, 2, "cat")]
+)
+def test_prediction_grid_has_its_names_inside_the_picture(count, channels, name):
+    figure = prediction_grid(torch.rand(count, channels, 20, 40), [0] * count, [1] * count, [name] * 2)
+    height, width, _ = pixels(figure).shape
+    boxes = [axes.xaxis.label.get_window_extent() for axes in figure.axes if axes.images]
+    assert len(boxes) == min(count, 8)
+    for box in boxes:
+        assert 0 <= box.x0 < box.x1 <= width
+        assert 0 <= box.y0 < box.y1 <= height
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 OPTIONS = {"start_epoch": 1, "start_step": 0, "steps_per_epoch": 8, "evaluated": ["val", "test"]}
@@ -106,12 +118,13 @@ EPOCH = {  # all values differ
 
 
 def record_an_epoch(run_dir) -> None:
+    ddp_lab.observe.logger.confusion_figure, ddp_lab.observe.logger.prediction_grid = confusion_figure, prediction_grid
     logger = FileLogger(run_dir, **OPTIONS, constants={"world_size": 2}, classes=["cat", "dog"])
     logger.epoch(1, **EPOCH)
     logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75, "val_loss": 4.0, "val_accuracy": 0.625})
     for epoch in (1, 2):
         logger.confusion(epoch, torch.tensor([[2, 2], [0, epoch]]))
-    for epoch in (1, 99, 100, 101, 110, 1001, 1010, 1100):
+    for epoch in (1, 9, 10, 11, 20, 99, 100, 110, 1000, 1100):
         logger.predictions(epoch, torch.rand(2, 1, 4, 4), torch.tensor([0, 1]), torch.eye(2))
     logger.close()
 
@@ -129,7 +142,7 @@ def test_epoch_is_recorded_under_its_names(tmp_path):
     validation = {"val_loss": 4.0, "val_accuracy": 0.625}
     assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "test_top5_accuracy": 0.75, **validation, **added}
     events = EventAccumulator(str(tmp_path), {"images": 0}).Reload()
-    assert [image.step for image in events.Images("predictions")] == [1, 99, 100, 110, 1100]
+    assert [image.step for image in events.Images("predictions")] == [1, 9, 10, 20, 100, 1000]
     shown = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
     assert shown.pop("memory/peak_MiB") > 0
     assert shown == {

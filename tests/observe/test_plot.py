@@ -4,24 +4,22 @@ import subprocess
 import sys
 from itertools import combinations, pairwise
 
-import numpy as np
 import pytest
+from figures import texts
 from launches import ROOT
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.text import Text
 from PIL import Image
 
 from ddp_lab.observe.axes import COLOURS, short
+from ddp_lab.observe.canvas import STYLE, house_style, pixels
 from ddp_lab.observe.plot import (
-    STYLE,
     Curve,
     Plot,
     bars,
     beside,
     curves,
     figure,
-    house_style,
     stacked,
 )
 from ddp_lab.observe.timeline import timeline
@@ -41,17 +39,6 @@ def panel_of(plot: Plot) -> SubFigure:
     return panel
 
 
-def texts(whole: Figure | SubFigure) -> list[Text]:
-    """Return all visible texts. Tick labels outside the axes' limits exist but are not drawn."""
-    found = whole.findobj(lambda artist: isinstance(artist, Text) and artist.get_visible() and artist.get_text())
-    for axes in whole.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            kept = {label for tick in axis._update_ticks() for label in (tick.label1, tick.label2)}
-            every = {label for tick in (*axis.majorTicks, *axis.minorTicks) for label in (tick.label1, tick.label2)}
-            found = [text for text in found if text not in every - kept]
-    return found
-
-
 def names(count: int) -> list[str]:
     return [f"ddp_pipeline-{number}" for number in range(count)]
 
@@ -65,6 +52,7 @@ PLOTS = {
     "logarithmic curves": curves(
         "log", "bytes", "seconds", [Curve("a", [(4096, 1e-5), (2**26, 1e-3)]), Curve("model", [(1, 1)], dashed=True)], log=True
     ),
+    "coinciding curves": curves("coinciding", "epoch", "loss", [Curve(name, [(1, 2), (2, 1), (3, 0)]) for name in names(7)]),
     "uneven places": curves("uneven", "devices", "images/s", [Curve("a", [(x, x) for x in (1, 2, 4, 64)])]),
     "large places": curves("large", "s", "y", [Curve("a", [(x, x) for x in (1.19e6, 1.5e6 + 0.5, 2.38e6)])]),
     "bars": bars("bars", "images/s", {"one": 1.0, "two": 2e6}),
@@ -154,13 +142,59 @@ def test_curves_match_the_order_and_colours_of_the_legend():
     assert [handle.get_color() for handle in legend.legend_handles] == [axes.lines[i].get_color() for i in (2, 1, 0)]
 
 
+def colours_in_axes(plot: Plot) -> dict[tuple[int, ...], int]:
+    """Return how many pixels between the axes have each of the colours of the curves, without the legend."""
+    whole = drawn(plot)
+    box = whole.axes[0].get_window_extent()
+    height = whole.bbox.height
+    area = pixels(whole)[int(height - box.y1) : int(height - box.y0), int(box.x0) : int(box.x1)]
+    wanted = [tuple(round(255 * part) for part in to_rgb(colour)) for colour in COLOURS]
+    return {colour: int((area == colour).all(2).sum()) for colour in wanted}
+
+
+FALLING = [(x, 1 / x) for x in range(1, 31)]
+
+
+@pytest.mark.parametrize(
+    ("count", "points", "log"), [(2, FALLING, False), (2, FALLING[:1], False), (7, FALLING[:3], False), (7, FALLING, True)]
+)
+def test_each_of_several_coinciding_curves_is_visible(count, points, log):
+    alone = [Curve("far away", [(x, y + 3) for x, y in points])]
+    lines = [Curve(name, [(x, y * (1 + number * 1e-6)) for x, y in points]) for number, name in enumerate(names(count))]
+    seen = list(colours_in_axes(curves("a title", "x", "y", lines + alone, log=log)).values())
+    assert min(seen[: count + 1]) > 40, "a curve is hidden by another"
+
+
+def test_curve_is_visible_where_a_part_of_it_coincides_with_another():
+    both = [(x, 1.0) for x in range(11)]
+    later = [(x, x - 9.0) for x in range(11, 21)]
+    lines = [Curve("flat", [*both, (20, 1.0)]), Curve("rises", both + later)]
+    whole = drawn(curves("a title", "x", "y", lines))
+    (x0, y), (x1, _) = whole.axes[0].transData.transform([(0, 1), (10, 1)])
+    row = pixels(whole)[round(whole.bbox.height - y), round(x0) : round(x1)]
+    shown = {tuple(pixel / 255) for pixel in row.astype(float)}
+    assert {to_rgb(COLOURS[0]), to_rgb(COLOURS[1])} <= shown
+    assert [line.is_dashed() for line in whole.axes[0].lines[:2]] == [False, True], "one line covers the other between markers"
+
+
+def test_curves_that_only_cross_or_begin_together_are_solid():
+    lines = [
+        Curve("up", [(0, 0), (1, 0.5), (2, 1)]),
+        Curve("down", [(0, 1), (1, 0.5), (2, 0)]),
+        Curve("flat", [(0, 0), (2, 0.3)]),
+    ]
+    whole = drawn(curves("a title", "x", "y", lines))
+    assert len(whole.axes[0].lines) == 3
+    assert not any(line.is_dashed() for line in whole.axes[0].lines)
+
+
 def test_flat_curve_stays_below_the_top_of_axes_that_start_at_zero():
     (axes,) = panel_of(curves("a title", "epoch", "loss", [Curve("train", [(1, 2.3), (2, 2.3001)])], zero=True)).axes
     assert axes.get_ylim() == (0, pytest.approx(1.05 * 2.3001))
 
 
 def test_18_curves_all_look_different():
-    (axes,) = panel_of(curves("a title", "x", "y", [Curve(name, [(1, 1)]) for name in names(18)])).axes
+    (axes,) = panel_of(curves("a title", "x", "y", [Curve(name, [(1, y)]) for y, name in enumerate(names(18))])).axes
     assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 18
     assert len({line.get_color() for line in axes.lines}) == len(COLOURS)
 
@@ -217,8 +251,8 @@ def test_curves_without_points_bars_without_values_and_timelines_without_boxes_a
 def colour_at(whole: Figure, milliseconds: float, row: float) -> tuple[float, ...]:
     """Return the colour of the pixel at this place of the first panel's axes."""
     x, y = whole.axes[0].transData.transform((milliseconds, row))
-    pixels = np.asarray(whole.canvas.buffer_rgba())
-    return tuple(pixels[len(pixels) - 1 - int(y), int(x), :3] / 255)
+    drawn = pixels(whole)
+    return tuple(drawn[len(drawn) - 1 - int(y), int(x)] / 255)
 
 
 def test_timeline_boxes_are_where_and_as_long_as_they_ran():

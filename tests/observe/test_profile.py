@@ -13,7 +13,7 @@ from PIL import Image
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import NEEDED, RECORD, Profiled
-from ddp_lab.observe.time_split import diagnose, length, split_steps, straggler, summarise
+from ddp_lab.observe.time_split import PARTS, diagnose, length, split_steps, straggler, summarise
 from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, host_ranges, read, spans_of_steps, union
 from ddp_lab.observe.traffic import bytes_per_step
 from ddp_lab.resilience.fault_injection import Fault
@@ -82,6 +82,13 @@ def test_split_steps_compares_a_message_with_the_shortest_of_its_kind():
     steps = [StepTrace(0, 100, [], [Call("gloo:recv", 0, 0, 60), Call("gloo:recv", 1, 70, 75)], [])]
     (row,) = split_steps([{"cpu": steps}])
     assert row["steps"][0] == pytest.approx({"compute": 0, "communication": 0.01, "waiting": 0.055, "data": 0, "idle": 0.035})
+
+
+def test_summary_adds_up_to_the_step_even_if_ranks_wait_for_each_other_in_turn():
+    """Rank 0 waits in three of ten steps, rank 1 in the others. Medians would show rank 0 no waiting at all."""
+    steps = [dict.fromkeys(PARTS, 1.0) | {"waiting": 20.0 if number % 3 == 1 else 0.0} for number in range(10)]
+    found = summarise({"steps": steps})
+    assert found == {"step": 10.0, "compute": 1, "communication": 1, "waiting": 6.0, "data": 1, "idle": 1}
 
 
 def event(name: str, cat: str, ts: float, dur: float, **args) -> dict:
@@ -211,6 +218,17 @@ def test_profile_writes_summary_traces_and_picture(tmp_path):
         assert row["compute"] > 0
         assert all(min(step.values()) >= 0 for step in row["steps"])
         assert all(step["communication"] + step["waiting"] > 0 for step in row["steps"]), "the all-reduce is missing"
+    header = next(line.split() for line in output.splitlines() if "waiting" in line)
+    assert header == ["rank", "device", "step", *PARTS]
+    for row in summary["rows"]:
+        cells = next(line.split() for line in output.splitlines() if line.split()[:2] == [str(row["rank"]), "cpu"])
+        step, *columns = map(float, cells[2 : len(header)])
+        assert sum(columns) == pytest.approx(step, abs=0.005 * len(header)), (
+            "the columns of the table do not add up to the step"
+        )
+        with gzip.open(folder / f"rank{row['rank']}.json.gz") as file:
+            spans = spans_of_steps([event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"])[1:]
+        assert step == pytest.approx(sum(end - start for start, end in spans) / len(spans) / 1000, abs=0.006)
     parameters = sum(parameter.numel() for parameter in simple_cnn(3, 28, 10).parameters())
     assert summary["bytes_per_step"] == [4 * parameters] * 2, "not the bytes of the gradients"
     assert all(line in output for line in summary["diagnosis"])

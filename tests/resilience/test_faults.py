@@ -18,6 +18,7 @@ from launches import NARROW, SMALL, finish, launch, read_heartbeat, read_metrics
 
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.overview import suspicion
+from ddp_lab.resilience.run_directory import RESTART_WAIT
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.world.runtime import Runtime
 
@@ -295,7 +296,7 @@ def test_sigterm_to_torchrun_preempts(tmp_path):
     assert newest(tmp_path / "signalled")["progress"]["step"] == status(tmp_path / "signalled")["step"]
 
 
-@pytest.mark.parametrize(("line", "code"), [("python train.py", 75), (DDP, 1)])
+@pytest.mark.parametrize(("line", "code"), [("python train.py", 130), (DDP, 1)])
 def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     """A terminal sends SIGINT to all processes, and torchrun sends it to its ranks once more."""
     process = start(line, *overrides(tmp_path, "mine", "epochs=100000"))
@@ -304,7 +305,7 @@ def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     ended, output = finish(process, timeout=60)
     assert ended == code, output
     assert "run the same command with name=mine" in output
-    assert status(tmp_path / "mine")["status"] == "preempted"
+    assert status(tmp_path / "mine")["status"] == "interrupted"
     assert newest(tmp_path / "mine")["progress"]["step"] == status(tmp_path / "mine")["step"]
 
 
@@ -374,7 +375,9 @@ def test_no_rank_outlives_torchrun(tmp_path):
 def test_second_writer_is_refused(tmp_path):
     process = start("python train.py", *overrides(tmp_path, "mine", "inject=hang@rank=0,step=8"))
     wait_for(tmp_path / "mine", 0, lambda record: record["step"] == 8)
+    begin = time.monotonic()
     code, output = launch("python train.py", *overrides(tmp_path, "mine"))
+    assert time.monotonic() - begin < RESTART_WAIT, output  # it waits for LOCK_WAIT only
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
     assert code == 2

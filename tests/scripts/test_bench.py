@@ -1,8 +1,11 @@
-"""The table of scripts/bench.py. A run of it: tests/training/test_speed.py."""
+"""The tables of scripts/bench.py. Further runs of it: tests/training/test_speed.py."""
+
+import json
 
 import pytest
 from launches import launch
 
+from scripts.benchmark.launches import rank_of_bound
 from scripts.benchmark.report import strongest, table
 
 
@@ -36,10 +39,29 @@ def test_table_has_the_ratio_to_the_strongest_other_loop_first():
     assert lines[7] == "| lenet | 2 | ours | ddp | 1,500 | 1.0% | 3.00x |  | 75% |  |"
 
 
+@pytest.mark.parametrize(("values", "rank"), [(1, 0), (4, 0), (5, 0), (8, 1), (10, 1), (20, 5), (100, 41), (1000, 473)])
+def test_bound_of_a_median_is_that_of_tables_of_the_sign_test(values, rank):
+    assert rank_of_bound(values) == rank
+
+
+def test_bench_measures_ours_and_the_bare_loop_in_turns(tmp_path):
+    line = (
+        f"python scripts/bench.py --gpus 0 --models lenet --threads 1 --batch 2 --steps 4 --seconds 2 --json {tmp_path}/b.json"
+    )
+    code, output = launch(line)
+    assert code == 0, output
+    (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert row["pairs"] > 8, "it did not continue over several epochs"
+    (ratio, bound), cpu = row["ratios"]
+    assert 0 < bound <= ratio
+    assert cpu[0] > 0.4, "our loop takes more than twice the CPU time of the bare loop"
+    assert f"| lenet | 1 | 1 | 2 | {row['pairs']} |" in output
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bench.py --models lenet --repeats 1", "--repeats 1: must be at least 2, for the quartiles"),
+        ("bench.py --loops bare --repeats 1", "--repeats 1: must be at least 2, for the quartiles"),
         ("bench.py --gpus 1", "--gpus 1: this machine shows 0; use 0 for the CPU"),
         ("bench_vit.py resnet", "bench_vit.py needs a GPU, and none is visible"),
     ],

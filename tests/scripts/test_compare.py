@@ -3,6 +3,7 @@
 import shutil
 import statistics
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from PIL import Image
 from training import largest_difference
 
 from scripts.comparison.predicted import Comparison, MiB, comparison_table, predictions
-from scripts.comparison.report import rows
+from scripts.comparison.report import headline, rows
 from scripts.comparison.runs import Entry, Result
 
 STRATEGIES = ["scratch", "pipeline", "tp", "ddp_pipeline", "mesh", "mesh strategy.pp=3 strategy.num_microbatches=3"]
@@ -47,6 +48,7 @@ def test_compare_shows_the_same_weights_for_all_strategies(report):
     assert set(table) - {"strategy", "---"} == {"single", *TITLES}
     for name in ("scratch", "pipeline", *TITLES[-2:]):
         assert table[name][0] == "3"
+        assert float(table[name][-2]) < 1e-6, "the weights after 5 steps differ from single's"
         assert float(table[name][-1]) < 1e-6, "the weights at the end differ from single's"
         assert table[name][7] == table["single"][7], "the test accuracy differs"
         assert int(table[name][5].removesuffix(" MiB").replace(",", "")) > 100
@@ -66,14 +68,17 @@ def test_table_has_the_numbers_of_records_and_checkpoints(report):
     out, output = report
     records = {name: read_metrics(out / name)[1:] for name in ("single", "scratch-3")}
     rates = {name: statistics.median(record["samples_per_second"] for record in of) for name, of in records.items()}
-    seconds, rate, speed_up, efficiency, *_, after_one, at_the_end = rows_of(output)["scratch"][1:]
+    seconds, rate, speed_up, efficiency, *_, early, at_the_end = rows_of(output)["scratch"][1:]
     assert seconds == f"{statistics.median(record['seconds'] for record in records['scratch-3']):.2f}"
     assert rate == f"{rates['scratch-3']:,.0f}"
     assert speed_up == f"{rates['scratch-3'] / rates['single']:.2f}"
     assert efficiency == f"{rates['scratch-3'] / rates['single'] / 3:.0%}"
-    for cell, step in ((after_one, "step_00000005.pt"), (at_the_end, "step_00000020.pt")):
+    for cell, step in ((early, "step_00000005.pt"), (at_the_end, "step_00000020.pt")):
         one, other = (torch.load(out / name / "checkpoints" / step, weights_only=True)["model"] for name in records)
         assert cell == f"{largest_difference(one, other):.1e}"
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in (out / "scratch-3" / "checkpoints").glob("step_*.pt"))
+    assert steps == [1, 2, 5, 10, 15, 20], "the curve by step has other points"
+    assert "Largest difference of a weight from single's after 5 steps: " in output
 
 
 def test_predictions_for_gpus_are_not_compared_with_measurements_of_cpus(report):
@@ -92,9 +97,7 @@ def test_predictions_for_gpus_are_not_compared_with_measurements_of_cpus(report)
 
 
 def test_predictions_are_beside_the_measurements_of_gpus():
-    results = [
-        result_of(Entry("single", [], None, 1), [1.0], [1234.0], 0.0, 0.0)._replace(profile={"peak_memory_bytes": [7 * MiB]})
-    ]
+    results = [result_of(Entry("single", [], None, 1), [1.0], [1234.0])._replace(profile={"peak_memory_bytes": [7 * MiB]})]
     *_, row, _, ranked = predictions(results, ["model=lenet", "data=digits", "batch_size=64"], "1xH100", True)
     cells = [cell.strip() for cell in row.split("|")][1:-1]
     assert (cells[3], cells[6]) == ("7", "1,234")
@@ -114,26 +117,42 @@ def test_error_of_a_prediction_is_relative_to_the_measurement():
     assert comparison_table([Comparison("ddp", 2, (MiB, None), (60.0, None))])[2:] == ["| ddp | 2 | 1 |  |  | 60 |  |  |"]
 
 
-def result_of(entry: Entry, seconds: list[float], rates: list[float], after_one: float, at_the_end: float) -> Result:
+def result_of(entry: Entry, seconds: list[float], rates: list[float], checkpoints: dict[int, Path] | None = None) -> Result:
     records = [
         {"seconds": took, "samples_per_second": rate, "test_accuracy": 0.5} for took, rate in zip(seconds, rates, strict=True)
     ]
-    weights = [{"a": torch.zeros(2), "b": torch.tensor([0.0, value])} for value in (after_one, at_the_end)]
-    return Result(entry, records, weights, None)
+    return Result(entry, records, checkpoints or {}, None)
 
 
-def test_rows_compare_every_strategy_with_single():
+def save_weights(folder: Path, by_step: dict[int, float]) -> dict[int, Path]:
+    """Save checkpoints, by step, of weights of which one has the given value and the others are zero."""
+    paths = {step: folder / f"{step}-{value}.pt" for step, value in by_step.items()}
+    for step, value in by_step.items():
+        torch.save({"model": {"a": torch.zeros(2), "b": torch.tensor([0.0, value]), "count": torch.tensor(step)}}, paths[step])
+    return paths
+
+
+def test_rows_compare_every_strategy_with_single(tmp_path):
     """The first epoch, which allocates and tunes, is excluded from the throughput."""
+    saved = {
+        name: save_weights(tmp_path, dict(zip((1, 5, 20, 60), values, strict=True)))
+        for name, values in {"single": (0, 0, 0, 0), "ddp": (0, 1e-8, 1e-5, 2e-3), "fsdp": (0, 3e-8, 1e-6, 1e-3)}.items()
+    }
     results = [
-        result_of(Entry("single", [], None, 1), [9.0, 4.0, 4.0], [10.0, 100.0, 100.0], 0.0, 0.0),
-        result_of(Entry("ddp", [], 2, 2), [9.0, 2.5, 2.5], [10.0, 160.0, 160.0], 1e-3, 2e-3),
-        result_of(Entry("fsdp", [], 4, 4), [9.0, 2.0, 2.0], [10.0, 200.0, 200.0], 3e-3, 4e-3),
+        result_of(Entry("single", [], None, 1), [9.0, 4.0, 4.0], [10.0, 100.0, 100.0], saved["single"]),
+        result_of(Entry("ddp", [], 2, 2), [9.0, 2.5, 2.5], [10.0, 160.0, 160.0], saved["ddp"]),
+        result_of(Entry("fsdp", [], 4, 4), [9.0, 2.0, 2.0], [10.0, 200.0, 200.0], saved["fsdp"]),
     ]
     assert rows(results) == [
         ("single", "1", "4.00", "100", "1.00", "100%", "not measured", "not measured", "0.5000", "0.0e+00", "0.0e+00"),
-        ("ddp", "2", "2.50", "160", "1.60", "80%", "not measured", "not measured", "0.5000", "1.0e-03", "2.0e-03"),
-        ("fsdp", "4", "2.00", "200", "2.00", "50%", "not measured", "not measured", "0.5000", "3.0e-03", "4.0e-03"),
+        ("ddp", "2", "2.50", "160", "1.60", "80%", "not measured", "not measured", "0.5000", "1.0e-08", "2.0e-03"),
+        ("fsdp", "4", "2.00", "200", "2.00", "50%", "not measured", "not measured", "0.5000", "3.0e-08", "1.0e-03"),
     ]
+    assert headline(results) == [
+        "Largest difference of a weight from single's after 5 steps: 3.0e-08 (fsdp-4); without BatchNorm it is expected below "
+        "1e-6. Rounding grows in training: 2.0e-03 after 60 (ddp-2)."
+    ]
+    assert headline(results[:1]) == []
 
 
 def test_compare_reports_why_too_short_runs_have_no_profiles(tmp_path):
@@ -201,7 +220,7 @@ def test_compare_refuses_unknown_cards_before_the_first_run():
 
 def test_strategy_that_cannot_be_predicted_keeps_the_report():
     fits, not_laid = Entry("single", [], None, 1), Entry("mesh", ["strategy.tp=3"], 3, 3)
-    results = [result_of(entry, [1.0], [1234.0], 0.0, 0.0) for entry in (fits, not_laid)]
+    results = [result_of(entry, [1.0], [1234.0]) for entry in (fits, not_laid)]
     lines = predictions(results, ["model=lenet", "data=digits", "batch_size=64"], "3xH100", False)
     assert sum(line.startswith("| single") for line in lines) == 1
     assert sum("mesh" in line and " is not predicted: " in line for line in lines) == 1

@@ -22,7 +22,7 @@ ALMOST_EMPTY = {"samples": 61, "val_fraction": 0.2}
 CLIPPED = {"max_grad_norm": 0.1, "ema": 0.8}  # also averages the weights, over about five steps
 # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
 # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
-AUGMENTED = {"shift": 3, "flip": True, "dtype": torch.float64}
+AUGMENTED = {"crop_padding": 3, "flip": True, "dtype": torch.float64}
 SMOOTHED = {"loss": (("_target_", "ddp_lab.strategies.loss.CrossEntropy"), ("label_smoothing", 0.2))}
 UNDECAYED = {"weight_decay": 0.1, "decay_norms_and_biases": False}
 RECIPE = {"mixup": 0.4, "cutmix": 1.0, "lr_schedule": "multi_step", **SMOOTHED, **UNDECAYED}
@@ -324,7 +324,7 @@ def name(case: Case) -> str:
     changed = [case.loader] * (case.loader != "device") + [f"{case.samples} samples"] * (case.samples != 59)
     changed += ["files"] * case.files
     changed += [f"accumulate {case.accumulate}"] * (case.accumulate > 1) + ["clipped"] * (case.max_grad_norm is not None)
-    changed += ["augmented"] * (case.shift > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
+    changed += ["augmented"] * (case.crop_padding > 0 or case.flip) + [case.model] * (case.model == "book_resnet18")
     changed += [case.optimizer] * (case.optimizer != "sgd")
     changed += [case.model] * case.model.startswith("vit")
     changed += ["recipe"] * (case.mixup > 0) + ["focal"] * ("own_losses.Focal" in str(case.loss))

@@ -35,7 +35,7 @@ SMALL = [
 # The same with a model of `own_models`, which `model._target_` names.
 OWN = [*(override for override in SMALL if not override.startswith("model=")), "data.dataset.channels=1", "model=own"]
 # A model with BatchNorm; ResNet-18's ten million parameters would dominate the time of a short launch.
-NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "model.init_std=null", "data.dataset.image_size=16"]
+NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.image_size=16"]
 METRICS = {
     "kind",
     "epoch",

@@ -371,3 +371,13 @@ def vision_transformer(image_size, num_classes):
     from torchvision.models import VisionTransformer
 
     return VisionTransformer(image_size, 7, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=num_classes)
+
+
+class Telling(Plain):
+    """A model that prints how float32 matrix multiplications round on its device."""
+
+    def forward(self, inputs):
+        square = torch.eye(256, device=inputs.device) + 1e-5  # TF32 rounds 1 + 1e-5 to 1
+        error = (square @ square - square.double() @ square.double()).abs().max().item()
+        print(f"float32_matmul={torch.get_float32_matmul_precision()}, error {'small' if error < 1e-6 else 'large'}")
+        return super().forward(inputs)

@@ -132,7 +132,7 @@ class Case:
     epochs: int = 2
     lr: float = 0.05
     loader: str = "device"
-    shift: int = 0
+    crop_padding: int = 0
     flip: bool = False
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -258,7 +258,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
                 "val_fraction": case.val_fraction,
                 "val_seed": SEED,
                 "loader": case.loader,
-                "shift": case.shift,
+                "crop_padding": case.crop_padding,
                 "flip": case.flip,
                 "mean": [0.5],
                 "std": [0.2],

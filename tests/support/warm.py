@@ -65,6 +65,8 @@ def program_of(args: list[str]) -> list[str] | None:
     command = [os.fspath(argument) for argument in args]
     if command[0] == str(Path(sys.executable).with_name("torchrun")):
         return ["-m", "torch.distributed.run", *command[1:]]
+    if command[0] == str(Path(sys.executable).with_name("ddp-lab")):
+        return ["-m", "ddp_lab", *command[1:]]
     if command[0] != sys.executable:
         return None
     program = command[2:] if command[1] == "-u" else command[1:]
@@ -253,8 +255,9 @@ def execute(request: Request) -> None:
     first, *arguments = request.argv
     given = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     module = arguments[0] if first == "-m" else None
-    alone = module or first.endswith(("train.py", "rank.py"))  # a single process, unless it sweeps or is torchrun
-    if {"-m", "--multirun"} & set(arguments) or module == "torch.distributed.run" or not alone:
+    alone = module or first.endswith(("train.py", "rank.py"))  # a single process, unless it sweeps or starts ranks
+    starts = {"-m", "--multirun"} & set(arguments) or any(argument.startswith("--nproc") for argument in arguments)
+    if starts or module == "torch.distributed.run" or not alone:
         fork_children()
     if module == "torch.distributed.run":
         # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen frame (0.7 s).
@@ -273,8 +276,8 @@ def execute(request: Request) -> None:
 
 
 def shims(folder: Path) -> Path:
-    """Create a folder for $PATH whose `python` and `torchrun` are forked, for use in shells; it is empty without a server."""
-    return _write_shims(folder, python="ask", torchrun="ask")
+    """Create a folder for $PATH whose `python`, `torchrun` and `ddp-lab` are forked; it is empty without a server."""
+    return _write_shims(folder, python="ask", torchrun="ask", **{"ddp-lab": "ask"})
 
 
 def agent_shims(folder: Path) -> Path:

@@ -6,12 +6,13 @@ import site
 import subprocess
 import sys
 import venv
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from zipfile import ZipFile
 
 from launches import ROOT
 
-TORCHRUN = "import sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
+SCRIPT = "#!{}\nimport sys\nfrom {} import {}\nsys.exit({}())\n"  # what pip writes for a console script
 
 
 def copy_tree(to: Path) -> None:
@@ -50,9 +51,13 @@ class Environment:
         (packages,) = folder.glob("lib/python*/site-packages")
         ZipFile(wheel).extractall(packages)  # a wheel of pure Python is installed by unpacking it; pip takes seconds longer
         (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
-        torchrun = self.programs / "torchrun"
-        torchrun.write_text(f"#!{self.programs / 'python'}\n{TORCHRUN}")
-        torchrun.chmod(0o755)
+        (installed,) = packages.glob("ddp_lab-*.dist-info")
+        scripts = {"torchrun": "torch.distributed.run:main"}
+        scripts |= {script.name: script.value for script in PathDistribution(installed).entry_points}
+        for name, target in scripts.items():
+            module, function = target.split(":")
+            (self.programs / name).write_text(SCRIPT.format(self.programs / "python", module, function, function))
+            (self.programs / name).chmod(0o755)
 
     def run(self, command: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess:
         """Run shell commands in a directory, in new interpreters without PYTHONPATH."""

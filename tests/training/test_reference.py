@@ -46,7 +46,7 @@ CHANGED = [
     f"cutmix={CUTMIX}",
     f"data.mean=[{MEAN}]",
     f"data.std=[{STD}]",
-    f"data.shift={SHIFT}",
+    f"data.crop_padding={SHIFT}",
     "data.flip=true",
 ]
 

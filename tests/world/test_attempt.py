@@ -47,7 +47,7 @@ def test_start_that_failed_before_its_ranks_agreed_leaves_nothing_that_the_next_
         client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
         stores = CountedStore(server), CountedStore(client)
         waiting = [pool.submit(agree_on_attempt, store, rank, RANKS, SHORT) for rank, store in enumerate(stores)]
-    with pytest.raises(NodeError, match=r"^rank 2 did not start within 1 s after the others\..*python -m ddp_lab\.torchrun"):
+    with pytest.raises(NodeError, match=r"^rank 2 did not start within 1 s after the others\..*ddp-lab train"):
         waiting[0].result()
     with pytest.raises(NodeError, match=r"^rank 0 or another one did not start within 1 s"):
         waiting[1].result()

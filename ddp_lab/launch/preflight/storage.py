@@ -130,7 +130,8 @@ def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, be
     held = sum({file.st_ino: file.st_size for file in files}.values())  # the best is a second name of a file, as a rule
     needed = max(one, (keep + best + 1) * one - held)
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    free = usage.free if usage.total else one  # of /proc, for example, which is not a disk: RunDir reports it
     kept = f"{keep} of them{', the best' if best else ''}"
     text = (
         f"{free / 2**20:,.1f} MiB are free at {folder}; a checkpoint takes {one / 2**20:,.1f} MiB, and checkpoint.keep={kept} "

@@ -1,7 +1,7 @@
 """BatchNorm whose mean and variance are two plain sums, for compiled steps.
 
 torch.compile computes the variance of an nn.BatchNorm2d by Welford's algorithm, which divides once per element: those kernels
-wait for arithmetic and not for memory. With plain sums ResNet-18's step in bf16 takes 2 % less time (docs/benchmarks-log.md).
+wait for arithmetic and not for memory. With plain sums ResNet-18's step in bf16 takes 2 % less time (docs/log/benchmarks.md).
 """
 
 import torch

@@ -53,6 +53,7 @@ def mark_of(step: Step, loader: Loader) -> Path:
     device, strategy = step.strategy.device, step.strategy
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     work = [CODE, torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
+    work.append(torch.get_float32_matmul_precision())
     work += [type(loader).__name__, loader.local_batch_size, type(step.optimizer).__name__, step.ema is None, step.mix is None]
     text = repr([*work, strategy.module])
     return cache_folder() / "ddp_lab" / hashlib.sha256(text.encode()).hexdigest()[:16]

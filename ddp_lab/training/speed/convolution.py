@@ -2,7 +2,7 @@
 
 Without explicit padding, cuDNN pads in separate kernels, before and after each of a convolution's three matrix multiplications
 (outputs, gradient of the inputs, gradient of the weight). Images of one channel become eight times as large. With that padding
-LeNet's compiled step took about a quarter longer (docs/benchmarks-log.md). torch.compile fuses explicit padding with the
+LeNet's compiled step took about a quarter longer (docs/log/benchmarks.md). torch.compile fuses explicit padding with the
 neighbouring kernels.
 """
 

@@ -156,7 +156,7 @@ class GraphStep:
 
 
 # Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
-# Reductions are excluded, because with them a step took 3 % longer (docs/benchmarks-log.md).
+# Reductions are excluded, because with them a step took 3 % longer (docs/log/benchmarks.md).
 COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 # With `compile=tuned`, torch.compile times kernels for matrix multiplications and convolutions, and block sizes of fused ones.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}

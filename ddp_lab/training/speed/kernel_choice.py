@@ -1,7 +1,7 @@
 """Choice of cuDNN's kernels for a captured step: cuDNN chooses several times, and the fastest choice is kept.
 
 For each convolution and thread, cuDNN runs every kernel ONCE and keeps the fastest. A single run is a noisy
-measurement: LeNet's forward and backward take 284 to 315 us, depending on the choice (an H200, docs/benchmarks-log.md).
+measurement: LeNet's forward and backward take 284 to 315 us, depending on the choice (an H200, docs/log/benchmarks.md).
 """
 
 import statistics

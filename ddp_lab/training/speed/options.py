@@ -132,7 +132,7 @@ def compiles_optimizer(optimizer: torch.optim.Optimizer, elements: int | None = 
     """Return whether a step that is captured and compiled compiles its optimizer, too, in place of torch's fused kernel.
 
     A fused kernel of few elements does not fill a GPU: LeNet's 129,068 take 20 us in place of 2. With ResNet-18's 11 million a
-    compiled optimizer saves 0.5 % of a step, but compiling it takes 5 s, from the cache 1 s (an H200, docs/benchmarks-log.md).
+    compiled optimizer saves 0.5 % of a step, but compiling it takes 5 s, from the cache 1 s (an H200, docs/log/benchmarks.md).
 
     Args:
         optimizer: of this rank's parameters.

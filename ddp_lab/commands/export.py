@@ -1,8 +1,8 @@
 """Export the model of a trained run to a file, under the model's own parameter names.
 
-python -m ddp_lab.export runs/mine --output model.safetensors   the weights, for safetensors.torch.load_file
-python -m ddp_lab.export runs/mine --output model.onnx          for onnxruntime and others; needs pip install 'ddp_lab[export]'
-python -m ddp_lab.export runs/mine --output model.pt2           for torch.export.load
+ddp-lab export runs/mine --output model.safetensors   the weights, for safetensors.torch.load_file
+ddp-lab export runs/mine --output model.onnx          for onnxruntime and others; needs pip install 'ddp_lab[export]'
+ddp-lab export runs/mine --output model.pt2           for torch.export.load
 
 The weights are the best ones if a validation set chose them, else those of the newest checkpoint. The input of the last two is
 `images`, float32 [batch, channels, height, width], normalised; the output is `logits`. Any batch size is allowed.
@@ -10,20 +10,19 @@ The weights are the best ones if a validation set chose them, else those of the 
 
 import argparse
 
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser("python -m ddp_lab.export", __doc__)
+    parser = Parser("ddp-lab export", __doc__)
     parser.add_run()
     add_output(parser, "file to write: .safetensors, .onnx or .pt2", required=True)
     return parser.parse_args()
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     from ddp_lab.run.data_record import read_data
@@ -40,7 +39,3 @@ def main() -> None:
     with replacing(given.output) as temporary:
         write(model, data, cfg.data, temporary)
     print(f"{given.output}: {checkpoint}; {describe_input(data, cfg.data)}")
-
-
-if __name__ == "__main__":
-    main()

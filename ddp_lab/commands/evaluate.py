@@ -1,10 +1,10 @@
 """Evaluate a trained run under any strategy: the metrics that training logged, from a checkpoint.
 
-python -m ddp_lab.evaluate runs/mine                                     on the test set; without one, on the validation set
-python -m ddp_lab.evaluate runs/mine split=val                           on the validation set
-python -m ddp_lab.evaluate runs/mine strategy=single data.root=/data     any override of the run's config
-python -m ddp_lab.evaluate runs/mine --checkpoint best --json best.json
-torchrun --nproc_per_node=2 -m ddp_lab.evaluate runs/mine strategy=ddp   the same numbers
+ddp-lab evaluate runs/mine                                     on the test set; without one, on the validation set
+ddp-lab evaluate runs/mine split=val                           on the validation set
+ddp-lab evaluate runs/mine strategy=single data.root=/data     any override of the run's config
+ddp-lab evaluate runs/mine --checkpoint best --json best.json
+torchrun --nproc_per_node=2 -m ddp_lab evaluate runs/mine strategy=ddp   the same numbers
 
 The weights are the best ones if a validation set chose them, else those of the newest checkpoint. It prints one line, and
 writes nothing but the file of --json.
@@ -13,22 +13,21 @@ writes nothing but the file of --json.
 import argparse
 from pathlib import Path
 
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import check_folder
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser("python -m ddp_lab.evaluate", __doc__)
+    parser = Parser("ddp-lab evaluate", __doc__)
     parser.add_run()
     parser.add_argument("overrides", nargs="*", help="split=val or test; Hydra overrides of the run's config, as strategy=ddp")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to this file, too")
     return parser.parse_intermixed_args()
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     if given.json and env_int("RANK", 0) == 0:
@@ -47,7 +46,3 @@ def main() -> None:
         print(result)
         if given.json:
             write_json(given.json, result.values())
-
-
-if __name__ == "__main__":
-    main()

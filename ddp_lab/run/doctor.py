@@ -1,11 +1,4 @@
-"""Check the machines and the config before a launch: print one line per finding, with the remedy for each problem.
-
-python -m ddp_lab.doctor data=fashion_mnist                                  same overrides as train.py
-torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy=ddp      started like the launch to check
-
-It does not train and creates no run directory, but it downloads a missing dataset, as train.py does. The exit code is 2 if a
-finding is an error, else 0.
-"""
+"""The command `ddp-lab doctor`, below its arguments: the checks of the machines and of the parts of a run."""
 
 import json
 import socket
@@ -14,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import hydra
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -22,16 +14,16 @@ from omegaconf import DictConfig
 from torch.cuda import nccl
 
 from ddp_lab.config.build import build
-from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.samples import Dataset
-from ddp_lab.launch.command_line import CONF, record, user_errors
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_host_name, check_master
+from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.run.job import Job
 from ddp_lab.run.memory import check_memory
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.plan import Plan
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
@@ -62,12 +54,12 @@ class Findings(list[Finding]):
         return result
 
 
-@record
-@user_errors
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-@user_errors
-def main(cfg: DictConfig) -> None:
-    check(cfg)
+def diagnose(cfg: DictConfig) -> None:
+    """Print one line per finding about the machines and the config, on one rank. Collective.
+
+    Raises:
+        NodeError: At least one finding is an error.
+    """
     findings = Findings()
     make = partial(Runtime, precision=cfg.precision, timeout=cfg.timeout)
     # If the requested GPU is missing, the other checks run on the CPU.
@@ -122,7 +114,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
         findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest), as_it_is)
     if strategy is None:
         return
-    plan = findings.look("batch", lambda: job.plan, str)
+    plan = findings.look("batch", lambda: job.plan, describe_plan)
     if model is not None and plan is not None:
         findings.look(
             "partition",
@@ -132,6 +124,9 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
         partitioned = all(finding.about != "partition" or finding.level == "ok" for finding in findings)
         if strategy.device.type == "cuda" and partitioned:
             findings.look("memory", lambda: check_memory(job), str)
+        if partitioned:
+            mine = findings if runtime.local_rank == 0 else Findings()  # the free bytes change while the ranks look
+            mine.look("loader", lambda: check_shared_memory(job.loaders.values(), runtime.local_world_size), as_it_is)
     if plan is not None:
         mixing = f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}"
         findings.look("loss", lambda: job.loss, lambda _: f"{choices['loss']} of a value per sample, {mixing}")
@@ -174,17 +169,19 @@ def describe_dataset(name: str, dataset: Dataset) -> str:
     return f"{name}, {sizes}, {'x'.join(map(str, dataset.train.shape))}, {len(dataset.classes)} classes"
 
 
+def describe_plan(plan: Plan) -> Finding:
+    """Return a finding with the batch sizes and the learning rate; a warning if the batch is larger than the training set."""
+    text = plan.warning()
+    return Finding("warning", "batch", text) if text else Finding("ok", "batch", str(plan))
+
+
 def describe_strategy(strategy: Strategy) -> Finding:
     """Return a finding with the strategy's mesh; a warning if the strategy needs several ranks and has one."""
     ranks = strategy.runtime.world_size
     if ranks == 1 and not strategy.one_process:
-        start = f"torchrun --standalone --nproc_per_node=2 -m ddp_lab.doctor strategy={strategy.name}"
+        start = f"torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy={strategy.name}"
         return Finding(
             "warning", "strategy", f"{strategy.name} has only one rank, so nothing is distributed. Use, for example, `{start}`"
         )
     axes = " x ".join(f"{axis} {size}" for axis, size in strategy.axes.items())
     return Finding("ok", "strategy", f"{strategy.name} on {ranks} rank{'s' * (ranks > 1)}: {axes}")
-
-
-if __name__ == "__main__":
-    main()

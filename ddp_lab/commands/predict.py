@@ -1,7 +1,7 @@
 """Predict the classes of image files with a trained run, in one process.
 
-python -m ddp_lab.predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
-python -m ddp_lab.predict runs/mine photos --top 1 --device cpu --checkpoint best
+ddp-lab predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
+ddp-lab predict runs/mine photos --top 1 --device cpu --checkpoint best
 
 Folders are searched with their subfolders. A row has the file, then the most probable class and its probability, then the
 second one, and so on. Without --output the rows are printed. The weights are the best ones if a validation set chose them, else
@@ -13,14 +13,14 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser("python -m ddp_lab.predict", __doc__)
+    parser = Parser("ddp-lab predict", __doc__)
     parser.add_run()
     parser.add_argument("images", nargs="+", help="files, folders or quoted globs")
     add_output(parser, "CSV file to write; without it, the rows are printed", required=False)
@@ -35,18 +35,18 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp_lab.predict: runs in one process; start it without torchrun")
+        raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if given.output:
         check_output(given.output, given.force)
     from ddp_lab.run.data_record import read_data
     from ddp_lab.run.predict import Predictor, find_images, write_table
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.run.trained import find_checkpoint, load_model
+    from ddp_lab.training.speed.switches import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)
@@ -56,7 +56,8 @@ def main() -> None:
     print(f"weights: {checkpoint}", file=sys.stderr)
     model = load_model(given.run, cfg, checkpoint)
     predictor = Predictor(model, cfg.data, data, runtime, given.top)
-    rows, corrupt = predictor.run(images, given.batch_size)
+    with float32_matmul(cfg.float32_matmul):
+        rows, corrupt = predictor.run(images, given.batch_size)
     if rows and given.output:
         with replacing(given.output) as temporary, temporary.open("w", newline="") as file:
             write_table(file, rows)
@@ -64,7 +65,3 @@ def main() -> None:
         write_table(sys.stdout, rows)
     if corrupt:
         raise ConfigError(f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,10 @@
 """Predict, without a GPU, which strategies and meshes fit on GPUs and how fast they train.
 
-python -m ddp_lab.advise --gpus 2xH100 model=resnet18 data=fashion_mnist          overrides of train.py as they are
-python -m ddp_lab.advise --gpus 8xA100-40 --nodes 2 --link 25 model=vit_g14 data=folder data.root=/data precision=bf16
-python -m ddp_lab.advise --gpus here --json advice.json --picture memory.png
-python -m ddp_lab.advise --calibrate                                              measures the constants of the card here
-torchrun --standalone --nproc_per_node=2 -m ddp_lab.advise --calibrate            and how fast the cards exchange data
+ddp-lab advise --gpus 2xH100 model=resnet18 data=fashion_mnist          overrides of train.py as they are
+ddp-lab advise --gpus 8xA100-40 --nodes 2 --link 25 model=vit_g14 data=folder data.root=/data precision=bf16
+ddp-lab advise --gpus here --json advice.json --picture memory.png
+ddp-lab advise --calibrate                                              measures the constants of the card here
+torchrun --standalone --nproc_per_node=2 -m ddp_lab advise --calibrate            and how fast the cards exchange data
 
 All numbers are predictions; docs/advise.md compares them with measurements. Nothing is trained, and no process group is opened.
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import check_folder
 from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser("python -m ddp_lab.advise", __doc__)
+    parser = Parser("ddp-lab advise", __doc__)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
     parser.add_argument("--gpus", default="here", metavar="NxCARD|here", help="GPUs of each machine, for example 2xH100")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
@@ -44,14 +44,13 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     if given.calibrate:
         return measure(given.overrides)
     if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp_lab.advise: runs in one process; start it without torchrun")
+        raise ConfigError("ddp-lab advise: runs in one process; start it without torchrun")
     for option in ("json", "picture"):
         if getattr(given, option):
             check_folder(getattr(given, option), f"--{option}")
@@ -81,7 +80,3 @@ def measure(overrides: list[str]) -> None:
         constants, path = calibrate(runtime, card_of(runtime))
     if runtime.rank == 0:
         print(describe(constants, path))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Make a whole checkpoint, one file, of a sharded one, for other programs or to move it.
 
-python -m ddp_lab.merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
-python -m ddp_lab.merge runs/mine --checkpoint best --output best.pt
+ddp-lab merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
+ddp-lab merge runs/mine --checkpoint best --output best.pt
 
 The file is what rank 0 writes with checkpoint.format=whole. resume=FILE and model.weights=FILE accept it. It takes as much host
 memory as the file has bytes, in one process. Nothing is removed.
@@ -11,20 +11,19 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import record, user_errors
+from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output
 from ddp_lab.launch.parser import Parser
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser("python -m ddp_lab.merge", __doc__)
+    parser = Parser("ddp-lab merge", __doc__)
     parser.add_run("last")
     add_output(parser, "file to write (default: the checkpoint's name, in the run directory)", required=False)
     return parser.parse_args()
 
 
-@record
-@user_errors
+@command()
 def main() -> None:
     given = arguments()
     from ddp_lab.resilience.checkpoint_files import write_atomically
@@ -36,7 +35,7 @@ def main() -> None:
 
     runtime = Runtime("cpu")
     if runtime.world_size > 1:
-        raise ConfigError("ddp_lab.merge: runs in one process; start it without torchrun")
+        raise ConfigError("ddp-lab merge: runs in one process; start it without torchrun")
     require_run(given.run)
     checkpoint = Path(find_checkpoint(given.run, given.checkpoint, runtime))
     if not is_sharded(checkpoint):
@@ -50,7 +49,3 @@ def main() -> None:
         raise ConfigError(f"--output {output}: cannot be written ({str(error).splitlines()[0]})") from None
     progress = state["progress"]
     print(f"{output}: {checkpoint}, step {progress['step']}; {output.stat().st_size / 2**20:,.1f} MiB")
-
-
-if __name__ == "__main__":
-    main()

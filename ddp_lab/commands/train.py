@@ -1,0 +1,59 @@
+"""Train one model with one strategy, from any directory.
+
+ddp-lab train model=resnet18 data=cifar10
+ddp-lab train --nproc 4 strategy=ddp
+torchrun --standalone --nproc_per_node=4 -m ddp_lab strategy=ddp
+"""
+
+import os
+import sys
+
+from omegaconf import DictConfig
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command import PREEMPTED, command, run_with_config
+from ddp_lab.launch.start_ranks import complete_options, split_options, start_ranks
+from ddp_lab.launch.tasks import refuse_tasks
+
+EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
+
+
+def main() -> None:
+    """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
+    with command():
+        given, arguments = split_options(sys.argv[1:])
+        if "RANK" in os.environ and given:
+            raise ConfigError(f"--{next(iter(given))}: this process is a rank already; give the option to torchrun")
+        options = None if "RANK" in os.environ else complete_options(given, arguments)
+        refuse_tasks(options or {})
+        if options:
+            sys.exit(start_ranks(options, arguments))
+        run_with_config(train_rank, arguments)
+
+
+def main_of_rank() -> None:
+    """Train in this process: train.py."""
+    with command():
+        refuse_tasks({})
+        run_with_config(train_rank, sys.argv[1:])
+
+
+def train_rank(cfg: DictConfig) -> float | None:
+    """Train on this rank, and return the metric that `optimize` names, for a Hydra sweeper."""
+    check(cfg)
+    # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
+    # most config errors.
+    from ddp_lab.observe.metrics_file import objective
+    from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
+    from ddp_lab.run.train import train
+    from ddp_lab.world.runtime import Runtime
+
+    with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
+        status, run_dir = train(cfg, runtime)  # after it returns, no object refers to the process group
+    # Under torchrun a non-zero exit code would restart the ranks.
+    code = 0 if runtime.under_torchrun else EXIT_CODES.get(status, 0)
+    runtime.exit_if_abandoned(code)
+    if code:
+        sys.exit(code)
+    return objective(run_dir / "metrics.jsonl", cfg.optimize)[1]  # for a Hydra sweeper

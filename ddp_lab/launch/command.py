@@ -1,0 +1,112 @@
+"""How commands begin and end: a user's mistake is one message with exit code 2, any other exception one traceback."""
+
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_lab.config.errors import ConfigError, NodeError, SampleError
+from ddp_lab.launch.command_line import CONF, explain, options_first, quote_faults
+from ddp_lab.launch.renamed import rename_keys, rename_overrides, warn
+from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
+
+# Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
+REFUSED, PREEMPTED = 2, 75
+
+
+@contextmanager
+def command() -> Generator[None]:
+    """Prepare this process for a command, and report its errors."""
+    faulthandler.enable()
+    die_with_torchrun()
+    # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
+    sys.path += [str(Path(__file__).parent), os.getcwd()]
+    with user_errors():
+        yield
+
+
+@contextmanager
+def user_errors() -> Generator[None]:
+    """Report a user's mistake as one message with exit code 2, Ctrl-C as one line, and an exception of a rank once.
+
+    Raises:
+        SystemExit: instead of these errors. torchrun itself exits with code 1, whatever the exit codes of its ranks are.
+    """
+    try:
+        yield
+        sys.stdout.flush()  # here, and not at the interpreter's exit, a closed pipe can be handled
+    except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
+        report(error)
+        sys.exit(REFUSED)
+    except BrokenPipeError:
+        discard_output()
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        if env_int("RANK", 0) == 0:
+            print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if str(error).startswith("Config group override"):  # Hydra's ValueError for model=null
+            report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
+            sys.exit(REFUSED)
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        show(traceback.format_exc())  # which Python would print on each rank, and torchrun once more
+        sys.exit(1)
+
+
+def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> None:
+    """Compose the config of a command line and call `task` with it, or do what an option of Hydra says: --help, --multirun.
+
+    Args:
+        task: gets the config.
+        arguments: overrides and options of Hydra.
+    """
+    arguments = rename_overrides(arguments)
+    refuse_sweep(arguments)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
+    sys.argv[1:] = options_first(quote_faults(arguments))
+
+    # The errors of the task are reported inside of Hydra, which prints a line about them, those of overrides outside.
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    @user_errors()
+    @functools.wraps(task)
+    def run(cfg: DictConfig) -> Any:
+        warn(rename_keys(cfg))  # in yaml of the user's own
+        return task(cfg)
+
+    run()
+
+
+def refuse_sweep(arguments: list[str]) -> None:
+    """Check that torchrun did not start a sweep.
+
+    Raises:
+        ConfigError: The arguments contain --multirun, and this process is one of several ranks.
+    """
+    if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(
+            "--multirun: is not supported by several ranks, where all jobs would share one process group. Use `ddp-lab train "
+            "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
+        )
+
+
+def report(error: Exception) -> None:
+    """Report an error on one rank: print it or, under torchrun, write it to the error file, which the launcher prints."""
+    everyone = isinstance(error, SampleError)  # one rank alone has raised it
+    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) != 0 and not everyone:
+        time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
+        return
+    show(f"error: {error if isinstance(error, (ConfigError, SampleError)) else explain(error)}")

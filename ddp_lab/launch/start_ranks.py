@@ -1,0 +1,156 @@
+"""`ddp-lab train --nproc N`: start the ranks by torch's launcher, and report how they ended in one message.
+
+The ranks are those that `torchrun --nproc_per_node=N train.py` starts. What differs is the end: torchrun prints a summary of
+all ranks and a traceback of its own, whoever made which mistake.
+"""
+
+import argparse
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hydra.utils import get_object
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command import PREEMPTED, REFUSED
+from ddp_lab.launch.command_line import compose_config, quote_faults, split_config_dir
+from ddp_lab.launch.parser import Parser
+from ddp_lab.launch.torchrun import ENTRY
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+# With it rank 0 opens a store of its own at each start of the ranks. Without it, torch (2.15) gives the address of the agents'
+# store only to those agents that take part in the first round: one that is started again later does not find the others.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")  # which reach the ranks; each rank saves and exits
+EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}  # of other signals 128 + number, as in a shell
+# Options of torchrun, whose --nproc-per-node is --nproc here: what is allowed, as a pattern and in words.
+OPTIONS = {
+    "nproc": (r"[1-9]\d*", "an integer of at least 1"),
+    "nnodes": (r"[1-9]\d*(:[1-9]\d*)?", "a number of machines, N, or MIN:MAX"),
+    "max-restarts": (r"\d+", "an integer of at least 0"),
+    "rdzv-endpoint": (r".+:\d+", "HOST:PORT"),
+    "rdzv-backend": (r"[\w-]+", "the name of a backend, c10d by default"),
+    "rdzv-id": (".+", "a name"),
+    "rdzv-conf": (r"\w+=[^,]+(,\w+=[^,]+)*", "KEY=VALUE,KEY=VALUE"),
+    "node-rank": (r"\d+", "an integer of at least 0"),
+    "master-addr": (".+", "a host"),
+    "master-port": (r"\d+", "a port"),
+    "local-addr": (".+", "a host"),
+}
+
+
+def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of the launch that are given, and the other arguments, which are for Hydra.
+
+    Raises:
+        ConfigError: an option has no value, or one that is not allowed.
+    """
+    parser = Parser("ddp-lab train", None, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name in OPTIONS:
+        aliases = ["--nproc-per-node", "--nproc_per_node"] if name == "nproc" else [f"--{name.replace('-', '_')}"]
+        parser.add_argument(f"--{name}", *aliases, dest=name)
+    known, others = parser.parse_known_args(arguments)
+    options = vars(known)
+    for name, value in options.items():
+        pattern, allowed = OPTIONS[name]
+        if not re.fullmatch(pattern, value):
+            raise ConfigError(f"--{name} {value}: must be {allowed}")
+    return options, others
+
+
+def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str, str] | None:
+    """Return the options with --nproc, whose default is the number of GPUs; None if this process is to train alone.
+
+    Args:
+        options: of the launch.
+        arguments: for Hydra.
+
+    Raises:
+        ConfigError: the config or an option is wrong.
+    """
+    if flags := [argument for argument in arguments if argument[:1] == "-" and argument.split("=")[0] != "--config-dir"]:
+        if options:
+            raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: see ddp-lab train --help")
+        return None
+    if int(options.get("nnodes", "1").split(":")[-1]) > 1 and not {"rdzv-endpoint", "master-addr"} & set(options):
+        raise ConfigError(
+            f"--nnodes {options['nnodes']}: needs --rdzv-endpoint HOST:PORT, the same on every machine: a port of one of them"
+        )
+    config_dir, overrides = split_config_dir(arguments)
+    cfg = compose_config(quote_faults(overrides), config_dir)
+    check(cfg)  # before the ranks are started, which takes seconds
+    options = {"nproc": str(count_ranks(cfg.strategy["_target_"], cfg.device)), **options}
+    return options if options != {"nproc": "1"} else None
+
+
+def count_ranks(strategy: str, device: str) -> int:
+    """Return how many ranks this machine has by default: one for each GPU, or one.
+
+    Args:
+        strategy: the strategy's class.
+        device: the config key `device`.
+    """
+    if device not in ("auto", "cuda") or get_object(strategy).one_process:
+        return 1
+    import torch  # not at the top of the file: mistakes in the config are reported without it
+
+    return max(1, torch.cuda.device_count())
+
+
+def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
+    """Start the ranks of this machine, wait until they have ended, and return the exit code of the command.
+
+    Args:
+        options: of the launch.
+        arguments: of train.py.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import get_args_parser, run
+
+    os.environ.setdefault(OWN_STORE, "1")
+    if "LOGLEVEL" not in os.environ:  # torch's variable
+        logging.disable()  # torch logs what is reported below, with a time and the source file
+    try:
+        run(get_args_parser().parse_args([*torchrun_options(options), *ENTRY, *arguments]))
+    except ChildFailedError as error:
+        return report_failure(error.failures)
+    except SignalException as error:
+        return EXIT_CODES.get(error.sigval, 128 + error.sigval)
+    except (RendezvousError, OSError, ValueError) as error:
+        print(f"error: the ranks were not started: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def torchrun_options(options: Mapping[str, str]) -> list[str]:
+    """Return the options as torchrun takes them. Without an address the launch is one of this machine alone."""
+    given = [f"--{name}={value}" for name, value in options.items() if name != "nproc"]
+    where = ["--rdzv-backend=c10d"] if "rdzv-endpoint" in options else ["--standalone"] * ("master-addr" not in options)
+    return [f"--nproc-per-node={options['nproc']}", f"--signals-to-handle={','.join(SIGNALS)}", *where, *given]
+
+
+def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
+    """Print the message of the rank that failed first, and return the exit code of the command.
+
+    Args:
+        failures: of this machine's ranks, by rank. Those that another rank's failure ended are among them.
+    """
+    # The content of a rank's error file; a text if it has written none.
+    reported = [failure for failure in failures.values() if not isinstance(failure.error_file_data["message"], str)]
+    for failure in sorted(reported, key=lambda failure: failure.timestamp)[:1]:
+        print(failure.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+    codes = {rank: failure.exitcode for rank, failure in sorted(failures.items()) if failure not in reported}
+    for rank, code in codes.items():
+        if code not in (1, REFUSED, -signal.SIGTERM):  # such ranks were ended because of another one
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            print(f"rank {rank} {how}", file=sys.stderr)
+    return REFUSED if REFUSED in [failure.exitcode for failure in reported or failures.values()] else 1

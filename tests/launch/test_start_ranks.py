@@ -1,0 +1,181 @@
+"""`ddp-lab train` as users start it: its options, and how a launch of several ranks ends."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launches import SMALL, launch, read_heartbeat, start
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ddp_lab import __main__ as dispatcher
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.start_ranks import complete_options, report_failure, split_options, torchrun_options
+from ddp_lab.launch.tasks import refuse_tasks
+
+TWO = "python -m ddp_lab train --nproc 2"
+
+
+def test_options_are_found_between_overrides_in_both_spellings():
+    line = "strategy=ddp --nproc_per_node=2 --config-dir own --max-restarts 3 -m epochs=1"
+    assert split_options(line.split()) == (
+        {"nproc": "2", "max-restarts": "3"},
+        ["strategy=ddp", "--config-dir", "own", "-m", "epochs=1"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--nproc 0", "--nproc 0: must be an integer of at least 1"),
+        ("--nproc", "argument --nproc/.*: expected one argument"),
+        ("--nnodes 2 --nproc 2", "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine"),
+        ("--nproc 2 --multirun seed=1,2", "--nproc: cannot be combined with --multirun"),
+        ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
+    ],
+)
+def test_wrong_options_are_refused_before_ranks_are_started(line, message):
+    with pytest.raises(ConfigError, match=message):
+        complete_options(*split_options(line.split()))
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "ranks"),
+    [
+        ("strategy=ddp", 8, "8"),
+        ("strategy=ddp --nproc 3", 8, "3"),
+        ("strategy=single", 8, None),
+        ("strategy=ddp device=cpu", 8, None),
+        ("strategy=ddp", 0, None),
+        ("--help", 8, None),
+        ("strategy=ddp --max-restarts 1", 0, "1"),
+    ],
+)
+def test_default_is_a_rank_for_each_gpu_if_the_strategy_has_ranks(line, gpus, ranks, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    options = complete_options(*split_options(line.split()))
+    assert (options and options["nproc"]) == ranks
+
+
+def test_launch_of_one_machine_needs_no_address():
+    assert "--standalone" in torchrun_options({"nproc": "2"})
+    assert torchrun_options({"nproc": "2", "rdzv-endpoint": "a:1"})[2:] == ["--rdzv-backend=c10d", "--rdzv-endpoint=a:1"]
+    static = {"nproc": "2", "nnodes": "2", "node-rank": "1", "master-addr": "a"}
+    assert torchrun_options(static)[2:] == ["--nnodes=2", "--node-rank=1", "--master-addr=a"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "printed"),
+    [
+        ({0: 1, 1: -9}, 1, "rank 1 was ended by SIGKILL\n"),
+        ({0: 3, 1: -15}, 1, "rank 0 ended with exit code 3\n"),
+        ({2: 2, 3: 2}, 2, ""),  # the message is another machine's
+    ],
+)
+def test_ranks_without_a_message_are_reported_by_their_exit_codes(codes, code, printed, capsys):
+    failures = {rank: ProcessFailure(rank, 1, exitcode, "none") for rank, exitcode in codes.items()}
+    assert report_failure(failures) == code
+    assert capsys.readouterr().err == printed
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+def test_mistake_that_the_ranks_find_is_printed_once(tmp_path):
+    code, output, errors = finish(start(TWO, "strategy=split", f"runs_dir={tmp_path}", stderr=subprocess.PIPE))
+    assert (code, output, errors.count("\n")) == (2, "", 1), errors
+    assert errors.startswith("error: strategy=split: runs in one process, but 2 ranks were started. Start `ddp-lab train ")
+
+
+def test_exception_of_a_rank_is_printed_once(tmp_path):
+    overrides = [*SMALL, "strategy=ddp", "inject=raise@rank=1,step=3", f"runs_dir={tmp_path}"]
+    code, _, errors = finish(start(TWO, *overrides, stderr=subprocess.PIPE))
+    assert (code, errors.count("Traceback")) == (1, 0), errors
+    assert errors.count("error: rank 1 on ") == errors.count("RuntimeError: injected") == 1, errors
+
+
+def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
+    """A terminal sends SIGINT to the process group, which the ranks are not in."""
+    overrides = [*SMALL, "strategy=ddp", "epochs=100000", "name=mine", f"runs_dir={tmp_path}"]
+    process = start(TWO, *overrides, cold=True, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not ((beat := read_heartbeat(tmp_path / "mine", 1)) and beat["step"] > 10):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    code, output, errors = finish(process)
+    assert (code, errors) == (130, "")
+    assert output.splitlines()[-1].startswith("interrupted at epoch ")
+    assert "preempted" not in output
+
+
+def test_closed_pipe_stops_the_run_with_one_line(tmp_path):
+    """`train.py | head -1`."""
+    process = start("python train.py", *SMALL, "epochs=100000", f"runs_dir={tmp_path}/runs", stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(60) == 130
+    assert errors == "stopped: the reader of the output has gone, for example `| head`\n"
+    assert len(list(tmp_path.glob("runs/*/checkpoints/step_*.pt"))) == 1
+
+
+def test_directory_that_cannot_be_made_is_reported_in_one_line():
+    code, output = launch("python train.py runs_dir=/proc/x", *SMALL)
+    assert code == 2
+    assert output.startswith("error: runs_dir=/proc/x: cannot make the run directory there (")
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize(("size", "number"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")])
+def test_tasks_of_mpirun_are_refused_once(size, number, monkeypatch):
+    printed = []
+    monkeypatch.setenv(size, "4")
+    for task in "01":
+        monkeypatch.setenv(number, task)
+        code, output = launch("python train.py strategy=ddp")
+        assert code == 2
+        printed.append(output)
+    assert printed[0].startswith(f"error: mpirun started 4 tasks ({size}=4), which are not ranks")
+    assert "`ddp-lab train --nproc 4 OVERRIDES`" in printed[0]
+    assert (printed[0].count("\n"), printed[1]) == (1, "")
+
+
+@pytest.mark.parametrize(("variable", "value"), [("RANK", "0"), ("SLURM_NTASKS", "4"), ("SLURM_STEP_NUM_TASKS", "1")])
+def test_ranks_and_single_tasks_are_not_refused(variable, value, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4" if variable == "RANK" else "1")
+    monkeypatch.setenv(variable, value)
+    refuse_tasks({})
+
+
+def test_tasks_that_start_the_ranks_of_a_machine_are_not_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    refuse_tasks({"nnodes": "2"})
+    with pytest.raises(SystemExit):
+        refuse_tasks({"nproc": "2"})
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("--help", 0, "doctor    check machines and config before a launch"),
+        ("evalute runs/x", 2, "error: evalute: there is no such command. Did you mean evaluate? allowed: train, evaluate, "),
+        ("submit sge", 2, "error: ddp-lab submit: must be followed by slurm or kubernetes, got sge"),
+        ("~model", 2, "error: "),
+    ],
+)
+def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["ddp-lab", *line.split()])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        dispatcher.main()
+        ended = 0
+    except SystemExit as end:
+        ended = end.code
+    captured = capfd.readouterr()
+    assert ended == code
+    assert message in captured.out + captured.err
