@@ -42,9 +42,8 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Find
     job.check_optimizer()
     check_memory(job)
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
-        runtime.agree(
-            "shared_memory", lambda: str(check_shared_memory(job.loaders.values(), runtime.local_world_size)), per_node=True
-        )
+        loaders, ranks = job.loaders.values(), runtime.local_world_size
+        runtime.agree("shared_memory", lambda: str(check_shared_memory(loaders, ranks)), per_node=True)
     size = job.checkpoint_bytes
     keep, best, on_error = cfg.checkpoint.keep, criterion(cfg, job.dataset) is not None, cfg.checkpoint.on_error
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)

@@ -23,7 +23,7 @@ from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.materialize import Training, materialize
-from ddp_lab.training.loop import next_epoch, train_epoch
+from ddp_lab.training.loop import train_epoch
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
@@ -74,9 +74,9 @@ def train(training: Training, guard: Guard, epochs: float) -> list[float]:
     progress, seconds = Progress(), list[float]()
     while len(seconds) < epochs:
         job = training.job
-        progress = train_epoch(job.strategy, training.step, job.loaders[0], Logger(), guard, progress, job.cfg.epochs)
+        progress = train_epoch(job.strategy, training.step, job.loaders["train"], Logger(), guard, progress, job.cfg.epochs)
         seconds.append(progress.seconds)
-        progress = next_epoch(progress, math.nan, math.nan)
+        progress = progress.next_epoch({})
     return seconds
 
 
