@@ -93,8 +93,8 @@ def test_validation_metrics_are_in_tensorboard(chosen):
 
 def run_command(main, monkeypatch, capsys, *arguments) -> tuple[str, str]:
     """Run a command in this process, and return its output and errors."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it, and append to sys.path
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
+    monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
     monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
     main()
     return capsys.readouterr()
