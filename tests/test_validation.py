@@ -96,7 +96,7 @@ def run_command(main, monkeypatch, capsys, *arguments) -> tuple[str, str]:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it, and append to sys.path
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    main.__wrapped__()  # without `record`, which replaces pytest's faulthandler
+    main()
     return capsys.readouterr()
 
 
