@@ -34,7 +34,7 @@ test-versions: test-oldest test-newest ## run test-quick on the oldest and on th
 test-oldest: RESOLUTION = lowest-direct
 test-newest: RESOLUTION = highest
 test-oldest test-newest: test-%: .venv/installed-dev
-	$(UV) venv --quiet --allow-existing --python $(BIN)/python .venv-$*
+	$(UV) venv --quiet --seed --allow-existing --python $(BIN)/python .venv-$*
 	$(UV) pip compile --quiet --upgrade --python .venv-$* --resolution $(RESOLUTION) --all-extras pyproject.toml \
 		--output-file .venv-$*/versions.txt
 	$(UV) pip sync --quiet --python .venv-$* .venv-$*/versions.txt

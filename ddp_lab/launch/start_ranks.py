@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -83,11 +84,27 @@ def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str,
         raise ConfigError(
             f"--nnodes {options['nnodes']}: needs --rdzv-endpoint HOST:PORT, the same on every machine: a port of one of them"
         )
+    for name in {"rdzv-endpoint", "master-addr"} & set(options):
+        check_host(name, options[name])
     config_dir, overrides = split_config_dir(arguments)
     cfg = compose_config(quote_faults(overrides), config_dir)
     check(cfg)  # before the ranks are started, which takes seconds
     options = {"nproc": str(count_ranks(cfg.strategy["_target_"], cfg.device)), **options}
     return options if options != {"nproc": "1"} else None
+
+
+def check_host(option: str, value: str) -> None:
+    """Check that the host of an address can be resolved, which torch would try for two minutes.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    host = value.rpartition(":")[0].strip("[]") if option == "rdzv-endpoint" else value  # IPv6 addresses are in brackets
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        here = socket.gethostname()
+        raise ConfigError(f"--{option} {value}: {host} cannot be resolved on {here} ({error.strerror})") from None
 
 
 def count_ranks(strategy: str, device: str) -> int:
@@ -126,7 +143,7 @@ def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
     except SignalException as error:
         return EXIT_CODES.get(error.sigval, 128 + error.sigval)
     except (RendezvousError, OSError, ValueError) as error:
-        print(f"error: the ranks were not started: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: the ranks were not started: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 

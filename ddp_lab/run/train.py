@@ -98,10 +98,8 @@ def train_guarded(
     if cfg.inject:
         training.step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = profiled(training, steps_left, isinstance(step, GraphStep), logger, run_dir.path) if cfg.profile else None
-    every = cfg.checkpoint
-    settings = GuardSettings(
-        every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, frozenset(every.at_steps)
-    )
+    every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)
+    settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, at_steps)
     guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress, training.step.tally)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:

@@ -102,12 +102,13 @@ class Turns(Guard):
         """Begin to measure, for about so many seconds."""
         self.other, self.turn, self.end = other, turn, time.monotonic() + seconds
         self.pairs: list[tuple[float, float, float, float]] = []
+        self.clocks = 0.0, 0.0
         self.passed()
 
     def passed(self) -> tuple[float, float]:
         """Return the seconds and the CPU time since the last call."""
         wait(self.strategy.device)
-        before, self.clocks = getattr(self, "clocks", (0.0, 0.0)), (time.perf_counter(), time.process_time())
+        before, self.clocks = self.clocks, (time.perf_counter(), time.process_time())
         return self.clocks[0] - before[0], self.clocks[1] - before[1]
 
     def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:

@@ -31,6 +31,10 @@ def test_options_are_found_between_overrides_in_both_spellings():
         ("--nproc 0", "--nproc 0: must be an integer of at least 1"),
         ("--nproc", "argument --nproc/.*: expected one argument"),
         ("--nnodes 2 --nproc 2", "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine"),
+        (
+            "--nnodes 2 --rdzv-endpoint no-such-host.invalid:1",
+            "no-such-host.invalid cannot be resolved on ",
+        ),
         ("--nproc 2 --multirun seed=1,2", "--nproc: cannot be combined with --multirun"),
         ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
     ],

@@ -259,13 +259,13 @@ def execute(request: Request) -> None:
     starts = {"-m", "--multirun"} & set(arguments) or any(argument.startswith("--nproc") for argument in arguments)
     if starts or module == "torch.distributed.run" or not alone:
         fork_children()
-    if module == "torch.distributed.run":
+    if module in ("torch.distributed.run", "ddp_lab"):
         # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen frame (0.7 s).
         sys.argv = arguments
         sys.path[:] = [request.cwd, *given, *SEARCH]
-        sys.modules[module].main()
+        sys.modules["ddp_lab.__main__" if module == "ddp_lab" else module].main()
     elif module:
-        sys.modules.pop(module if module != "ddp_lab" else "ddp_lab.__main__", None)  # runpy warns about what is imported
+        sys.modules.pop(module, None)  # runpy warns about what is imported
         sys.argv = arguments
         sys.path[:] = [request.cwd, *given, *SEARCH]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
