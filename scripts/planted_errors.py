@@ -125,7 +125,7 @@ ERRORS = [
           "cfg.checkpoint.keep, best,", "2, best,",
           "tests/resilience/test_checkpoint.py::test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked"),
     Error("checkpoint.every_epochs is ignored", TRAIN,
-          "(every.every_epochs,", "(1,",
+          "every.every_epochs, every.every_steps,", "1, every.every_steps,",
           "tests/resilience/test_checkpoint.py::test_checkpoints_are_saved_as_often_and_kept_as_many_as_asked"),
     Error("the seed is not written into checkpoints", TRAIN,
           "cfg.seed, cfg.checkpoint.keep", "0, cfg.checkpoint.keep",

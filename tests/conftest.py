@@ -51,3 +51,21 @@ def need_gpus(request):
     marker = request.node.get_closest_marker("gpu")
     if marker and torch.cuda.device_count() < marker.args[0]:
         pytest.skip(f"needs {marker.args[0]} GPUs, {torch.cuda.device_count()} are visible")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Return a function that runs a command in this process and returns its exit code, output and errors."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
+    monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
+
+    def run(main, *arguments) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run

@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import onnxruntime
@@ -52,24 +51,6 @@ def sharded(tmp_path_factory):
     overrides = ["strategy=fsdp", "checkpoint.format=sharded", f"runs_dir={folder}"]
     run_world(2, main_in_world, *LENET, *overrides)
     return folder / "mine"
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Return a function that runs a command in this process and returns its exit code, output and errors."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
-    monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
-
-    def run(main, *arguments) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def files(folder: Path) -> dict[Path, int]:

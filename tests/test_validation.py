@@ -1,7 +1,6 @@
 """The validation set: who is in it, what it chooses, and that the test set chooses nothing."""
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -91,20 +90,13 @@ def test_validation_metrics_are_in_tensorboard(chosen):
     assert {"accuracy/val", "accuracy/val_top5", "loss/test", "accuracy/test"} <= set(events.Tags()["scalars"])
 
 
-def run_command(main, monkeypatch, capsys, *arguments) -> tuple[str, str]:
-    """Run a command in this process, and return its output and errors."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
-    monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    main()
-    return capsys.readouterr()
-
-
-def test_commands_use_the_best_weights_and_name_their_file(chosen, tmp_path, monkeypatch, capsys, caplog):
+def test_commands_use_the_best_weights_and_name_their_file(chosen, command, tmp_path, caplog):
     best, file = best_row(chosen), f"{chosen}/checkpoints/best.pt"
 
-    def run(main, *arguments):
-        return run_command(main, monkeypatch, capsys, chosen, *arguments)
+    def run(main, *arguments) -> tuple[str, str]:
+        code, output, errors = command(main, chosen, *arguments)
+        assert code == 0, errors
+        return output, errors
 
     for arguments, name in (((), "test"), (("split=test",), "test"), (("split=val",), "val")):
         output, errors = run(evaluate.main, "strategy=single", *arguments, "--json", tmp_path / "found.json")
@@ -122,10 +114,10 @@ def test_commands_use_the_best_weights_and_name_their_file(chosen, tmp_path, mon
     assert "its weights may have been trained on images that now validate them" in caplog.text
 
 
-def test_evaluate_refuses_a_set_that_does_not_exist(chosen, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run_command(evaluate.main, monkeypatch, capsys, chosen, "strategy=single", "split=train")
-    assert "split=train: must be val or test" in capsys.readouterr().err
+def test_evaluate_refuses_a_set_that_does_not_exist(chosen, command):
+    code, _, errors = command(evaluate.main, chosen, "strategy=single", "split=train")
+    assert code == 2
+    assert "split=train: must be val or test" in errors
 
 
 def as_before(state: dict, loss: float) -> dict:

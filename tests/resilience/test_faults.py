@@ -434,12 +434,14 @@ def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
 
 def test_early_stopping_persists_over_a_restart(tmp_path):
     """With a learning rate that is too high the val_loss stops falling after a few epochs."""
-    early = "epochs=50", "patience=2", "data.val_fraction=0.2"
+    early = "epochs=50", "patience=2", "data.val_fraction=0.2", "evaluate_test=end"
     line = overrides(tmp_path, "early", *early, "optimizer.lr=5.0", "scheduler=constant")
     code, output = launch(DDP, *line)
     assert code == 0, output
-    epochs = len(read_metrics(tmp_path / "early"))
+    rows = read_metrics(tmp_path / "early")
+    epochs = len(rows)
     assert epochs < 50
+    assert ["test_loss" in row for row in rows] == [False] * (epochs - 1) + [True], "the last epoch alone is tested"
     assert "stopped early" in output
     code, output = launch(DDP, *line)
     assert code == 0
