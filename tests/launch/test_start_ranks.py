@@ -135,6 +135,13 @@ def test_directory_that_cannot_be_made_is_reported_in_one_line():
     assert output.count("\n") == 1
 
 
+def test_strategy_of_several_ranks_on_one_rank_warns_with_the_line_to_use(tmp_path):
+    code, output = launch("python train.py strategy=ddp epochs=1", *SMALL, f"runs_dir={tmp_path}")
+    assert code == 0, output
+    line = "`ddp-lab train --nproc 2 strategy=ddp`"
+    assert output.count(f"strategy=ddp: has one rank, so nothing is distributed. Use, for example, {line}") == 1
+
+
 @pytest.mark.parametrize(("size", "number"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")])
 def test_tasks_of_mpirun_are_refused_once(size, number, monkeypatch):
     printed = []
