@@ -29,6 +29,7 @@ def test_options_are_found_between_overrides_in_both_spellings():
     ("line", "message"),
     [
         ("--nproc 0", "--nproc 0: must be an integer of at least 1"),
+        ("--nprocs=2", "--nprocs=2: there is no such option; did you mean --nproc?"),
         ("--nproc", "argument --nproc/.*: expected one argument"),
         ("--nnodes 2 --nproc 2", "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine"),
         (
