@@ -30,7 +30,7 @@ REFUSED, PREEMPTED = 2, 75
 def command() -> Generator[None]:
     """Prepare this process for a command, and report its errors."""
     faulthandler.enable()
-    die_with_torchrun()
+    die_with_torchrun()  # before the imports, during which torchrun may be killed
     # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
     sys.path += [str(Path(__file__).parent), os.getcwd()]
     with user_errors():

@@ -5,6 +5,7 @@ all ranks and a traceback of its own, whoever made which mistake.
 """
 
 import argparse
+import difflib
 import logging
 import os
 import re
@@ -77,6 +78,8 @@ def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str,
         ConfigError: the config or an option is wrong.
     """
     if flags := [argument for argument in arguments if argument[:1] == "-" and argument.split("=")[0] != "--config-dir"]:
+        if close := difflib.get_close_matches(flags[0].split("=")[0].strip("-"), OPTIONS, 1):
+            raise ConfigError(f"{flags[0]}: there is no such option; did you mean --{close[0]}?")
         if options:
             raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: see ddp-lab train --help")
         return None

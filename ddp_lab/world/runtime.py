@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.place import Place
+from ddp_lab.world.process import die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
 STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
@@ -53,6 +54,7 @@ class Runtime(Ranks):
     def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0, place: Place | None = None):
         super().__init__(place or Place.of(os.environ), timedelta(seconds=timeout))
         self.precision = precision
+        die_with_torchrun()  # also for the ranks of scripts, which are no commands
         self.devices = self._choose_devices(device)
         self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
         if self.device.type == "cuda":

@@ -29,6 +29,7 @@ def test_options_are_found_between_overrides_in_both_spellings():
     ("line", "message"),
     [
         ("--nproc 0", "--nproc 0: must be an integer of at least 1"),
+        ("--nprocs=2", "--nprocs=2: there is no such option; did you mean --nproc?"),
         ("--nproc", "argument --nproc/.*: expected one argument"),
         ("--nnodes 2 --nproc 2", "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine"),
         (
@@ -133,6 +134,13 @@ def test_directory_that_cannot_be_made_is_reported_in_one_line():
     assert code == 2
     assert output.startswith("error: runs_dir=/proc/x: cannot make the run directory there (")
     assert output.count("\n") == 1
+
+
+def test_strategy_of_several_ranks_on_one_rank_warns_with_the_line_to_use(tmp_path):
+    code, output = launch("python train.py strategy=ddp epochs=1", *SMALL, f"runs_dir={tmp_path}")
+    assert code == 0, output
+    line = "`ddp-lab train --nproc 2 strategy=ddp`"
+    assert output.count(f"strategy=ddp: has one rank, so nothing is distributed. Use, for example, {line}") == 1
 
 
 @pytest.mark.parametrize(("size", "number"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")])
