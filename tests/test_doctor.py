@@ -271,7 +271,8 @@ def test_free_disk_space_decides_between_ok_warning_and_error(tmp_path):
 
 def test_nearly_full_disk_is_a_warning_in_the_log(tmp_path):
     """No warning if the run's checkpoints are already there, because the oldest one will be deleted."""
-    line = f"{' '.join(SMALL)} strategy=ddp name=mine runs_dir={tmp_path}"
+    data = "data.dataset.train_size=125 data.val_fraction=0.2"  # with a best checkpoint
+    line = f"{' '.join(SMALL)} {data} strategy=ddp name=mine runs_dir={tmp_path}"
     file = tmp_path / "mine/checkpoints/step_00000005.pt"
     size = checkpoint_bytes(build(OmegaConf.load(ROOT / "conf/optimizer/sgd.yaml")), simple_cnn(3, 28, 10))
     run_world(2, with_free_bytes, 3 * size, main_with_overrides, f"{line} epochs=1")

@@ -19,7 +19,7 @@ class Progress:
         sums: [loss_sum, correct, count] of this epoch's steps so far, over all ranks.
         seconds: duration of this epoch's steps so far.
         lr: learning rate of the last step.
-        best: lowest val_loss and highest val_accuracy so far, by name; empty without a validation set.
+        best: lowest val_loss and highest val_accuracy (also top-5) so far, by name; empty without a validation set.
         best_epochs: their epochs.
         stalled: epochs in a row without a lower val_loss.
     """
