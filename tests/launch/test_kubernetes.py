@@ -58,7 +58,7 @@ def make(tmp_path: Path, volume: str = "/shared", **options) -> KubernetesLaunch
 
 
 def job(tmp_path: Path, name: str = "strategy=ddp", *overrides: str, one_process: bool = False) -> Job:
-    return Job(name, [name, *overrides], tmp_path / "sweep" / name, 3, one_process)
+    return Job(name, [name, *overrides], tmp_path / "sweep" / name, 3, "auto", one_process)
 
 
 @pytest.fixture
