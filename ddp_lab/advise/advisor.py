@@ -36,6 +36,7 @@ class Row:
     Attributes:
         overrides: of train.py, which choose it.
         plans: of the ranks, or the devices, that differ.
+        devices, ranks: number of devices in use, and of processes.
         images: in a global batch.
         memory: bytes of a GPU; infinite if it is not known.
         bound: seconds that a step takes at least on GPUs; None on CPUs.
@@ -46,6 +47,7 @@ class Row:
     overrides: list[str]
     plans: list[Planned]
     devices: int
+    ranks: int
     images: int
     memory: float
     bound: float | None
@@ -178,6 +180,16 @@ class Advisor:
         """Return the Hydra overrides of a candidate: of the user's own as they were given."""
         return self.strategy if candidate == self.own and self.strategy else candidate.overrides
 
+    def overrides_of_row(self, row: Row) -> list[str]:
+        """Return the Hydra overrides of a planned strategy."""
+        return self.strategy if self.own and self.strategy and row.overrides == self.own.overrides else row.overrides
+
+    @property
+    def peak(self) -> float | None:
+        """FLOP/s of the card in the precision of the run; None on CPUs."""
+        card = self.machine.card
+        return card and (card.bf16 if self.cfg.precision == "bf16" else card.tf32)
+
     def runtime(self, candidate: Candidate, rank: int = 0) -> PlannedRuntime:
         """Return the runtime of a rank of a candidate's launch."""
         machine = self.machine
@@ -207,6 +219,7 @@ class Advisor:
             candidate.overrides,
             plans,
             strategy.num_devices if candidate.ranks > 1 else len(plans),
+            candidate.ranks,
             images,
             self.machine.card.memory if self.machine.card else float("inf"),
             self.bound(plans),
@@ -218,7 +231,7 @@ class Advisor:
         machine, card = self.machine, self.machine.card
         if card is None:
             return None
-        peak, most = card.bf16 if self.cfg.precision == "bf16" else card.tf32, 0.0
+        peak, most = self.peak or 1.0, 0.0
         for plan in plans:
             across = sum(sent for group, sent in plan.sent.items() if machine.crosses(group.ranks))
             inside = sum(plan.sent.values()) - across

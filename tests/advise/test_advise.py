@@ -184,6 +184,8 @@ REFUSED = {
     "--gpus 2xH100 strategy=split strategy.devices=[cuda:0]": "strategy.devices=[cuda:0]: all GPUs that",
     "--gpus 2xH100 model.weights=/nope/x.pt": "model.weights=/nope/x.pt: cannot be read on ",
     "--gpus 2xH100 --config-dir /nope": "--config-dir /nope: there is no such directory. Use the directory of your own yaml",
+    "--gpus 2xH100 --measure": "--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of 2xH100",
+    "--gpus 2xcpu --measure --minutes 0": "--minutes 0: must be a number above 0",
     "--gpus 2xH100 --json /no/such/file.json": "--json /no/such/file.json: cannot be written: /no/such does not exist",
 }
 
