@@ -10,8 +10,8 @@ data        datasets, and which rank reads which sample
 strategies  one file for each way of distributing a training step over devices
 training    the loop, its step and schedule; `training/speed` makes the step faster
 resilience  checkpoints, the watchdog, preemption, the run directory
-estimate    predictions of memory and time from shapes, without a GPU
 launch      the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
+advise      what a run would need, from real steps on fake tensors, and what to use in place of it
 commands    the commands of `ddp-lab`, one file each; `__main__.py` chooses the command
 """

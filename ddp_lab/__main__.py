@@ -10,7 +10,7 @@ COMMANDS = {
     "predict": "predict the classes of image files with a trained run",
     "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
     "merge": "make one file of a sharded checkpoint",
-    "advise": "predict memory and time of every strategy, without a GPU",
+    "advise": "plan what every strategy needs, without a GPU",
     "doctor": "check machines and config before a launch",
     "submit": "submit runs to Slurm or Kubernetes",
 }

@@ -7,8 +7,7 @@ python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh 
 A value of --strategies is the name of a strategy, with overrides of its options. Arguments after -- are Hydra overrides of
 train.py and apply to all strategies. All have the same seed, hence the same initial weights, and the same GLOBAL batch, hence
 the same samples in every step. `--out` gets a run directory per strategy (`tensorboard --logdir OUT` compares them), report.md,
-report.html (self-contained) and the plots. With GPUs, the report also has what `ddp-lab advise` predicts for them,
-beside what was measured; `--gpus 2xH100` predicts for others.
+report.html (self-contained) and the plots.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
@@ -34,11 +33,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.config.errors import ConfigError  # noqa: E402
 from ddp_lab.launch.torchrun import new_folder  # noqa: E402
-from ddp_lab.run.machine import find_machine  # noqa: E402
 from scripts.comparison.plots import draw  # noqa: E402
-from scripts.comparison.predicted import predictions  # noqa: E402
 from scripts.comparison.report import diagnoses, headline, report, rows  # noqa: E402
 from scripts.comparison.runs import choose, entries, run  # noqa: E402
 
@@ -52,7 +48,6 @@ def main() -> None:
     )
     parser.add_argument("--strategies", nargs="+", help="strategies to run, all but mesh if none is named; single always runs")
     parser.add_argument("--out", type=Path, default=None, help="directory of the report; default: runs/compare-<time>")
-    parser.add_argument("--gpus", default="here" if gpus else None, help="GPUs to predict for, as in ddp-lab advise")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for all strategies")
     arguments = parser.parse_intermixed_args()
     if min(arguments.ranks) < 1:
@@ -65,13 +60,6 @@ def main() -> None:
         if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{override}: is set by compare.py; use --out and --strategies")
     notes = list[str]()
-    if arguments.gpus:
-        try:
-            find_machine(arguments.gpus, 1, None)
-        except ConfigError as error:
-            if arguments.gpus != "here":
-                parser.error(str(error))
-            notes, arguments.gpus = [f"Nothing is predicted: {error}"], None
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
     # The default has so few steps that rounding differences stay small.
     overrides = arguments.overrides or ["epochs=4", "optimizer.lr=0.03"]
@@ -89,13 +77,11 @@ def main() -> None:
     draw(results, out / "plots.png")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
     some = f" --strategies {shlex.join(arguments.strategies)}" if arguments.strategies else ""
-    some += f" --gpus {shlex.quote(arguments.gpus)}" if arguments.gpus not in (None, "here") else ""
     head = [
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    predicted = predictions(results, overrides, arguments.gpus, gpus > 0) if arguments.gpus else []
-    print("\n" + report(rows(results), head, headline(results) + notes + diagnoses(results), predicted, out))
+    print("\n" + report(rows(results), head, headline(results) + notes + diagnoses(results), out))
     print(f"{out}/report.html   tensorboard --logdir {out}")
 
 

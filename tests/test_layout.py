@@ -21,9 +21,9 @@ ORDER = [
     "training",
     "training.speed",
     "resilience",
-    "estimate",
     "launch",
     "run",
+    "advise",
     "commands",
     "__main__",
 ]

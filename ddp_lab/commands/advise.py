@@ -1,19 +1,19 @@
-"""Predict, without a GPU, which strategies and meshes fit on GPUs and how fast they train.
+"""Plan, without a GPU, what each strategy needs on some GPUs: memory, communication, FLOPs, and a lower bound of a step.
 
 ddp-lab advise --gpus 2xH100 model=resnet18 data=fashion_mnist          overrides of train.py as they are
 ddp-lab advise --gpus 8xA100-40 --nodes 2 --link 25 model=vit_g14 data=folder data.root=/data precision=bf16
 ddp-lab advise --gpus here --json advice.json --picture memory.png
-ddp-lab advise --calibrate                                              measures the constants of the card here
-torchrun --standalone --nproc_per_node=2 -m ddp_lab advise --calibrate            and how fast the cards exchange data
 
-All numbers are predictions; docs/advise.md compares them with measurements. Nothing is trained, and no process group is opened.
+ddp-lab advise --gpus here --measure model=resnet18 data=fashion_mnist
+
+A plan is two real steps of the strategy on tensors without values. No number of images per second is guessed: --measure trains
+each strategy that fits for some steps, in alternation, with made-up images, and keeps the results in ~/.cache/ddp_lab.
 """
 
 import argparse
 import math
 from pathlib import Path
 
-from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.command import command
 from ddp_lab.launch.output import check_folder
@@ -27,12 +27,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", default="here", metavar="NxCARD|here", help="GPUs of each machine, for example 2xH100")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     parser.add_argument("--link", type=float, metavar="GB/s", help="what a GPU sends to another machine; default: 50")
-    parser.add_argument("--all", action="store_true", help="list every mesh, and what is refused with the reasons")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the predictions to this file, too")
+    parser.add_argument("--all", action="store_true", help="plan every mesh")
+    parser.add_argument("--measure", action="store_true", help="measure each strategy that fits, on the devices here")
+    parser.add_argument("--minutes", type=float, default=10, metavar="N", help="time limit of --measure (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans to this file, too")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the memory of each strategy")
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure the constants of the card here, for later predictions"
-    )
     parser.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
     given = parser.parse_intermixed_args()
     if given.nodes < 1:
@@ -41,42 +40,36 @@ def arguments() -> argparse.Namespace:
         raise ConfigError(f"--link {given.link:g}: must be a number above 0, in GB/s")
     if given.picture is not None and given.picture.suffix != ".png":
         raise ConfigError(f"--picture {given.picture}: must be the name of a .png file")
+    if given.measure and given.gpus != "here" and not given.gpus.endswith("xcpu"):
+        raise ConfigError(f"--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of {given.gpus}")
+    if not 0 < given.minutes < math.inf:
+        raise ConfigError(f"--minutes {given.minutes:g}: must be a number above 0")
     return given
 
 
 @command()
 def main() -> None:
     given = arguments()
-    if given.calibrate:
-        return measure(given.overrides)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab advise: runs in one process; start it without torchrun")
     for option in ("json", "picture"):
         if getattr(given, option):
             check_folder(getattr(given, option), f"--{option}")
-    from ddp_lab.estimate.report import as_json, draw, table
+    from ddp_lab.advise.advisor import Advisor
+    from ddp_lab.advise.machine import find_machine
+    from ddp_lab.advise.measure import measure, offer, save
+    from ddp_lab.advise.report import as_json, draw, table
     from ddp_lab.resilience.run_directory import write_json
-    from ddp_lab.run.advise import advise
-    from ddp_lab.run.machine import find_machine
 
-    machine = find_machine(given.gpus, given.nodes, given.link)
-    advice = advise(given.overrides, given.config_dir, machine)
-    print(table(advice, given.all))
+    advisor = Advisor(given.overrides, given.config_dir, find_machine(given.gpus, given.nodes, given.link))
+    advice = advisor.advise(given.all)
+    if given.gpus == "here" or given.gpus.endswith("xcpu"):
+        advice.notes += offer(advisor, advice.rows)
+    if given.measure:
+        advice.notes = measure(advisor, advice.rows, given.minutes)
+        save(advisor, advice.rows)
+    print(table(advice))
     if given.json:
         write_json(given.json, as_json(advice))
     if given.picture:
         draw(advice, given.picture)
-
-
-def measure(overrides: list[str]) -> None:
-    """Measure the card here and, under torchrun, the connection of the ranks' cards."""
-    from ddp_lab.launch.command_line import compose_config
-    from ddp_lab.run.calibrate import calibrate, card_of, describe
-    from ddp_lab.world.runtime import Runtime
-
-    cfg = compose_config(overrides, None)
-    check(cfg)
-    with Runtime(cfg.device, timeout=cfg.timeout) as runtime:
-        constants, path = calibrate(runtime, card_of(runtime))
-    if runtime.rank == 0:
-        print(describe(constants, path))

@@ -1,5 +1,6 @@
 """The checks of a run before its directory is created: everything that can be refused is refused here."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +19,17 @@ from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import Job, prepare
-from ddp_lab.run.memory import check_memory
 from ddp_lab.run.selection import criterion
 from ddp_lab.world.runtime import Runtime
 
 
-def check_and_prepare(cfg: DictConfig, runtime: Runtime) -> tuple[Job, list[Finding]]:
+def check_and_prepare(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], object]) -> tuple[Job, list[Finding]]:
     """Return the prepared job and the findings of the preflight checks. The run directory is not created.
+
+    Args:
+        cfg: The config.
+        runtime: The ranks.
+        check_memory: Raises a ConfigError if the state of a prepared job does not fit on its GPUs. Collective.
 
     Raises:
         ConfigError: The config cannot be used, or a machine cannot take part in the run.

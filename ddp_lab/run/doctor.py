@@ -21,7 +21,6 @@ from ddp_lab.launch.preflight.network import check_host_name, check_master
 from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.run.job import Job
-from ddp_lab.run.memory import check_memory
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.device import list_devices
@@ -54,7 +53,7 @@ class Findings(list[Finding]):
         return result
 
 
-def diagnose(cfg: DictConfig) -> None:
+def diagnose(cfg: DictConfig, check_memory: Callable[[Job], str]) -> None:
     """Print one line per finding about the machines and the config, on one rank. Collective.
 
     Raises:
@@ -71,7 +70,7 @@ def diagnose(cfg: DictConfig) -> None:
         if runtime.world_size > 1 and reached is None:  # the ranks cannot exchange their findings
             conclude(findings, show=runtime.local_rank == 0)
         findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime), as_it_is)
-        examine(cfg, runtime, findings)
+        examine(cfg, runtime, findings, check_memory)
         everyone = runtime.collect("findings", json.dumps(findings))
     if everyone is not None:  # the other ranks exit with code 0: otherwise torchrun would end rank 0 before it reports
         conclude(merge([Finding(*finding) for mine in everyone for finding in json.loads(mine)]), show=True)
@@ -95,7 +94,7 @@ def conclude(findings: list[Finding], show: bool) -> None:
         raise NodeError(f"{errors} of {len(findings)} findings would stop this launch; see above")
 
 
-def examine(cfg: DictConfig, runtime: Runtime, findings: Findings) -> None:
+def examine(cfg: DictConfig, runtime: Runtime, findings: Findings, check_memory: Callable[[Job], str]) -> None:
     """Construct the parts of a run one by one, and append the findings. A check whose part is missing is skipped."""
     choices, job = HydraConfig.get().runtime.choices, Job(cfg, runtime)
     strategy = findings.look("strategy", lambda: job.strategy, describe_strategy)

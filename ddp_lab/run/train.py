@@ -1,6 +1,6 @@
 """Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +39,20 @@ class Outcome(NamedTuple):
     run_dir: Path
 
 
-def train(cfg: DictConfig, runtime: Runtime) -> Outcome:
+def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], object]) -> Outcome:
     """Train according to the config. Collective.
+
+    Args:
+        cfg: The config.
+        runtime: The ranks.
+        check_memory: As in `check_and_prepare`.
 
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
-    job, findings = check_and_prepare(cfg, runtime)
+    job, findings = check_and_prepare(cfg, runtime, check_memory)
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
     decisions = Decisions(runtime)

@@ -15,11 +15,10 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.initial_weights import InitialWeights
-from ddp_lab.strategies.fill import fill
+from ddp_lab.strategies.fill import ShapesOnly, fill
 from ddp_lab.strategies.mesh_layout import require_division
 from ddp_lab.strategies.performance import PerformanceSupport
 from ddp_lab.strategies.saved_state import SavedState
-from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -80,7 +79,7 @@ class Strategy(PerformanceSupport, SavedState, ABC):
         self.num_devices = runtime.world_size
         self.reports = True
         self.dp_group: dist.ProcessGroup | None = None
-        self.initial_weights: InitialWeights | None = None
+        self.initial_weights: InitialWeights | ShapesOnly | None = None
         self.times_file: Path | None = None
         self.lay_out()
 
@@ -118,14 +117,6 @@ class Strategy(PerformanceSupport, SavedState, ABC):
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
 
-    def share(self, model: nn.Module, rank: int) -> Share:
-        """Return what a rank will hold of the complete model. Called between `partition` and `setup`; allocates nothing.
-
-        Args:
-            rank: number of the rank; under split, of the device.
-        """
-        return Share()
-
     @abstractmethod
     def setup(self, model: nn.Module) -> None:
         """Move `model` to the devices, and wrap or cut it. Collective; sets `module` and `forward`.
@@ -146,6 +137,10 @@ class Strategy(PerformanceSupport, SavedState, ABC):
             return blocks.to(device)
         fill(blocks, self.initial_weights, device)
         return blocks
+
+    def modules_by_device(self) -> list[nn.Module]:
+        """Return the part of the model on each device that this process drives. Called after `setup`."""
+        return [self.module]
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""

@@ -1,9 +1,12 @@
 """torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the backward pass."""
 
 from contextlib import AbstractContextManager
-from typing import Literal, cast
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +15,7 @@ from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.buckets import MiB
+from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
 from ddp_lab.strategies.compilation import Fuse, no_blocks
 from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
 from ddp_lab.world.runtime import Runtime
@@ -52,7 +55,7 @@ class DDP(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(self.to_device(model), self.batch_norm)
-        self.forward = self.wrapper = DistributedDataParallel(
+        self.forward = self.wrapper = wrap(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -98,3 +101,53 @@ class DDP(Strategy):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
+
+
+def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Return DDP around a module; around one of fake tensors, for a plan, what DDP allocates and sends, without its reducer.
+
+    Args:
+        module: on its device.
+        options: those of DistributedDataParallel.
+    """
+    is_fake = any(type(parameter.data).__name__ == "FakeTensor" for parameter in module.parameters())
+    return (BucketsOnly if is_fake else DistributedDataParallel)(module, **options)
+
+
+class BucketsOnly(DistributedDataParallel):
+    """The buckets of DDP on fake tensors, through which DDP's reducer cannot run: it reads and writes by pointers."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_cap_mb: float = 25.0,
+        gradient_as_bucket_view: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ):
+        nn.Module.__init__(self)
+        self.module, self.process_group, self.view = module, process_group, gradient_as_bucket_view
+        self.require_backward_grad_sync = True
+        self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # called by torch's pipelines
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for bucket in map(Bucket, fill_buckets(trained, bucket_cap_mb * MiB)):
+            flat = bucket.parameters[0].detach().new_empty(sum(parameter.numel() for parameter in bucket.parameters))
+            views = flat.split([parameter.numel() for parameter in bucket.parameters])
+            for parameter, view in zip(bucket.parameters, views, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(self._arrive, bucket, flat, view))
+
+    def _arrive(self, bucket: Bucket, flat: torch.Tensor, view: torch.Tensor, parameter: nn.Parameter) -> None:
+        if not self.require_backward_grad_sync:
+            return
+        if self.view:
+            parameter.grad = view.view_as(parameter)
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            bucket.missing = len(bucket.parameters)
+            dist.all_reduce(flat, group=self.process_group)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Do nothing: what a hook sends in place of the gradients is not planned."""

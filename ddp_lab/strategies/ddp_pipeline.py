@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
+from ddp_lab.strategies.ddp import wrap
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.stage import Stage
 from ddp_lab.world.runtime import Runtime
@@ -99,7 +99,7 @@ class DDPPipeline(Pipeline):
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             return stage  # frozen: there is no gradient to sum, and DDP refuses such a module
         device_ids = [self.device] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(stage, device_ids=device_ids, process_group=self.dp_group)
+        wrapped = wrap(stage, device_ids=device_ids, process_group=self.dp_group)
         wrapped.broadcast_buffers = False
         return wrapped
 

@@ -1,5 +1,8 @@
 """Weights for the blocks that a rank holds, one block at a time."""
 
+from collections import defaultdict
+from contextlib import AbstractContextManager
+
 import torch
 from torch import nn
 
@@ -7,7 +10,7 @@ from ddp_lab.models.initial_weights import InitialWeights, tensors_of
 
 
 @torch.no_grad()
-def fill(blocks: nn.Module, weights: "InitialWeights | PresentWeights", device: torch.device) -> None:
+def fill(blocks: nn.Module, weights: "InitialWeights | PresentWeights | ShapesOnly", device: torch.device) -> None:
     """Allocate blocks that are on the meta device, and give them their weights. Not collective.
 
     Only one complete block at a time is in host memory.
@@ -16,6 +19,8 @@ def fill(blocks: nn.Module, weights: "InitialWeights | PresentWeights", device: 
         blocks: its children are blocks of the model under their names; their parameters may be sharded (DTensors).
         device: where to allocate them.
     """
+    if isinstance(weights, ShapesOnly):
+        return weights.allocate(blocks, device)
     for name, block in blocks.named_children():
         block.to_empty(device=device)
         whole = weights.of(name)
@@ -36,6 +41,32 @@ class PresentWeights:
     def of(self, name: str) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of a block by their names within the block, once."""
         return self.blocks.pop(name)
+
+
+class ShapesOnly:
+    """Fake tensors in place of weights, for a step that is only planned (advise/plan.py).
+
+    Args:
+        fake: the mode in which tensors have shapes and no memory.
+    """
+
+    def __init__(self, fake: AbstractContextManager[object]):
+        self.fake = fake
+
+    def allocate(self, blocks: nn.Module, device: torch.device) -> None:
+        """Allocate a module that is on the meta device. Tied parameters stay tied."""
+        names = defaultdict[nn.Parameter, list[str]](list)
+        for name, parameter in blocks.named_parameters(remove_duplicate=False):
+            names[parameter].append(name)
+        with self.fake:
+            blocks.to_empty(device=device)
+        for first, *others in names.values():
+            for path in others:
+                module, _, name = path.rpartition(".")
+                setattr(blocks.get_submodule(module), name, blocks.get_parameter(first))
+
+    def give(self, state: dict[str, torch.Tensor]) -> None:
+        """Do nothing: there are no weights to replace."""
 
 
 def copy_shard(whole: torch.Tensor, own: torch.Tensor) -> None:

@@ -28,7 +28,6 @@ from ddp_lab.strategies.fully_shard import forget_order, not_captured, shard, sh
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.shardable import require_dimensions, tied
 from ddp_lab.strategies.shards import local
-from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.units import units
 from ddp_lab.world.runtime import Runtime
 
@@ -88,9 +87,6 @@ class FSDP(Strategy):
                 "separately. Use ddp, or set strategy.wrap to classes of which one contains both, or neither"
             )
 
-    def share(self, model: nn.Module, rank: int) -> Share:
-        return Share(shards=self.dp_size, shard=rank, offload=self.offload)
-
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         # BatchNorm uses the group of the mesh: collectives of one communicator run in order, those of several may deadlock.
@@ -118,9 +114,6 @@ class FSDP(Strategy):
 
     def compile_model(self, fuse: Fuse) -> str:
         return compile_blocks(self.module.children(), fuse)
-
-    def graphs(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.children())
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()  # fully_shard has its own mixed-precision policy

@@ -38,7 +38,6 @@ from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers,
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.shardable import require_dimensions, require_own_parameters
 from ddp_lab.strategies.shards import local
-from ddp_lab.strategies.share import Share, planned
 from ddp_lab.strategies.stage import Stage
 from ddp_lab.strategies.tensor_parallel import OWN, parallelize, token_layouts
 from ddp_lab.strategies.tensor_parallel_plan import check_plans
@@ -127,11 +126,6 @@ class Mesh(Pipeline):
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
             for shape, tokens in zip(self.shapes, self.tokens, strict=True)
         ]
-
-    def share(self, model: nn.Module, rank: int) -> Share:
-        tp, shards = self.axes["tp"], self.axes["shard"]
-        stage = self.blocks_of(rank // (self.dp_size * tp))
-        return Share(stage, tp, planned(model) if tp > 1 else {}, shards, rank // tp % shards, self.offload)
 
     def connect(self) -> None:
         self.policy = offload_policy(self.offload, self.device)

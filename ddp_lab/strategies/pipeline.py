@@ -32,7 +32,6 @@ from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.saved_state import gather_states, merge
 from ddp_lab.strategies.schedules import Schedule, count_stages, describe, expected_bubble
 from ddp_lab.strategies.shardable import require_whole
-from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.stage import MicroBatchLoss, Stage
 from ddp_lab.strategies.sums import add_up
 from ddp_lab.strategies.torch_schedules import TorchSchedule, TorchSchedules, boundaries_of, make_stage
@@ -112,13 +111,6 @@ class Pipeline(Strategy):
                     "blocks of the stages by strategy.cut"
                 )
 
-    def share(self, model: nn.Module, rank: int) -> Share:
-        return Share(self.blocks_of(rank % self.axes["pp"]))
-
-    def blocks_of(self, index: int) -> tuple[str, ...]:
-        """Return the names of the blocks of the rank at this place along pp."""
-        return tuple(self.parts.names[i] for part in self.parts.parts[index :: self.axes["pp"]] for i in part)
-
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         if self.balance == "time" and self.axes["pp"] > 1:
@@ -151,9 +143,6 @@ class Pipeline(Strategy):
     def compile_model(self, fuse: Fuse) -> str:
         where = f" on rank {self.runtime.rank}" if self.axes["pp"] > 1 else ""
         return compile_blocks(self.module.children(), fuse) + where
-
-    def graphs(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.children())
 
     def connect(self) -> None:
         """Make the process groups of the mesh. Collective; called by `setup`."""

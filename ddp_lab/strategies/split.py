@@ -25,7 +25,6 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.shardable import require_whole
-from ddp_lab.strategies.share import Share
 from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
@@ -74,9 +73,6 @@ class Split(Strategy):
         places = zip(self.parts.parts, self.devices, strict=True)
         require_whole(model, {self.parts.names[i]: device for part, device in places for i in part}, self.name)
 
-    def share(self, model: nn.Module, rank: int) -> Share:
-        return Share(tuple(self.parts.names[i] for i in self.parts.parts[rank]))
-
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         if self.balance == "time":
@@ -85,7 +81,7 @@ class Split(Strategy):
         self.module = model
         self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
         blocks = list(model.named_children())
-        self.stages = [
+        self.stages: list[nn.Module] = [
             self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
@@ -93,8 +89,8 @@ class Split(Strategy):
     def compile_model(self, fuse: Fuse) -> str:
         return compile_blocks(self.module.children(), fuse)
 
-    def graphs(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.children())
+    def modules_by_device(self) -> list[nn.Module]:
+        return self.stages
 
     def describe(self) -> str:
         return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"

@@ -35,7 +35,6 @@ from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
 from ddp_lab.strategies.shardable import shared
 from ddp_lab.strategies.shards import local
-from ddp_lab.strategies.share import Share
 from ddp_lab.world.runtime import Runtime
 
 
@@ -151,10 +150,6 @@ class TP(Strategy):
                 f"strategy.tp={size}: {widths} are not divisible by {size}. Use a tp that divides them, or replicate those "
                 f"blocks: {plan}"
             )
-
-    def share(self, model: nn.Module, rank: int) -> Share:
-        units = {f"{path}.{name}": 0 for path in self.layers for name in ("weight", "bias")}
-        return Share(tp=self.axes["tp"], divided=units)
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)

@@ -1,4 +1,4 @@
-"""The report of a comparison: a table, the diagnoses and the predictions, as Markdown and as one HTML file."""
+"""The report of a comparison: a table and the diagnoses, as Markdown and as one HTML file."""
 
 import base64
 import html
@@ -103,14 +103,13 @@ def html_row(tag: str, row: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<{tag}{cell}' for cell in cells)}<{tag}{wide}{last}</tr>"
 
 
-def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], predicted: list[str], out: Path) -> str:
+def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], out: Path) -> str:
     """Write report.md and report.html.
 
     Args:
         table: the cells of the table, without the header.
         head: lines above the table.
         diagnosis: lines below the table.
-        predicted: lines of `predictions`; [] without GPUs.
         out: directory of the report and of plots.png.
 
     Returns:
@@ -127,7 +126,6 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], 
             *("| " + " | ".join([*row, *[""] * (len(COLUMNS) - len(row))]) + " |" for row in table),
             "",
             *(f"- {line}" for line in diagnosis),
-            *predicted,
             "",
             *(f"*{note}*\n" for note in NOTES),
             "![accuracy and speed](plots.png)",
@@ -135,7 +133,6 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], 
         ]
     )
     (out / "report.md").write_text(text)
-    below = "\n".join(predicted)
     picture = base64.b64encode((out / "plots.png").read_bytes()).decode()
     cells = "".join(html_row(tag, row) for tag, row in [("th", COLUMNS), *(("td", row) for row in table)])
     style = "body{font:15px sans-serif;margin:2em;max-width:80em}td,th{padding:.3em .8em;text-align:right}"
@@ -144,7 +141,6 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], 
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Every strategy on the same work</title><style>{style}</style>"
         f"<h1>Every strategy on the same work</h1>{''.join(f'<p>{html.escape(line)}</p>' for line in head)}"
         f"<table>{cells}</table><ul>{''.join(f'<li>{html.escape(line)}' for line in diagnosis)}</ul>"
-        f"<pre>{html.escape(below)}</pre>"
         f"{''.join(f'<p><i>{html.escape(note)}</i></p>' for note in NOTES)}"
         f"<p><img alt='accuracy and speed' src='data:image/png;base64,{picture}'></p></html>"
     )

@@ -1,22 +1,15 @@
 """The strategies that a machine can run, and one run of each by train.py."""
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.launch.command import REFUSED
-from ddp_lab.launch.sweep import quote
-from ddp_lab.launch.torchrun import world_command
-from ddp_lab.observe.metrics_file import read_epochs
-from ddp_lab.resilience.run_directory import read_json
+from ddp_lab.advise.measure import train
 
 SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
 EARLY = 5  # steps after which weights still agree up to rounding
@@ -144,29 +137,8 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     """Run train.py under one strategy and read what it wrote."""
     if entry.why_not:
         return Result(entry, [], {}, entry.why_not)
-    run_dir = out / entry.label
-    given = [
-        *overrides,
-        f"strategy={entry.name}",
-        *entry.overrides,
-        *entry.options,
-        f"runs_dir={quote(str(out))}",
-        f"name={entry.label}",
-    ]
+    given = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
     given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    start = time.perf_counter()
-    print(f"{entry.label} ...", end=" ", flush=True)
-    command = world_command(given, entry.ranks)
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"{time.perf_counter() - start:.0f} s", flush=True)
-    (run_dir if run_dir.exists() else out).joinpath(f"{entry.label}.output.txt").write_text(done.stdout)
-    if done.returncode:
-        failure = read_json(run_dir / "failure.json")
-        errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
-        reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
-        problem = reason.splitlines()[0].partition("error: ")[2] or reason
-        return Result(entry, [], {}, problem, refused=done.returncode == REFUSED)
-    records = read_epochs(run_dir / "metrics.jsonl")
-    files = {int(path.stem.removeprefix("step_")): path for path in (run_dir / "checkpoints").glob("step_*.pt")}
-    return Result(entry, records, dict(sorted(files.items())), None, read_json(run_dir / "profile" / "summary.json"))
+    done = train(given, entry.ranks, out, entry.label)
+    files = {int(path.stem.removeprefix("step_")): path for path in (out / entry.label / "checkpoints").glob("step_*.pt")}
+    return Result(entry, done.records, dict(sorted(files.items())), done.problem, done.profile, done.refused)

@@ -54,4 +54,4 @@ def test_run_does_not_resume_with_other_classes(resume, classes, difference, tmp
     write_record(run, classes)
     cfg = config(*SMALL, "name=mine", f"runs_dir={tmp_path}", f"resume={resume.format(run=run)}")
     with pytest.raises(ConfigError, match=f"{run}: was trained with other classes: {difference}"):
-        check_and_prepare(cfg, Runtime("cpu"))
+        check_and_prepare(cfg, Runtime("cpu"), lambda job: None)

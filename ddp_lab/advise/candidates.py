@@ -60,26 +60,33 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def candidates(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candidate]:
-    """Yield the strategies and meshes for a number of GPUs, simple ones first.
+def candidates(gpus: int, per_node: int, checkpointing: bool, everything: bool) -> Iterator[Candidate]:
+    """Yield the strategies for a number of GPUs, simple ones first.
 
     Args:
         gpus: number of all GPUs.
         per_node: number of GPUs of each machine.
         checkpointing: whether activations can be checkpointed by block.
+        everything: whether to include every size of an axis, and every mesh.
     """
+    saving = {"checkpoint_activations": "block"} if checkpointing else {}
     yield Candidate("single", {}, 1)
     if gpus > 1:
+        yield from (Candidate(name, {}, gpus) for name in ("ddp", "fsdp"))
+    if saving:
+        yield Candidate("fsdp", saving, gpus)
+    if gpus > 1:
+        yield from (Candidate(name, {}, gpus) for name in ("pipeline", "scratch"))
         if gpus == per_node:
-            yield from (Candidate(name, {}, 1) for name in ("dp", "split"))
-        yield from (Candidate(name, {}, gpus) for name in ("scratch", "ddp", "fsdp", "pipeline"))
-    if checkpointing:
-        yield from (Candidate("fsdp", {"checkpoint_activations": mode}, gpus) for mode in ("selective", "block"))
-    yield Candidate("fsdp", {"offload": True} | ({"checkpoint_activations": "block"} if checkpointing else {}), gpus)
-    inner = [size for size in divisors(gpus) if size > 1]
+            yield Candidate("split", {}, 1)
+    inner = [size for size in divisors(gpus) if size > 1 and (everything or size == 2)]
     yield from (Candidate("ddp_pipeline", {"pp": size}, gpus) for size in inner if size < gpus)
     yield from (Candidate("tp", {"tp": size}, gpus) for size in inner if size <= MOST_TP)
-    yield from meshes(gpus, per_node, checkpointing)
+    if everything:
+        yield from meshes(gpus, per_node, checkpointing)
+    elif gpus > 2 and gpus % 2 == 0:
+        yield from (Candidate("mesh", options, gpus) for options in ({"tp": 2}, {"pp": 2}))
+    yield Candidate("fsdp", {"offload": True} | saving, gpus)
 
 
 def with_own(found: list[Candidate], own: Candidate) -> list[Candidate]:
@@ -98,7 +105,7 @@ def with_own(found: list[Candidate], own: Candidate) -> list[Candidate]:
 
 
 def meshes(gpus: int, per_node: int, checkpointing: bool) -> Iterator[Candidate]:
-    """Yield the meshes that no other strategy is. The arguments are as above."""
+    """Yield the meshes that no other strategy is. The arguments are as in `candidates`."""
     for tp in (size for size in divisors(gpus) if size <= min(MOST_TP, per_node)):
         for pp in divisors(gpus // tp):
             dp = gpus // (tp * pp)

@@ -1,0 +1,168 @@
+"""What strategies take on the devices that are here: short runs of train.py, in alternation, and a cache of their results."""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+
+from ddp_lab.advise.advisor import Advisor, Row
+from ddp_lab.launch.command import REFUSED
+from ddp_lab.launch.sweep import quote
+from ddp_lab.launch.torchrun import world_command
+from ddp_lab.observe.metrics_file import read_epochs
+from ddp_lab.observe.profile_report import mean_split
+from ddp_lab.resilience.run_directory import read_json, write_json
+
+STEPS, EPOCHS = 16, 4  # of a run: the first epoch warms up and is profiled, the others count
+ROUNDS, SPREAD = 5, 0.05  # a strategy is measured again until its rates lie within this share of the median
+
+
+class Run(NamedTuple):
+    """The outcome of a run of train.py.
+
+    Attributes:
+        records: of the epochs, as in metrics.jsonl.
+        profile: as in summary.json; None without profile=true.
+        problem: why it did not run; None if it did.
+        refused: whether that is an error in the config.
+    """
+
+    records: list[dict[str, Any]]
+    profile: dict[str, Any] | None
+    problem: str | None = None
+    refused: bool = False
+
+    @property
+    def rates(self) -> list[float]:
+        """Samples per second of the epochs; the first, which tunes and is profiled, counts only if it is the only one."""
+        return [record["samples_per_second"] for record in self.records[1:] or self.records]
+
+
+def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, seconds: float | None = None) -> Run:
+    """Run train.py once, and read what it wrote to `out`/`name`. Progress is printed.
+
+    Args:
+        overrides: of train.py.
+        ranks: number of processes; None: without torchrun.
+        out: directory of the run directory.
+        name: of the run directory.
+        seconds: the most that the run may take.
+    """
+    run_dir, start = out / name, time.perf_counter()
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    print(f"{name} ...", end=" ", flush=True)
+    command = world_command([*overrides, f"runs_dir={quote(str(out))}", f"name={name}"], ranks)
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        print("stopped", flush=True)
+        return Run([], None, "the time limit was reached")
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    (run_dir if run_dir.exists() else out).joinpath(f"{name}.output.txt").write_text(done.stdout)
+    if done.returncode:
+        failure = read_json(run_dir / "failure.json")
+        errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
+        reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
+        problem = reason.splitlines()[0].partition("error: ")[2] or reason
+        return Run([], None, problem, refused=done.returncode == REFUSED)
+    return Run(read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json"))
+
+
+def measure(advisor: Advisor, rows: list[Row], minutes: float) -> list[str]:
+    """Measure the strategies that fit, in alternation, and return lines about those that did not run.
+
+    Args:
+        advisor: of the run.
+        rows: their `measured` is set.
+        minutes: when to stop; a strategy that has been measured once keeps its result.
+    """
+    end, shape = time.monotonic() + 60 * minutes, advisor.dataset.train.shape
+    found: dict[str, list[Run]] = {row.name: [] for row in rows if row.fits}
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(ROUNDS):
+            for row in (row for row in rows if row.name in found and not is_stable(found[row.name])):
+                left = end - time.monotonic()
+                if left <= 0:
+                    problems.append(f"stopped after {minutes:g} minutes; --minutes allows more")
+                    break
+                sizes = {"channels": shape[0], "image_size": shape[1], "num_classes": len(advisor.dataset.classes)}
+                sizes |= {"train_size": STEPS * row.images, "test_size": row.images}
+                given = ["data=synthetic", *(f"data.dataset.{key}={size}" for key, size in sizes.items())]
+                given += [override for override in advisor.common if not override.lstrip("+~").startswith("data")]
+                given += [*advisor.overrides_of_row(row), f"epochs={EPOCHS}", "profile=true", f"device={advisor.machine.kind}"]
+                ranks = row.devices if row.ranks > 1 else None
+                run = train(given, ranks, Path(folder), f"{''.join(filter(str.isalnum, row.name))}-{number}", left)
+                if run.problem:
+                    problems.append(f"{row.name} was not measured: {run.problem}")
+                    del found[row.name]
+                else:
+                    found[row.name].append(run)
+            else:
+                continue
+            break
+    for row in rows:
+        if found.get(row.name):
+            row.measured = summary(row, found[row.name], advisor.peak)
+    return problems
+
+
+def cache_of(advisor: Advisor) -> Path:
+    """Return the file of the results for this machine, run and version of torch."""
+    card = torch.cuda.get_device_name() if advisor.machine.card else f"{platform.node()} {platform.processor()}"
+    cfg = {key: value for key, value in advisor.cfg.items() if key != "strategy"}
+    key = [card, advisor.machine.gpus, torch.__version__, OmegaConf.to_yaml(OmegaConf.create(cfg))]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
+    return root / f"measured-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
+
+
+def save(advisor: Advisor, rows: list[Row]) -> None:
+    """Add what was measured to the cache."""
+    path = cache_of(advisor)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, (read_json(path) or {}) | {row.name: row.measured for row in rows if row.measured})
+
+
+def offer(advisor: Advisor, rows: list[Row]) -> list[str]:
+    """Fill in what was measured before, on the devices that are here, and return a line about it."""
+    known = read_json(cache_of(advisor)) or {}
+    for row in rows:
+        row.measured = known.get(row.name, {})
+    dates = sorted({row.measured["date"] for row in rows if row.measured})
+    return [f"images/s were measured on {', '.join(dates)}; --measure measures again"] if dates else []
+
+
+def is_stable(runs: list[Run]) -> bool:
+    """Return whether two runs or more lie close to each other."""
+    rates = [statistics.median(run.rates) for run in runs]
+    return len(rates) > 1 and max(rates) - min(rates) <= SPREAD * statistics.median(rates)
+
+
+def summary(row: Row, runs: list[Run], peak: float | None) -> dict[str, Any]:
+    """Return what the runs of a strategy found, as plain values."""
+    rate = statistics.median([each for run in runs for each in run.rates])
+    flops = sum(plan.flops for plan in row.plans) / len(row.plans)
+    profiles = [run.profile for run in runs if run.profile]
+    splits = [mean_split(profile) for profile in profiles] if peak else []
+    exposed = [split["communication"] / sum(split.values()) for split in splits]
+    return {
+        "images_per_second": rate,
+        "mfu": flops * rate / row.images / peak if peak else None,
+        "exposed": statistics.median(exposed) if exposed else None,
+        "peak": max(max(profile["peak_memory_bytes"]) for profile in profiles) if profiles and peak else None,
+        "runs": len(runs),
+        "date": str(date.today()),
+    }

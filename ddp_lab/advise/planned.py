@@ -1,0 +1,82 @@
+"""The rank of a launch that is only planned: its place among the others, a fake process group, and bf16 as on a GPU."""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from ddp_lab.world.ranks import Answer
+from ddp_lab.world.runtime import Runtime
+
+
+class PlannedRuntime(Runtime):
+    """A rank of a launch that is only planned. It answers questions by itself, and its process group sends nothing.
+
+    Args:
+        world_size: number of ranks.
+        per_node: number of ranks, or of GPUs, of each machine.
+        precision: "float32" or "bf16".
+        rank: which of the ranks it is.
+        gpus: number of GPUs that the strategies of one process may use.
+        free: free bytes of each GPU before the run, on which speed=auto depends.
+        kind: "cuda" or "cpu", for which strategies and options decide; tensors are fake ones of the CPU in any case.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        per_node: int,
+        precision: str,
+        rank: int = 0,
+        gpus: int = 1,
+        free: int = 0,
+        kind: str = "cuda",
+    ):
+        self.rank, self.world_size = rank, world_size
+        self.local_rank, self.local_world_size = rank % per_node, min(per_node, world_size)
+        self.precision, self.timeout = precision, timedelta(seconds=600)
+        self.kind = kind
+        self.devices = [torch.device(kind, index) for index in range(gpus)]
+        self.device = torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
+        self.free = free
+
+    def free_memory(self) -> int:
+        return self.free
+
+    def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
+        return decide()
+
+    def collect(self, key: str, value: str) -> list[str] | None:
+        return [value]
+
+    def open_group(self) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
+
+    @contextmanager
+    def autocast(self) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"))
+            if self.precision == "bf16" and self.kind == "cuda":
+                stack.enter_context(Float32Norms())
+            yield
+
+
+class Float32Norms(TorchFunctionMode):
+    """Lets layer normalizations and softmax compute in float32, as autocast does on CUDA and not on the CPU."""
+
+    functions = (F.layer_norm, F.group_norm, F.softmax, F.log_softmax)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.functions:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.float(), (args, kwargs))
+        return func(*args, **kwargs or {})

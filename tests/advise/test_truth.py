@@ -1,0 +1,202 @@
+"""The plan is what real runs need: the state to the byte, and the peak that torch's profiler records on four CPU ranks."""
+
+import gc
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import ADAMW, CLIPPED, ddp, ddp_pipeline, fsdp, mesh, name, pipeline, scratch, split, tp
+from cases import VIT as SMALL_VIT
+from omegaconf import DictConfig
+from torch.profiler import ProfilerActivity, profile
+from training import Case, config_of, default_dtype
+from worlds import once, run_world
+
+from ddp_lab.advise.advisor import Advisor
+from ddp_lab.advise.candidates import Candidate
+from ddp_lab.advise.machine import find_machine
+from ddp_lab.advise.plan import Planned, plan_rank
+from ddp_lab.advise.planned import PlannedRuntime
+from ddp_lab.launch.command_line import compose_config
+from ddp_lab.run.job import prepare
+from ddp_lab.run.materialize import materialize
+from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.single import Single
+from ddp_lab.world.runtime import Runtime
+
+EMA = {"ema": 0.8}
+VIT = SMALL_VIT | {"batch_size": 192, "samples": 384}  # activations that the sums of the loss are small beside
+# Convolutions of the CPU and DDP's reducer allocate memory of their own, which counts in models as small as these.
+ON_FOUR = [
+    scratch(**EMA),
+    scratch("bucketed"),
+    ddp(**VIT),
+    ddp(view=False, **VIT | ADAMW),
+    fsdp(**VIT | ADAMW | EMA),  # shards of unequal size
+    fsdp(checkpointing="block", **VIT),
+    fsdp(reshard=False, **VIT),
+    pipeline("1f1b", **VIT),
+    ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
+    tp(2, **EMA),
+    mesh(shard=None, **EMA | VIT),
+    mesh(shard=2, **VIT | ADAMW),
+    mesh(tp=4, sequence=True, **VIT),
+    mesh(pp=2, tp=2, **EMA | VIT),
+]
+SLOW = [1, 3, 6, 8, 10, 11, 12]  # second examples, by their places in the list
+ALONE = [Case(Single), Case(Single, **VIT | ADAMW | EMA)]
+
+
+class Real(NamedTuple):
+    """What a rank held when the optimizer's step began, by kind, and the most bytes that lived in a step."""
+
+    held: dict[str, int]
+    peak: int
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def receive_buffers() -> dict[int, int]:
+    """Return the bytes of what the stages of torch's pipelines receive into, by storage."""
+    found = [each.buffer for each in gc.get_objects() if type(each).__name__ == "_RecvInfo"]
+    return {buffer.untyped_storage()._cdata: buffer.nbytes for buffer in found if isinstance(buffer, torch.Tensor)}
+
+
+def measure(runtime: Runtime, case: Case) -> Real:
+    with default_dtype(case.dtype):
+        gc.collect()
+        others = receive_buffers()
+        training = materialize(job := prepare(config_of(case), runtime))
+        job.loaders["train"].set_epoch(1)
+        batch, module, gradients = next(iter(job.loaders["train"])), job.strategy.module, list[int]()
+        parameters = list(module.parameters())
+        job.strategy.train()
+        noting = training.optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(nbytes(tensor.grad for tensor in parameters if tensor.grad is not None))
+        )
+        training.step(batch)
+        noting.remove()
+        # The least of several steps, because gloo's threads free at different times.
+        peak = min(growth(lambda: training.step(batch)) for _ in range(3))
+        states = [value for state in training.optimizer.state.values() for value in state.values()]
+        held = {
+            "parameters": nbytes(parameters),
+            "gradients": gradients[0],
+            "optimizer": nbytes(value for value in states if isinstance(value, torch.Tensor)),
+            "averages": nbytes(training.ema.averages.values()) if training.ema else 0,
+            "buffers": nbytes(module.buffers()),
+        }
+    # What lives between steps: the state without gradients, the batch, the running sums of the loss, and buffers.
+    buckets = held["gradients"] if "ddp" in job.strategy.name else 0
+    buckets += sum(size for key, size in receive_buffers().items() if key not in others)
+    between = sum(held.values()) - held["gradients"] + nbytes([*batch[:2], *training.step.tally.state]) + buckets
+    return Real(held, between + peak)
+
+
+def growth(step: Callable[[], object]) -> int:
+    """Return by how much the memory grows during a step, from the profiler's records."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    records = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(records, key=lambda event: event.start_ns())))
+
+
+def measure_all(cases: list[Case]) -> dict[Case, Real]:
+    with Runtime("cpu", timeout=60) as runtime:
+        return {case: measure(runtime, case) for case in cases}
+
+
+@once
+def world(slow: bool) -> list[dict[Case, Real]]:
+    return run_world(4, measure_all, [case for place, case in enumerate(ON_FOUR) if (place in SLOW) == slow])
+
+
+def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
+    with default_dtype(case.dtype):
+        runtime = PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu")
+        job = prepare(config_of(case), PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu"))
+        return plan_rank(job.cfg, job.dataset, job.model, runtime)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name(case), marks=[pytest.mark.slow] * (i in SLOW)) for i, case in enumerate(ON_FOUR)]
+)
+def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
+    for rank in (0, 3):
+        (planned,), real = plan(case, 4, rank), world(ON_FOUR.index(case) in SLOW)[rank][case]
+        assert planned.held == real.held, f"rank {rank}"
+        assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
+
+
+@pytest.mark.parametrize("case", ALONE, ids=name)
+def test_plan_is_what_one_process_holds_and_needs(case):
+    (planned,), real = plan(case, 1, 0), measure(Runtime("cpu"), case)
+    assert planned.held == real.held
+    assert planned.allocated == pytest.approx(real.peak, rel=0.05)
+
+
+def test_split_holds_a_stage_on_each_device():
+    case = split(3, 4)
+    training = materialize(prepare(config_of(case), Runtime("cpu")))
+    held = [nbytes(stage.parameters()) for stage in training.job.strategy.stages]
+    assert [planned.held["parameters"] for planned in plan(case, 1, 0)] == held
+
+
+IMAGES = "data=synthetic data.dataset.image_size=224 data.dataset.num_classes=1000 batch_size=64 precision=bf16 speed=off"
+# torchvision's models that differ most in what they keep, and two Vision Transformers.
+ON_GPU = {
+    name: f"model=torchvision model.name={name} optimizer=sgd"
+    for name in (
+        "resnet18",
+        "resnet50",
+        "vgg16",
+        "densenet121",
+        "mobilenet_v3_large",
+        "efficientnet_b0",
+        "convnext_tiny",
+        "swin_t",
+        "regnet_y_400mf",
+        "vit_b_16",
+    )
+} | {"ViT-S/16": "model=vit_s16 optimizer=adamw", "ViT-L/16": "model=vit_l16 optimizer=adamw"}
+
+
+@pytest.mark.gpu(1)
+def test_plan_is_what_a_gpu_allocates(capsys):
+    errors = {}
+    lines = ["model                planned MiB  allocated MiB  error"]
+    for model, options in ON_GPU.items():
+        sizes = "data.dataset.train_size=64 data.dataset.test_size=64"
+        cfg = compose_config([*options.split(), *IMAGES.split(), *sizes.split()], None)
+        found = allocated(cfg)
+        advisor = Advisor([*options.split(), *IMAGES.split(), *sizes.split()], None, find_machine("1xH100"))
+        planned = advisor.plan(Candidate("single", {}, 1)).fullest.allocated
+        errors[model] = planned / found - 1
+        lines.append(f"{model:20} {planned / 2**20:11,.0f} {found / 2**20:14,.0f} {errors[model]:+6.1%}")
+    worst = sorted(errors, key=lambda name: -abs(errors[name]))[:2]
+    lines.append("worst: " + ", ".join(f"{name} {errors[name]:+.1%}" for name in worst))
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert abs(errors[worst[0]]) < 0.1, lines[-1]
+
+
+def allocated(cfg: DictConfig) -> int:
+    """Return the most bytes that torch allocates on the GPU in the third step of a run."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    with Runtime("cuda", cfg.precision) as runtime:
+        job = prepare(cfg, runtime)
+        with job.options.switches(runtime):
+            training = materialize(job)
+            job.loaders["train"].set_epoch(1)
+            job.strategy.train()
+            batch = next(iter(job.loaders["train"]))
+            for _ in range(3):
+                torch.cuda.reset_peak_memory_stats()
+                training.step(batch)
+            return torch.cuda.max_memory_allocated()
