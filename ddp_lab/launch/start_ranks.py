@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hydra.utils import get_object
 
 from ddp_lab.config.check import check
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.launch.command import PREEMPTED, REFUSED
 from ddp_lab.launch.command_line import compose_config, quote_faults, split_config_dir
 from ddp_lab.launch.parser import Parser
@@ -131,6 +131,7 @@ def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
         options: of the launch.
         arguments: of train.py.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -145,8 +146,12 @@ def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
         return report_failure(error.failures)
     except SignalException as error:
         return EXIT_CODES.get(error.sigval, 128 + error.sigval)
-    except (RendezvousError, OSError, ValueError) as error:
-        print(f"error: the ranks were not started: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+    except (DistError, RendezvousError, OSError, ValueError) as error:
+        advice = ""
+        if isinstance(error, DistError) and "EADDRINUSE" in str(error):  # torch has no class for it
+            port = options.get("master-port", "29500, the default")
+            advice = f"--master-port {port}: is in use on this machine; choose another one, the same on every machine. "
+        print(f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr)
         return 1
     return 0
 

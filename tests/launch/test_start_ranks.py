@@ -1,6 +1,7 @@
 """`ddp-lab train` as users start it: its options, and how a launch of several ranks ends."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -116,6 +117,15 @@ def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
     assert (code, errors) == (130, "")
     assert output.splitlines()[-1].startswith("interrupted at epoch ")
     assert "preempted" not in output
+
+
+def test_port_in_use_is_named_in_one_line():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        code, output = launch(f"{TWO} --master-addr localhost --master-port {port} strategy=ddp")
+    assert code == 1
+    assert output.startswith(f"error: the ranks were not started: --master-port {port}: is in use on this machine; choose ")
+    assert output.count("\n") == 1
 
 
 def test_closed_pipe_stops_the_run_with_one_line(tmp_path):
