@@ -46,13 +46,21 @@ OPTIONS = {
     "master-port": (r"\d+", "a port"),
     "local-addr": (".+", "a host"),
 }
+# Options that have no effect without one of others
+NEEDS = {
+    "rdzv-backend": ("rdzv-endpoint",),
+    "rdzv-id": ("rdzv-endpoint", "master-addr"),
+    "rdzv-conf": ("rdzv-endpoint", "master-addr"),
+    "master-port": ("master-addr",),
+    "node-rank": ("nnodes",),
+}
 
 
 def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options of the launch that are given, and the other arguments, which are for Hydra.
 
     Raises:
-        ConfigError: an option has no value, or one that is not allowed.
+        ConfigError: an option has no value, one that is not allowed, or no effect.
     """
     parser = Parser("ddp-lab train", None, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in OPTIONS:
@@ -64,6 +72,8 @@ def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         pattern, allowed = OPTIONS[name]
         if not re.fullmatch(pattern, value):
             raise ConfigError(f"--{name} {value}: must be {allowed}")
+        if name in NEEDS and not set(NEEDS[name]) & set(options):
+            raise ConfigError(f"--{name} {value}: needs --{' or --'.join(NEEDS[name])}")
     return options, others
 
 

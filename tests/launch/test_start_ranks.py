@@ -38,6 +38,11 @@ def test_options_are_found_between_overrides_in_both_spellings():
             "no-such-host.invalid cannot be resolved on ",
         ),
         ("--nproc 2 --multirun seed=1,2", "--nproc: cannot be combined with --multirun"),
+        ("--rdzv-backend foo", "--rdzv-backend foo: needs --rdzv-endpoint"),
+        ("--rdzv-id a --nproc 2", "--rdzv-id a: needs --rdzv-endpoint or --master-addr"),
+        ("--rdzv-conf timeout=3", "--rdzv-conf timeout=3: needs --rdzv-endpoint or --master-addr"),
+        ("--master-port 1234", "--master-port 1234: needs --master-addr"),
+        ("--node-rank 3", "--node-rank 3: needs --nnodes"),
         ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
     ],
 )
