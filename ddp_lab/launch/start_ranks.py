@@ -72,6 +72,8 @@ def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         pattern, allowed = OPTIONS[name]
         if not re.fullmatch(pattern, value):
             raise ConfigError(f"--{name} {value}: must be {allowed}")
+        if name in ("rdzv-endpoint", "master-port") and int(value.rpartition(":")[2]) > 65535:
+            raise ConfigError(f"--{name} {value}: a port must be at most 65535")
         if name in NEEDS and not set(NEEDS[name]) & set(options):
             raise ConfigError(f"--{name} {value}: needs --{' or --'.join(NEEDS[name])}")
     return options, others

@@ -43,6 +43,8 @@ def test_options_are_found_between_overrides_in_both_spellings():
         ("--rdzv-conf timeout=3", "--rdzv-conf timeout=3: needs --rdzv-endpoint or --master-addr"),
         ("--master-port 1234", "--master-port 1234: needs --master-addr"),
         ("--node-rank 3", "--node-rank 3: needs --nnodes"),
+        ("--rdzv-endpoint localhost:65536", "--rdzv-endpoint localhost:65536: a port must be at most 65535"),
+        ("--master-addr localhost --master-port 99999", "--master-port 99999: a port must be at most 65535"),
         ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
     ],
 )
