@@ -66,8 +66,11 @@ def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     for name in OPTIONS:
         aliases = ["--nproc-per-node", "--nproc_per_node"] if name == "nproc" else [f"--{name.replace('-', '_')}"]
         parser.add_argument(f"--{name}", *aliases, dest=name)
+    parser.add_argument("--standalone", action="store_true")  # torchrun's word for what is the default here
     known, others = parser.parse_known_args(arguments)
     options = vars(known)
+    if options.pop("standalone", False) and (given := {"rdzv-endpoint", "master-addr"} & set(options)):
+        raise ConfigError(f"--standalone: is for one machine; leave it or --{min(given)} out")
     for name, value in options.items():
         pattern, allowed = OPTIONS[name]
         if not re.fullmatch(pattern, value):
@@ -93,7 +96,10 @@ def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str,
         if close := difflib.get_close_matches(flags[0].split("=")[0].strip("-"), OPTIONS, 1):
             raise ConfigError(f"{flags[0]}: there is no such option; did you mean --{close[0]}?")
         if options:
-            raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: see ddp-lab train --help")
+            line = f"ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node={options.get('nproc', 'N')} ..."
+            sweep = flags[0] in ("-m", "--multirun")
+            advice = f"use `{line}`, which starts the ranks of each job" if sweep else "see ddp-lab train --help"
+            raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: {advice}")
         return None
     if int(options.get("nnodes", "1").split(":")[-1]) > 1 and not {"rdzv-endpoint", "master-addr"} & set(options):
         raise ConfigError(

@@ -37,7 +37,9 @@ def test_options_are_found_between_overrides_in_both_spellings():
             "--nnodes 2 --rdzv-endpoint no-such-host.invalid:1",
             "no-such-host.invalid cannot be resolved on ",
         ),
-        ("--nproc 2 --multirun seed=1,2", "--nproc: cannot be combined with --multirun"),
+        ("--nproc 2 -m seed=1,2", "-m: use `ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 ...`"),
+        ("--nproc 2 --info", "--nproc: cannot be combined with --info: see ddp-lab train --help"),
+        ("--standalone --rdzv-endpoint a:1", "--standalone: is for one machine; leave it or --rdzv-endpoint out"),
         ("--rdzv-backend foo", "--rdzv-backend foo: needs --rdzv-endpoint"),
         ("--rdzv-id a --nproc 2", "--rdzv-id a: needs --rdzv-endpoint or --master-addr"),
         ("--rdzv-conf timeout=3", "--rdzv-conf timeout=3: needs --rdzv-endpoint or --master-addr"),
@@ -58,6 +60,7 @@ def test_wrong_options_are_refused_before_ranks_are_started(line, message):
     [
         ("strategy=ddp", 8, "8"),
         ("strategy=ddp --nproc 3", 8, "3"),
+        ("strategy=ddp --standalone --nproc 2", 8, "2"),
         ("strategy=single", 8, None),
         ("strategy=ddp device=cpu", 8, None),
         ("strategy=ddp", 0, None),
