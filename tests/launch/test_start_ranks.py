@@ -177,6 +177,13 @@ def test_tasks_of_mpirun_are_refused_once(size, number, monkeypatch):
     assert (printed[0].count("\n"), printed[1]) == (1, "")
 
 
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "RANK"])
+def test_environment_variable_that_is_not_a_number_is_named(variable, monkeypatch):
+    monkeypatch.setenv(variable, "abc")
+    code, output = launch("python -m ddp_lab train epochs=1")
+    assert (code, output) == (2, f"error: {variable}=abc: this environment variable must be an integer\n")
+
+
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "0"), ("SLURM_NTASKS", "4"), ("SLURM_STEP_NUM_TASKS", "1")])
 def test_ranks_and_single_tasks_are_not_refused(variable, value, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4" if variable == "RANK" else "1")
