@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 from launches import SMALL, launch, read_heartbeat, start
@@ -191,11 +192,22 @@ def test_ranks_and_single_tasks_are_not_refused(variable, value, monkeypatch):
     refuse_tasks({})
 
 
-def test_tasks_that_start_the_ranks_of_a_machine_are_not_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    refuse_tasks({"nnodes": "2"})
-    with pytest.raises(SystemExit):
-        refuse_tasks({"nproc": "2"})
+@pytest.mark.parametrize(
+    ("nnodes", "tasks", "nodes", "refused"),
+    [
+        ("2", "2", "2", False),
+        ("1:2", "3", "3", False),  # one machine waits until another one leaves
+        ("2", "4", "2", True),
+        ("2", "2", "1", True),
+        ("1", "2", "2", True),
+        ("1:1", "2", "2", True),
+    ],
+)
+def test_one_task_on_each_machine_may_start_its_ranks(nnodes, tasks, nodes, refused, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", nodes)
+    with pytest.raises(SystemExit) if refused else nullcontext():
+        refuse_tasks({"nnodes": nnodes})
 
 
 @pytest.mark.parametrize(
