@@ -6,11 +6,11 @@ import sys
 
 COMMANDS = {
     "train": "train a model (the default: ddp-lab OVERRIDES)",
-    "evaluate": "evaluate a trained run on its test set",
+    "evaluate": "evaluate a trained run on its test or validation set",
     "predict": "predict the classes of image files with a trained run",
     "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
     "merge": "make one file of a sharded checkpoint",
-    "advise": "plan what every strategy needs, without a GPU",
+    "advise": "plan each strategy's memory and communication, or measure it (--measure)",
     "doctor": "check machines and config before a launch",
     "submit": "submit runs to Slurm or Kubernetes",
 }
