@@ -1,11 +1,13 @@
 """`ddp-lab train` as users start it: its options, and how a launch of several ranks ends."""
 
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from importlib import metadata
 
 import pytest
 from launches import SMALL, launch, read_heartbeat, start
@@ -214,13 +216,18 @@ def test_one_task_on_each_machine_may_start_its_ranks(nnodes, tasks, nodes, refu
     ("line", "code", "message"),
     [
         ("--help", 0, "doctor    check machines and config before a launch"),
+        ("help", 0, "evaluate  evaluate a trained run on its test or validation set"),
+        ("--version", 0, f"ddp_lab {metadata.version('ddp_lab')}, torch {metadata.version('torch')}\n"),
+        ("train train", 2, "error: train: overrides look like key=value: ddp-lab train --help\n"),
+        ("''", 2, "error: '': overrides look like key=value: ddp-lab train --help\n"),
+        ("evaluate", 2, "error: the following arguments are required: run; see ddp-lab evaluate --help\n"),
         ("evalute runs/x", 2, "error: evalute: there is no such command. Did you mean evaluate? allowed: train, evaluate, "),
         ("submit sge", 2, "error: ddp-lab submit: must be followed by slurm or kubernetes, got sge"),
         ("~model", 2, "error: "),
     ],
 )
 def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["ddp-lab", *line.split()])
+    monkeypatch.setattr(sys, "argv", ["ddp-lab", *shlex.split(line)])
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         dispatcher.main()
