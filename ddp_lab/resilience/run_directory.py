@@ -119,7 +119,7 @@ def find_launch(root: Path, launch: str) -> str | None:
         launch: `Runtime.launch`. One identifier in common is enough: nodes may have left the launch, or joined it.
     """
     found = []
-    for folder in root.iterdir():
+    for folder in root.glob("*"):  # none if there is no root yet
         file = folder / LAUNCH_FILE
         # A file that is missing, has just been removed, or is another user's is not this launch's.
         with suppress(OSError):
