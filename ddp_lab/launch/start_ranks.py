@@ -167,8 +167,9 @@ def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
     except (DistError, RendezvousError, OSError, ValueError) as error:
         advice = ""
         if isinstance(error, DistError) and "EADDRINUSE" in str(error):  # torch has no class for it
-            port = options.get("master-port", "29500, the default")
-            advice = f"--master-port {port}: is in use on this machine; choose another one, the same on every machine. "
+            given = [f"--{name} {options[name]}" for name in ("rdzv-endpoint", "master-port") if name in options]
+            port = given[0] if given else "--master-port 29500, the default"
+            advice = f"{port}: is in use on this machine; choose another port, the same on every machine. "
         print(f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr)
         return 1
     return 0
