@@ -34,8 +34,8 @@ def refuse_tasks(options: Mapping[str, str]) -> None:
             if env_int(number, 0) == 0:
                 line = f"ddp-lab train --nproc {tasks} OVERRIDES"
                 print(
-                    f"error: {program} started {tasks} tasks ({variable}={tasks}), which are not ranks: each would train a run or "
-                    f"start ranks of its own. On one machine start one task: `{line}`. On several, start one task on each: "
+                    f"error: {program} started {tasks} tasks ({variable}={tasks}), which are not ranks: each would train a run "
+                    f"or start ranks of its own. On one machine start one task: `{line}`. On several, start one task on each: "
                     "`ddp-lab train --nproc N --nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`",
                     file=sys.stderr,
                 )

@@ -118,12 +118,13 @@ def find_launch(root: Path, launch: str) -> str | None:
         root: the config's `runs_dir`.
         launch: `Runtime.launch`. One identifier in common is enough: nodes may have left the launch, or joined it.
     """
+    agents = set(launch.splitlines())
     found: list[tuple[float, str]] = []
     for folder in root.glob("*"):  # none if there is no root yet
         file = folder / LAUNCH_FILE
         # A file that is missing, has just been removed, or is another user's is not this launch's.
         with suppress(OSError):
-            if set(launch.splitlines()) & set(file.read_text().splitlines()):
+            if agents & set(file.read_text().splitlines()):
                 found.append((file.stat().st_mtime, folder.name))
     return max(found)[1] if found else None
 
