@@ -2,25 +2,29 @@
 
 import difflib
 import importlib
+import importlib.metadata
 import sys
 
 COMMANDS = {
     "train": "train a model (the default: ddp-lab OVERRIDES)",
-    "evaluate": "evaluate a trained run on its test set",
+    "evaluate": "evaluate a trained run on its test or validation set",
     "predict": "predict the classes of image files with a trained run",
     "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
     "merge": "make one file of a sharded checkpoint",
-    "advise": "plan what every strategy needs, without a GPU",
+    "advise": "plan each strategy's memory and communication, or measure it (--measure)",
     "doctor": "check machines and config before a launch",
     "submit": "submit runs to Slurm or Kubernetes",
 }
+HELP = ("-h", "--help", "help")
 
 
 def main() -> None:
     command, *arguments = sys.argv[1:] if is_command(sys.argv[1:2]) else ["train", *sys.argv[1:]]
-    if command in ("-h", "--help"):
+    if command in HELP:
         print("usage: ddp-lab COMMAND ...\n", *(f"  {name:<10}{text}" for name, text in COMMANDS.items()), sep="\n")
         print("\n`ddp-lab COMMAND --help` describes a command. `python -m ddp_lab` is the same as `ddp-lab`.")
+    elif command == "--version":
+        print(", ".join(map(version, ("ddp_lab", "torch"))))
     elif command not in COMMANDS:
         close = [f" Did you mean {name}?" for name in difflib.get_close_matches(command, COMMANDS, 1)]
         allowed = f"allowed: {', '.join(COMMANDS)}, or overrides such as epochs=3"
@@ -36,7 +40,15 @@ def main() -> None:
 
 def is_command(first: list[str]) -> bool:
     """Whether the first argument, if there is one, is neither an override nor an option of `train`."""
-    return bool(first) and (first[0] in ("-h", "--help") or ("=" not in first[0] and first[0][:1] not in "-+~"))
+    return bool(first) and (first[0] in (*HELP, "--version") or ("=" not in first[0] and first[0][:1] not in "-+~"))
+
+
+def version(package: str) -> str:
+    """Return the name and the version of an installed package; a clone of ddp_lab need not be installed."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} (not installed)"
 
 
 if __name__ == "__main__":

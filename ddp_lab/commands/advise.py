@@ -23,7 +23,7 @@ from ddp_lab.world.process import env_int
 
 def arguments() -> argparse.Namespace:
     parser = Parser("ddp-lab advise", __doc__)
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
+    parser.add_overrides("Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
     parser.add_argument("--gpus", default="here", metavar="NxCARD|here", help="GPUs of each machine, for example 2xH100")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     parser.add_argument("--link", type=float, metavar="GB/s", help="what a GPU sends to another machine; default: 50")

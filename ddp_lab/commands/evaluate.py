@@ -22,7 +22,7 @@ from ddp_lab.world.process import env_int
 def arguments() -> argparse.Namespace:
     parser = Parser("ddp-lab evaluate", __doc__)
     parser.add_run()
-    parser.add_argument("overrides", nargs="*", help="split=val or test; Hydra overrides of the run's config, as strategy=ddp")
+    parser.add_overrides("split=val or test; Hydra overrides of the run's config, as strategy=ddp")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to this file, too")
     return parser.parse_intermixed_args()
 

@@ -95,7 +95,9 @@ def explain_unreadable(override: str, reason: str) -> str:
         override: of the command line.
         reason: the parser's.
     """
-    key, _, value = override.partition("=")
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{override or repr('')}: overrides look like key=value: ddp-lab train --help"
     if value and value[0] not in "[{'\"":
         advised = shlex.quote(f"{key}=" + quote(value, mark='"'))
         return f"{override}: Hydra cannot read this value. Put it in quotes, within those of the shell: {advised}"

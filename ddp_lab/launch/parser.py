@@ -31,5 +31,9 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
 
+    def add_overrides(self, help: str) -> None:
+        """Add any number of overrides. Without the default, argparse would name them among the required arguments."""
+        self.add_argument("overrides", nargs="*", default=[], help=help)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

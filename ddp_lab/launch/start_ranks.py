@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hydra.utils import get_object
 
 from ddp_lab.config.check import check
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.launch.command import PREEMPTED, REFUSED
 from ddp_lab.launch.command_line import compose_config, quote_faults, split_config_dir
 from ddp_lab.launch.parser import Parser
@@ -46,24 +46,39 @@ OPTIONS = {
     "master-port": (r"\d+", "a port"),
     "local-addr": (".+", "a host"),
 }
+# Options that have no effect without one of others
+NEEDS = {
+    "rdzv-backend": ("rdzv-endpoint",),
+    "rdzv-id": ("rdzv-endpoint", "master-addr"),
+    "rdzv-conf": ("rdzv-endpoint", "master-addr"),
+    "master-port": ("master-addr",),
+    "node-rank": ("nnodes",),
+}
 
 
 def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options of the launch that are given, and the other arguments, which are for Hydra.
 
     Raises:
-        ConfigError: an option has no value, or one that is not allowed.
+        ConfigError: an option has no value, one that is not allowed, or no effect.
     """
     parser = Parser("ddp-lab train", None, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in OPTIONS:
         aliases = ["--nproc-per-node", "--nproc_per_node"] if name == "nproc" else [f"--{name.replace('-', '_')}"]
         parser.add_argument(f"--{name}", *aliases, dest=name)
+    parser.add_argument("--standalone", action="store_true")  # torchrun's word for what is the default here
     known, others = parser.parse_known_args(arguments)
     options = vars(known)
+    if options.pop("standalone", False) and (given := {"rdzv-endpoint", "master-addr"} & set(options)):
+        raise ConfigError(f"--standalone: is for one machine; leave it or --{min(given)} out")
     for name, value in options.items():
         pattern, allowed = OPTIONS[name]
         if not re.fullmatch(pattern, value):
             raise ConfigError(f"--{name} {value}: must be {allowed}")
+        if name in ("rdzv-endpoint", "master-port") and int(value.rpartition(":")[2]) > 65535:
+            raise ConfigError(f"--{name} {value}: a port must be at most 65535")
+        if name in NEEDS and not set(NEEDS[name]) & set(options):
+            raise ConfigError(f"--{name} {value}: needs --{' or --'.join(NEEDS[name])}")
     return options, others
 
 
@@ -81,7 +96,10 @@ def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str,
         if close := difflib.get_close_matches(flags[0].split("=")[0].strip("-"), OPTIONS, 1):
             raise ConfigError(f"{flags[0]}: there is no such option; did you mean --{close[0]}?")
         if options:
-            raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: see ddp-lab train --help")
+            line = f"ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node={options.get('nproc', 'N')} ..."
+            sweep = flags[0] in ("-m", "--multirun")
+            advice = f"use `{line}`, which starts the ranks of each job" if sweep else "see ddp-lab train --help"
+            raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: {advice}")
         return None
     if int(options.get("nnodes", "1").split(":")[-1]) > 1 and not {"rdzv-endpoint", "master-addr"} & set(options):
         raise ConfigError(
@@ -131,6 +149,7 @@ def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
         options: of the launch.
         arguments: of train.py.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -145,8 +164,13 @@ def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
         return report_failure(error.failures)
     except SignalException as error:
         return EXIT_CODES.get(error.sigval, 128 + error.sigval)
-    except (RendezvousError, OSError, ValueError) as error:
-        print(f"error: the ranks were not started: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+    except (DistError, RendezvousError, OSError, ValueError) as error:
+        advice = ""
+        if isinstance(error, DistError) and "EADDRINUSE" in str(error):  # torch has no class for it
+            given = [f"--{name} {options[name]}" for name in ("rdzv-endpoint", "master-port") if name in options]
+            port = given[0] if given else "--master-port 29500, the default"
+            advice = f"{port}: is in use on this machine; choose another port, the same on every machine. "
+        print(f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr)
         return 1
     return 0
 

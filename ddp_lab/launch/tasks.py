@@ -1,4 +1,4 @@
-"""Several tasks of srun or mpirun that are not ranks: each would train a run of its own, all in one place."""
+"""Several tasks of srun or mpirun that are not ranks: each would train a run or start ranks of its own, all in one place."""
 
 import os
 import sys
@@ -24,15 +24,18 @@ def refuse_tasks(options: Mapping[str, str]) -> None:
     Raises:
         SystemExit: It is, with exit code 2. The first task reports it.
     """
-    if "RANK" in os.environ or options.get("nnodes", "1") != "1":
+    if "RANK" in os.environ:
         return
+    several = options.get("nnodes", "1").split(":")[-1] != "1"  # machines
     for variable, (program, number) in TASKS.items():
-        if (tasks := env_int(variable, 1)) > 1:
+        tasks = env_int(variable, 1)
+        allowed = env_int("SLURM_STEP_NUM_NODES", tasks) if program == "srun" else tasks
+        if tasks > (allowed if several else 1):
             if env_int(number, 0) == 0:
                 line = f"ddp-lab train --nproc {tasks} OVERRIDES"
                 print(
                     f"error: {program} started {tasks} tasks ({variable}={tasks}), which are not ranks: each would train a run "
-                    f"of its own. On one machine start one task: `{line}`. On several, start one task on each: "
+                    f"or start ranks of its own. On one machine start one task: `{line}`. On several, start one task on each: "
                     "`ddp-lab train --nproc N --nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`",
                     file=sys.stderr,
                 )

@@ -10,7 +10,7 @@ from ddp_lab.world.runtime import Runtime
 BEAT = 0.5  # seconds between two looks
 FROZEN = 6  # looks without a heartbeat after which the next rank of the node leads it
 
-KILLED = "exited without reporting an error: killed, crashed or left early (the launcher prints its exit code)"
+KILLED = "exited without reporting an error: killed, crashed or left early"
 GONE = f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its processes are killed or suspended"
 Found = tuple[Heartbeat, str]  # the rank that failed, and what happened to it
 

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -118,8 +119,14 @@ def find_launch(root: Path, launch: str) -> str | None:
         launch: `Runtime.launch`. One identifier in common is enough: nodes may have left the launch, or joined it.
     """
     agents = set(launch.splitlines())
-    files = sorted(root.glob(f"*/{LAUNCH_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((file.parent.name for file in files if agents & set(file.read_text().splitlines())), None)
+    found: list[tuple[float, str]] = []
+    for folder in root.glob("*"):  # none if there is no root yet
+        file = folder / LAUNCH_FILE
+        # A file that is missing, has just been removed, or is another user's is not this launch's.
+        with suppress(OSError):
+            if agents & set(file.read_text().splitlines()):
+                found.append((file.stat().st_mtime, folder.name))
+    return max(found)[1] if found else None
 
 
 def make_unused(root: Path, label: str) -> str:

@@ -151,7 +151,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, mesh, pipeline, "
     "scratch, single, split, tp\n",
     "group=magic": "group=magic: there is no such key",
-    "batch_size": "missing EQUAL",
+    "batch_size": "batch_size: overrides look like key=value",
     "batch_size=": "batch_size=: must be an integer of at least 1",
     "batch_size=many": "batch_size=many: must be an integer of at least 1",
     "batch_size=0": "batch_size=0: must be an integer of at least 1",

@@ -1,9 +1,13 @@
 """`ddp-lab train` as users start it: its options, and how a launch of several ranks ends."""
 
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from importlib import metadata
 
 import pytest
 from launches import SMALL, launch, read_heartbeat, start
@@ -36,7 +40,16 @@ def test_options_are_found_between_overrides_in_both_spellings():
             "--nnodes 2 --rdzv-endpoint no-such-host.invalid:1",
             "no-such-host.invalid cannot be resolved on ",
         ),
-        ("--nproc 2 --multirun seed=1,2", "--nproc: cannot be combined with --multirun"),
+        ("--nproc 2 -m seed=1,2", "-m: use `ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 ...`"),
+        ("--nproc 2 --info", "--nproc: cannot be combined with --info: see ddp-lab train --help"),
+        ("--standalone --rdzv-endpoint a:1", "--standalone: is for one machine; leave it or --rdzv-endpoint out"),
+        ("--rdzv-backend foo", "--rdzv-backend foo: needs --rdzv-endpoint"),
+        ("--rdzv-id a --nproc 2", "--rdzv-id a: needs --rdzv-endpoint or --master-addr"),
+        ("--rdzv-conf timeout=3", "--rdzv-conf timeout=3: needs --rdzv-endpoint or --master-addr"),
+        ("--master-port 1234", "--master-port 1234: needs --master-addr"),
+        ("--node-rank 3", "--node-rank 3: needs --nnodes"),
+        ("--rdzv-endpoint localhost:65536", "--rdzv-endpoint localhost:65536: a port must be at most 65535"),
+        ("--master-addr localhost --master-port 99999", "--master-port 99999: a port must be at most 65535"),
         ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
     ],
 )
@@ -50,6 +63,7 @@ def test_wrong_options_are_refused_before_ranks_are_started(line, message):
     [
         ("strategy=ddp", 8, "8"),
         ("strategy=ddp --nproc 3", 8, "3"),
+        ("strategy=ddp --standalone --nproc 2", 8, "2"),
         ("strategy=single", 8, None),
         ("strategy=ddp device=cpu", 8, None),
         ("strategy=ddp", 0, None),
@@ -118,6 +132,15 @@ def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
     assert "preempted" not in output
 
 
+def test_port_in_use_is_named_in_one_line():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        code, output = launch(f"{TWO} --master-addr localhost --master-port {port} strategy=ddp")
+    assert code == 1
+    assert output.startswith(f"error: the ranks were not started: --master-port {port}: is in use on this machine; choose ")
+    assert output.count("\n") == 1
+
+
 def test_closed_pipe_stops_the_run_with_one_line(tmp_path):
     """`train.py | head -1`."""
     process = start("python train.py", *SMALL, "epochs=100000", f"runs_dir={tmp_path}/runs", stderr=subprocess.PIPE)
@@ -157,6 +180,13 @@ def test_tasks_of_mpirun_are_refused_once(size, number, monkeypatch):
     assert (printed[0].count("\n"), printed[1]) == (1, "")
 
 
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "RANK"])
+def test_environment_variable_that_is_not_a_number_is_named(variable, monkeypatch):
+    monkeypatch.setenv(variable, "abc")
+    code, output = launch("python -m ddp_lab train epochs=1")
+    assert (code, output) == (2, f"error: {variable}=abc: this environment variable must be an integer\n")
+
+
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "0"), ("SLURM_NTASKS", "4"), ("SLURM_STEP_NUM_TASKS", "1")])
 def test_ranks_and_single_tasks_are_not_refused(variable, value, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4" if variable == "RANK" else "1")
@@ -164,24 +194,40 @@ def test_ranks_and_single_tasks_are_not_refused(variable, value, monkeypatch):
     refuse_tasks({})
 
 
-def test_tasks_that_start_the_ranks_of_a_machine_are_not_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    refuse_tasks({"nnodes": "2"})
-    with pytest.raises(SystemExit):
-        refuse_tasks({"nproc": "2"})
+@pytest.mark.parametrize(
+    ("nnodes", "tasks", "nodes", "refused"),
+    [
+        ("2", "2", "2", False),
+        ("1:2", "3", "3", False),  # one machine waits until another one leaves
+        ("2", "4", "2", True),
+        ("2", "2", "1", True),
+        ("1", "2", "2", True),
+        ("1:1", "2", "2", True),
+    ],
+)
+def test_one_task_on_each_machine_may_start_its_ranks(nnodes, tasks, nodes, refused, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", nodes)
+    with pytest.raises(SystemExit) if refused else nullcontext():
+        refuse_tasks({"nnodes": nnodes})
 
 
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
         ("--help", 0, "doctor    check machines and config before a launch"),
+        ("help", 0, "evaluate  evaluate a trained run on its test or validation set"),
+        ("--version", 0, f"ddp_lab {metadata.version('ddp_lab')}, torch {metadata.version('torch')}\n"),
+        ("train train", 2, "error: train: overrides look like key=value: ddp-lab train --help\n"),
+        ("''", 2, "error: '': overrides look like key=value: ddp-lab train --help\n"),
+        ("evaluate", 2, "error: the following arguments are required: run; see ddp-lab evaluate --help\n"),
         ("evalute runs/x", 2, "error: evalute: there is no such command. Did you mean evaluate? allowed: train, evaluate, "),
         ("submit sge", 2, "error: ddp-lab submit: must be followed by slurm or kubernetes, got sge"),
         ("~model", 2, "error: "),
     ],
 )
 def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["ddp-lab", *line.split()])
+    monkeypatch.setattr(sys, "argv", ["ddp-lab", *shlex.split(line)])
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         dispatcher.main()

@@ -86,8 +86,10 @@ def test_find_launch_returns_the_directory_of_this_launch_alone(tmp_path):
     for name, launch in (("one", "host-1-10"), ("two", "host-2-20")):
         (tmp_path / name).mkdir()
         (tmp_path / name / LAUNCH_FILE).write_text(launch)
+    (tmp_path / "unreadable" / LAUNCH_FILE).mkdir(parents=True)  # for root, too, whom permissions do not stop
     found = [find_launch(tmp_path, launch) for launch in ("host-1-10", "host-2-20", "host-3-30")]
     assert found == ["one", "two", None]
+    assert find_launch(tmp_path / "none-yet", "host-1-10") is None
 
 
 def fail_to_agree() -> str:
