@@ -200,4 +200,7 @@ def test_objective_is_the_best_validation_metric_or_the_last_test_accuracy(choic
     assert objective(write_rows(tmp_path / "metrics.jsonl", ROWS), choice)[1] == value
     tested = [{"epoch": n, "test_accuracy": found} for n, found in ((1, 0.9), (2, 0.2))]
     assert objective(write_rows(tmp_path / "tested.jsonl", tested), "auto") == ("test_accuracy", 0.2)
+    diverged = [{"epoch": n, "val_loss": found} for n, found in ((1, float("nan")), (2, 3.0), (3, float("nan")))]
+    assert objective(write_rows(tmp_path / "diverged.jsonl", diverged), "auto") == ("val_loss", 3.0)
+    assert objective(write_rows(tmp_path / "lost.jsonl", diverged[:1]), "auto") == ("val_loss", None)
     assert objective(tmp_path / "missing.jsonl", "auto") == ("test_accuracy", None)

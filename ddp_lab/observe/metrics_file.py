@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,12 +73,12 @@ def objective(metrics: Path, choice: str) -> tuple[str, float | None]:
         choice: the config's `optimize`.
 
     Returns:
-        The value is None if it was not recorded.
+        The value is None if no finite one was recorded.
     """
     rows = read_epochs(metrics)
     if choice == "auto":
         choice = "val_loss" if rows and "val_loss" in rows[-1] else "test_accuracy"
-    values = [row[choice] for row in rows if row.get(choice) is not None]
+    values = [row[choice] for row in rows if row.get(choice) is not None and math.isfinite(row[choice])]
     if not values or choice.startswith("test"):
         return choice, values[-1] if values else None
     return choice, min(values) if choice == "val_loss" else max(values)
