@@ -61,6 +61,8 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], objec
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
+    if job.dataset.val is not None:
+        log.info(job.dataset.describe_sets())
     if runtime.rank == 0 and (text := job.plan.warning()):
         log.warning(text)
     for note in job.notes:
@@ -92,7 +94,7 @@ def train_guarded(
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            record_data(run_dir.path, job.dataset)  # a run of an older version does not have it
+            record_data(run_dir.path, job.dataset, job.may_have_seen)  # a run of an older version does not have it
         log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
         return watchdog.end("finished", progress)
 
@@ -161,7 +163,7 @@ def open_logger(job: Job, run_dir: Path, progress: Progress, choices: Mapping[st
     """Write config.yaml and data.json to the run directory and return the logger of rank 0."""
     cfg, plan = job.cfg, job.plan
     (run_dir / "config.yaml").write_text(to_record(cfg))
-    record_data(run_dir, job.dataset)
+    record_data(run_dir, job.dataset, job.may_have_seen)
     return FileLogger(
         run_dir,
         start_epoch=progress.epoch,
