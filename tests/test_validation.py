@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.resilience.checkpoint_files import write_atomically
+from ddp_lab.resilience.checkpoint_folder import result_in
 from ddp_lab.run.checks import check_and_prepare
 from ddp_lab.run.recorded_config import read_config
-from ddp_lab.run.trained import find_checkpoint, is_chosen
+from ddp_lab.run.trained import find_checkpoint
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -117,6 +119,21 @@ def test_commands_use_the_best_weights_and_name_their_file(chosen, command, tmp_
     assert "its weights may have been trained on samples that now validate them" in caplog.text
 
 
+@pytest.mark.parametrize("criterion", ["null", "val_loss"])
+def test_result_of_the_log_is_that_of_the_commands(criterion, chosen, tmp_path):
+    """A launch with nothing to do tells it, too, by the criterion that it was given."""
+    shutil.copytree(chosen, tmp_path / "mine")
+    run_world(1, main_in_world, *RUN, "strategy=single", f"runs_dir={tmp_path}", f"checkpoint.best={criterion}")
+    *_, before, line = (tmp_path / "mine" / "train.log").read_text().splitlines()
+    assert "nothing to do: " in before
+    row, which = (read_metrics(chosen)[-1], "last") if criterion == "null" else (best_row(chosen), "best val_loss")
+    assert (
+        f"result: epoch {row['epoch']} ({which}), val loss {row['val_loss']:.4f} accuracy {row['val_accuracy']:.4f} | test"
+        in line
+    )
+    assert line.endswith(f"({find_checkpoint(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
+
+
 def test_evaluate_refuses_a_set_that_does_not_exist(chosen, command):
     code, _, errors = command(evaluate.main, chosen, "strategy=single", "split=train")
     assert code == 2
@@ -178,7 +195,7 @@ def test_older_run_resumes_with_a_best_of_its_own_and_is_evaluated(chosen, tmp_p
     assert rows[-1]["val_loss"] == read_metrics(chosen)[-1]["val_loss"]
     progress = torch.load(old / "checkpoints" / "step_00000020.pt", weights_only=True)["progress"]
     assert progress["best"]["val_loss"] == rows[-1]["val_loss"]
-    assert is_chosen(str(old / "checkpoints" / "best.pt"))
+    assert result_in(old / "checkpoints", "val_loss") is not None
     assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("best.pt")
     # What was trained on before is unknown, in the log of this resume and from then on.
     seen = "so its weights may have been trained on samples that now validate them"

@@ -32,8 +32,8 @@ def find_images(root: Path) -> list[str]:
     for entry in sorted(entry.name for entry in root.iterdir() if entry.is_dir()):
         if entry not in SETS and (meant := [name for name, others in MEANT.items() if entry.lower() in others]):
             raise NodeError(
-                f"data.root={root}: the folder {entry} would not be used; it must be called {meant[0]}. Rename it to {meant[0]}, "
-                "or move it to another directory"
+                f"data.root={root}: the folder {entry} would not be used; it must be called {meant[0]}. Rename it to "
+                f"{meant[0]}, or move it to another directory"
             )
     found = {name: find_set(root, name) for name in SETS if (root / name).is_dir()}
     if empty := [name for name, classes in found.items() if not any(classes.values())]:

@@ -93,6 +93,19 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
     return " | ".join(parts)
 
 
+def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: Path, speed: str = "") -> str:
+    """Return the line about the result of a run.
+
+    Args:
+        metrics: the file.
+        epoch, criterion, weights: as in `Logger.summary`.
+        speed: what follows the metrics.
+    """
+    row = next((row for row in read_epochs(metrics) if row["epoch"] == epoch), {})
+    which = f"best {criterion}" if criterion else "last"
+    return f"result: epoch {epoch} ({which}), {describe_metrics(row, SETS[1:]) or 'no metrics'}{speed} ({weights})"
+
+
 def draw_metrics(metrics: Path, picture: Path) -> None:
     """Draw the losses and accuracies of metrics.jsonl by epoch. Draw nothing if there is no record."""
     records = read_epochs(metrics)

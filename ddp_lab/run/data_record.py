@@ -7,6 +7,7 @@ from pathlib import Path
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.samples import Dataset
 from ddp_lab.resilience.run_directory import read_json, write_json
+from ddp_lab.training.progress import Criterion
 
 DATA = "data.json"
 
@@ -23,6 +24,7 @@ class DataRecord:
             ddp_lab that trained did not record it.
         may_have_seen: whether the weights may have been trained on samples of the validation set: the run began with a version
             that did not record what was held out.
+        criterion: the metric of the validation set by which the best checkpoint is chosen; None: the last one is the result.
     """
 
     shape: dict[str, int]
@@ -30,11 +32,12 @@ class DataRecord:
     digest: str = ""
     held_out: str | None = None
     may_have_seen: bool = False
+    criterion: Criterion | None = "val_loss"
 
 
-def record_data(folder: Path, dataset: Dataset, may_have_seen: bool) -> None:
-    """Write data.json to a run directory. `may_have_seen` is as in `DataRecord`."""
-    record = DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, may_have_seen)
+def record_data(folder: Path, dataset: Dataset, may_have_seen: bool, criterion: Criterion | None) -> None:
+    """Write data.json to a run directory. `may_have_seen` and `criterion` are as in `DataRecord`."""
+    record = DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, may_have_seen, criterion)
     write_json(folder / DATA, asdict(record))
 
 
