@@ -124,11 +124,7 @@ def correct_best(folder: Path, source: Path, is_best: bool, step: int) -> None:
 
 
 def progress_in(path: Path) -> Progress:
-    """Return the position in a checkpoint of one file that is valid, or in a sharded one.
-
-    Raises:
-        ConfigError: the sharded checkpoint is damaged.
-    """
+    """Return the position in a valid checkpoint. Raises a ConfigError if a sharded one is damaged."""
     if is_sharded(path):
         return Progress.of(ShardedCheckpoint(str(path), key="--checkpoint ").state["progress"])
     return Progress.of(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
