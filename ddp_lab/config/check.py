@@ -46,7 +46,7 @@ def refuse_test_as_criterion(values: dict[str, Any]) -> None:
     for key, value in (("checkpoint.best", best), ("optimize", optimize)):
         if value == "test_loss" or (value, key) == ("test_accuracy", "checkpoint.best"):
             raise ConfigError(
-                f"{key}={value}: the test set chooses nothing. Use {key}={value.replace('test', 'val')} with a validation set: "
+                f"{key}={value}: the test set chooses nothing. Use {key}=val{str(value)[4:]} with a validation set: "
                 "data.val_fraction=0.1, or with data=folder a folder val/"
             )
 
