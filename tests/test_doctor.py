@@ -259,6 +259,7 @@ def test_free_disk_space_decides_between_ok_warning_and_error(tmp_path):
         first, _ = run_world(2, with_free_bytes, free, doctor_in_world, line)
         found = finding(first[1], "free disk")
         assert found.startswith(f"{level} "), found
+        assert "checkpoint.keep=2 of them and the one" in found, "without a validation set there is no best one"
         assert (first[0] == 2) == (level == "error")
         assert ("Free some space, use another runs_dir, or lower checkpoint.keep" in found) == (level != "ok")
 

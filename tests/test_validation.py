@@ -1,18 +1,21 @@
 """The validation set: who is in it, what it chooses, and that the test set chooses nothing."""
 
 import json
+import re
+import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from configs import config
-from launches import ROOT, SMALL, main_in_world, read_metrics
+from launches import ROOT, SMALL, main_in_world, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, predict
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.record import to_record
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.datasets import Synthetic
@@ -21,8 +24,10 @@ from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.resilience.checkpoint_files import write_atomically
+from ddp_lab.resilience.checkpoint_folder import result_in
+from ddp_lab.run.checks import check_and_prepare
 from ddp_lab.run.recorded_config import read_config
-from ddp_lab.run.trained import find_checkpoint, is_chosen
+from ddp_lab.run.trained import find_checkpoint
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -110,14 +115,61 @@ def test_commands_use_the_best_weights_and_name_their_file(chosen, command, tmp_
     assert last.startswith(f"{chosen}/checkpoints/step_00000020.pt, epoch 4: ")
     assert not caplog.text
     run(evaluate.main, "strategy=single", "split=val", "data.val_seed=1")
-    assert "data.val_seed=1: " in caplog.text
-    assert "its weights may have been trained on images that now validate them" in caplog.text
+    assert "data.val_seed=1 of 125 samples: " in caplog.text
+    assert "its weights may have been trained on samples that now validate them" in caplog.text
+
+
+@pytest.mark.parametrize("criterion", ["null", "val_loss"])
+def test_result_of_the_log_is_that_of_the_commands(criterion, chosen, tmp_path):
+    """A launch with nothing to do tells it, too, by the criterion that it was given."""
+    shutil.copytree(chosen, tmp_path / "mine")
+    run_world(1, main_in_world, *RUN, "strategy=single", f"runs_dir={tmp_path}", f"checkpoint.best={criterion}")
+    *_, before, line = (tmp_path / "mine" / "train.log").read_text().splitlines()
+    assert "nothing to do: " in before
+    row, which = (read_metrics(chosen)[-1], "last") if criterion == "null" else (best_row(chosen), "best val_loss")
+    assert (
+        f"result: epoch {row['epoch']} ({which}), val loss {row['val_loss']:.4f} accuracy {row['val_accuracy']:.4f} | test"
+        in line
+    )
+    assert line.endswith(f"({find_checkpoint(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
 
 
 def test_evaluate_refuses_a_set_that_does_not_exist(chosen, command):
     code, _, errors = command(evaluate.main, chosen, "strategy=single", "split=train")
     assert code == 2
     assert "split=train: must be val or test" in errors
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("data.val_fraction=0", "data.val_fraction=0: "),
+        ("data.val_fraction=0.3", "data.val_fraction=0.3 data.val_seed=0 of 125 samples: "),
+        ("data.val_seed=1", "data.val_fraction=0.2 data.val_seed=1 of 125 samples: "),
+        ("data.dataset.train_size=150", "data.val_fraction=0.2 data.val_seed=0 of 150 samples: "),
+    ],
+)
+def test_resume_that_holds_out_other_samples_is_refused(given, shown, chosen):
+    """The best checkpoint would be chosen by samples that were trained on."""
+    cfg = config(*RUN, "strategy=single", f"runs_dir={chosen.parent}", given)
+    recorded = f"{chosen} was trained with data.val_fraction=0.2 data.val_seed=0 of 125 samples, and a run cannot be resumed"
+    with pytest.raises(ConfigError, match=re.escape(f"{shown}{recorded} with another validation set. Use the recorded values")):
+        check_and_prepare(cfg, Runtime("cpu"), lambda job: None)
+
+
+def test_refused_resume_exits_with_code_2_and_leaves_the_record(chosen):
+    before = (chosen / "data.json").read_text()
+    (told, silent) = run_world(2, refusal_in_world, " ".join([*RUN, f"runs_dir={chosen.parent}", "data.val_fraction=0.3"]))
+    assert (told[0], silent) == (2, (2, ""))
+    assert told[1].startswith("error: data.val_fraction=0.3 data.val_seed=0 of 125 samples: ")
+    assert (chosen / "data.json").read_text() == before
+
+
+def test_log_begins_with_the_sizes_of_the_sets(chosen):
+    line = (
+        "training on 100 samples, validating on 25 held out by data.val_fraction=0.2 data.val_seed=0 of 125 samples, testing on"
+    )
+    assert (chosen / "train.log").read_text().count(line) == 1
 
 
 def as_before(state: dict, loss: float) -> dict:
@@ -127,7 +179,7 @@ def as_before(state: dict, loss: float) -> dict:
     return state | {"progress": progress | best}
 
 
-def test_older_run_resumes_with_a_best_of_its_own_and_is_evaluated(chosen, tmp_path):
+def test_older_run_resumes_with_a_best_of_its_own_and_is_evaluated(chosen, tmp_path, command, caplog):
     """Its best.pt was chosen by the test set, so it is not used, and its patience begins anew."""
     old = tmp_path / "mine"
     (old / "checkpoints").mkdir(parents=True)
@@ -143,8 +195,15 @@ def test_older_run_resumes_with_a_best_of_its_own_and_is_evaluated(chosen, tmp_p
     assert rows[-1]["val_loss"] == read_metrics(chosen)[-1]["val_loss"]
     progress = torch.load(old / "checkpoints" / "step_00000020.pt", weights_only=True)["progress"]
     assert progress["best"]["val_loss"] == rows[-1]["val_loss"]
-    assert is_chosen(str(old / "checkpoints" / "best.pt"))
+    assert result_in(old / "checkpoints", "val_loss") is not None
     assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("best.pt")
+    # What was trained on before is unknown, in the log of this resume and from then on.
+    seen = "so its weights may have been trained on samples that now validate them"
+    assert (old / "train.log").read_text().count(seen) == 1
+    assert json.loads((old / "data.json").read_text())["may_have_seen"]
+    code, _, errors = command(evaluate.main, old, "strategy=single", "split=val")
+    assert code == 0, errors
+    assert seen in caplog.text
 
 
 @pytest.mark.parametrize(("folder", "fraction"), [("test", 0.0), ("val", 0.0), ("other", 0.25)])
@@ -200,4 +259,7 @@ def test_objective_is_the_best_validation_metric_or_the_last_test_accuracy(choic
     assert objective(write_rows(tmp_path / "metrics.jsonl", ROWS), choice)[1] == value
     tested = [{"epoch": n, "test_accuracy": found} for n, found in ((1, 0.9), (2, 0.2))]
     assert objective(write_rows(tmp_path / "tested.jsonl", tested), "auto") == ("test_accuracy", 0.2)
+    diverged = [{"epoch": n, "val_loss": found} for n, found in ((1, float("nan")), (2, 3.0), (3, float("nan")))]
+    assert objective(write_rows(tmp_path / "diverged.jsonl", diverged), "auto") == ("val_loss", 3.0)
+    assert objective(write_rows(tmp_path / "lost.jsonl", diverged[:1]), "auto") == ("val_loss", None)
     assert objective(tmp_path / "missing.jsonl", "auto") == ("test_accuracy", None)

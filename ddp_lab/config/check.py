@@ -37,18 +37,18 @@ def check(cfg: DictConfig) -> RunConfig:
 
 
 def refuse_test_as_criterion(values: dict[str, Any]) -> None:
-    """Check that the best checkpoint is not to be chosen by the test set, as in versions before 2026-12.
+    """Check that neither the best checkpoint, as in versions before 2026-12, nor a sweep is to be chosen by the test set.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: one is.
     """
-    best = (values.get("checkpoint") or {}).get("best")
-    if best in ("test_loss", "test_accuracy"):
-        new = best.replace("test", "val")
-        raise ConfigError(
-            f"checkpoint.best={best}: the test set chooses nothing. Use checkpoint.best={new} with a validation set: "
-            "data.val_fraction=0.1, or with data=folder a folder val/"
-        )
+    best, optimize = (values.get("checkpoint") or {}).get("best"), values.get("optimize")
+    for key, value in (("checkpoint.best", best), ("optimize", optimize)):
+        if value == "test_loss" or (value, key) == ("test_accuracy", "checkpoint.best"):
+            raise ConfigError(
+                f"{key}={value}: the test set chooses nothing. Use {key}=val{str(value)[4:]} with a validation set: "
+                "data.val_fraction=0.1, or with data=folder a folder val/"
+            )
 
 
 def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:

@@ -31,7 +31,7 @@ class DataConfig(Keys):
     val_fraction: Fraction | None = Field(
         0.0,
         description="Fraction of the training samples to hold out as the validation set, by index or, for files, by a hash of "
-        "the name; null: 0.1 if there are neither validation nor test samples, else 0.",
+        "the name, so that it is about this fraction; null: 0.1 if there are neither validation nor test samples, else 0.",
     )
     val_seed: NaturalNumber = Field(0, description="Seed of the choice of these samples.")
     channels: Literal[1, 3] = Field(3, description="3: images are converted to RGB; 1: to grey.")

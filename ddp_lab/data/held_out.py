@@ -31,8 +31,9 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
     key = f"data.val_fraction={fraction}"
     if dataset.val is not None:
         raise ConfigError(f"{key}: the dataset has a validation set already; use data.val_fraction=0, or remove its own")
-    size = dataset.train.size
+    size, held_out = dataset.train.size, f"{key} data.val_seed={seed}"
     if dataset.names is None:
+        held_out += f" of {size:,} samples"  # the choice depends on their number, too
         chosen = torch.zeros(size, dtype=torch.bool)
         chosen[torch.randperm(size, generator=torch.Generator().manual_seed(seed))[: round(fraction * size)]] = True
     else:
@@ -48,7 +49,7 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
         train=dataset.train.subset(training, augment=True),
         val=dataset.train.subset(evaluated, augment=False),
         names=None,
-        held_out=f"{key} data.val_seed={seed}",
+        held_out=held_out,
     )
 
 

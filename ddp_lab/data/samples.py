@@ -101,6 +101,12 @@ class Dataset:
         """The sets that the model is evaluated with, by name: val, test or both."""
         return {name: found for name, found in self.sets.items() if name != "train"}
 
+    def describe_sets(self) -> str:
+        """Return the sizes of the sets, and how the validation set was chosen."""
+        held_out = f" held out by {self.held_out}" if self.held_out else ""
+        parts = {"train": "training on {:,} samples", "val": f"validating on {{:,}}{held_out}", "test": "testing on {:,}"}
+        return ", ".join(parts[name].format(found.size) for name, found in self.sets.items())
+
     def model_shape(self) -> dict[str, int]:
         """Return the arguments of a model function that follow from the data: channels, image size and number of classes."""
         channels, _, image_size = self.train.shape

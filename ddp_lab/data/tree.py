@@ -10,6 +10,8 @@ from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import SETS
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+# Folders beside train that would be silently unused, though their names, in any case, say what they are.
+MEANT = {"val": ("val", "valid", "validation", "dev", "eval", "evaluation"), "test": ("test", "testing")}
 
 
 def find_images(root: Path) -> list[str]:
@@ -20,13 +22,19 @@ def find_images(root: Path) -> list[str]:
 
     Raises:
         NodeError: the directories do not have this form, the folders have different classes, a class of the training set has no
-            image, or two classes are links to the same directory.
+            image, two classes are links to the same directory, or a folder is meant to be val or test, but called otherwise.
     """
     if not (root / "train").is_dir():
         raise NodeError(
             f"data.root={root}: has no folder train; expected {root}/train/CLASS/FILE, and {root}/val and {root}/test if there "
             "are such images"
         )
+    for entry in sorted(entry.name for entry in root.iterdir() if entry.is_dir()):
+        if entry not in SETS and (meant := [name for name, others in MEANT.items() if entry.lower() in others]):
+            raise NodeError(
+                f"data.root={root}: the folder {entry} would not be used; it must be called {meant[0]}. Rename it to "
+                f"{meant[0]}, or move it to another directory"
+            )
     found = {name: find_set(root, name) for name in SETS if (root / name).is_dir()}
     if empty := [name for name, classes in found.items() if not any(classes.values())]:
         raise NodeError(f"data.root={root}: no image in {empty[0]}; remove the folder, or add {', '.join(SUFFIXES)} files")

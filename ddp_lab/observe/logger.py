@@ -19,7 +19,7 @@ from ddp_lab.config.types import SETS
 from ddp_lab.observe.canvas import pixels
 from ddp_lab.observe.confusion import confusion_figure, write_classes
 from ddp_lab.observe.log import log
-from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows, read_epochs
+from ddp_lab.observe.metrics_file import append_line, describe_metrics, describe_result, draw_metrics, drop_rows
 from ddp_lab.observe.prediction_grid import prediction_grid
 from ddp_lab.world.device import peak_memory_bytes
 
@@ -192,13 +192,9 @@ class FileLogger(Logger):
         self.pictures[picture] = draw
 
     def summary(self, epoch: int, criterion: str | None, weights: Path) -> None:
-        row = next((row for row in read_epochs(self.metrics) if row["epoch"] == epoch), {})
         seconds = statistics.median(self.durations)
-        which = f"best {criterion}" if criterion else "last"
-        log.info(
-            f"result: epoch {epoch} ({which}), {describe_metrics(row, SETS[1:]) or 'no metrics'}, {seconds:.2f} s/epoch, "
-            f"{self.samples / seconds:,.0f} samples/s on {self.where} ({weights})"
-        )
+        speed = f", {seconds:.2f} s/epoch, {self.samples / seconds:,.0f} samples/s on {self.where}"
+        log.info(describe_result(self.metrics, epoch, criterion, weights, speed))
 
     def close(self) -> None:
         self.draw_at_close(partial(draw_metrics, self.metrics), self.metrics.with_name("curves.png"))

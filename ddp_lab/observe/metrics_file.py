@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,12 +73,12 @@ def objective(metrics: Path, choice: str) -> tuple[str, float | None]:
         choice: the config's `optimize`.
 
     Returns:
-        The value is None if it was not recorded.
+        The value is None if no finite one was recorded.
     """
     rows = read_epochs(metrics)
     if choice == "auto":
         choice = "val_loss" if rows and "val_loss" in rows[-1] else "test_accuracy"
-    values = [row[choice] for row in rows if row.get(choice) is not None]
+    values = [row[choice] for row in rows if row.get(choice) is not None and math.isfinite(row[choice])]
     if not values or choice.startswith("test"):
         return choice, values[-1] if values else None
     return choice, min(values) if choice == "val_loss" else max(values)
@@ -90,6 +91,19 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
         found = [f"{kind} {value:.4f}" for kind in ("loss", "accuracy") if (value := row.get(f"{name}_{kind}")) is not None]
         parts += [f"{name} {' '.join(found)}"] if found else []
     return " | ".join(parts)
+
+
+def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: Path, speed: str = "") -> str:
+    """Return the line about the result of a run.
+
+    Args:
+        metrics: the file.
+        epoch, criterion, weights: as in `Logger.summary`.
+        speed: what follows the metrics.
+    """
+    row = next((row for row in read_epochs(metrics) if row["epoch"] == epoch), {})
+    which = f"best {criterion}" if criterion else "last"
+    return f"result: epoch {epoch} ({which}), {describe_metrics(row, SETS[1:]) or 'no metrics'}{speed} ({weights})"
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:

@@ -8,6 +8,7 @@ sharded one is a directory to which every rank writes its share (sharded_write.p
 """
 
 import copy
+import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from ddp_lab.resilience.checkpoint_folder import (
     remove,
     remove_old,
     remove_other_best,
+    result_in,
     step_of,
     steps_in,
 )
@@ -118,6 +120,9 @@ class Checkpoints:
                 if step_of(other) > progress.step:
                     remove(other)
             correct_best(self.folder, Path(path), progress.is_best(self.best), progress.step)
+        if self.best is not None:  # what later epochs must surpass is the file that there is, if this metric has chosen it
+            found: str = self.runtime.agree("best", self._record_of_best)
+            progress = self.kept = progress.with_best(self.best, Progress(**json.loads(found)) if found else None)
         log.info(f"resumed from {path}: {progress}")
         if self.ema is not None and "ema" not in state:
             log.info("the checkpoint has no averages of the weights (ema): they start from its weights")
@@ -126,6 +131,11 @@ class Checkpoints:
                 f"seed={self.seed}: the checkpoint has seed={state['seed']}, so the order of the samples changes from here on"
             )
         return progress
+
+    def _record_of_best(self) -> str:
+        """Return the position in the best checkpoint as JSON; empty if there is none."""
+        found = result_in(self.folder, self.best)
+        return json.dumps(asdict(found[1])) if found else ""
 
     def find(self, choice: str) -> str | None:
         """Return the checkpoint to resume from; as `find_to_resume`. Collective."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from ddp_lab.resilience.sharded_files import (
     link_shards,
     remove_shards,
 )
+from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.world.runtime import Runtime
 
 
@@ -116,13 +119,27 @@ def correct_best(folder: Path, source: Path, is_best: bool, step: int) -> None:
             log.warning(f"{folder / BEST} could not be written ({error}); it is not the best checkpoint")
         return
     for best in best_in(folder):
-        if (step_of(best) if is_sharded(best) else step_in(best)) > step:
+        if (step_of(best) if is_sharded(best) else 0 if damage(best) else progress_in(best).step) > step:
             remove(best)
 
 
-def step_in(path: Path) -> int:
-    """Return the step of a checkpoint of one file; 0 if it is damaged."""
-    return 0 if damage(path) else torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"]["step"]
+def progress_in(path: Path) -> Progress:
+    """Return the position in a valid checkpoint. Raises a ConfigError if a sharded one is damaged."""
+    if is_sharded(path):
+        return Progress.of(ShardedCheckpoint(str(path), key="--checkpoint ").state["progress"])
+    return Progress.of(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
+
+
+def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress] | None:
+    """Return the best checkpoint by a metric and the position in it; None if there is none: the last weights are the result.
+
+    One that another metric has chosen, or the test set in older versions, is not the best by this one.
+    """
+    for path in reversed(best_in(folder)):
+        with suppress(ConfigError):
+            if (is_sharded(path) or damage(path) is None) and (progress := progress_in(path)).is_best(criterion):
+                return path, progress
+    return None
 
 
 def finish_interrupted_save(folder: Path) -> None:

@@ -17,7 +17,7 @@ from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
-from ddp_lab.run.data_record import compare_data
+from ddp_lab.run.data_record import compare_data, compare_held_out
 from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.selection import criterion
 from ddp_lab.world.runtime import Runtime
@@ -38,8 +38,11 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime, check_memory: Callable[
     launch = runtime.launch
     progress = runtime.agree("progress", partial(find_progress, cfg, launch))
     job = prepare(cfg, runtime, with_weights=progress is None)
-    if progress and (text := runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))):
-        findings.append(Finding("warning", "dataset", text))
+    if progress:
+        other_files = runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))
+        seen = runtime.agree("held out", partial(compare_held_out, run_of(progress), job.dataset, resumes=True))
+        job.may_have_seen = seen is not None
+        findings += [Finding("warning", "dataset", text) for text in (other_files, seen) if text]
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"

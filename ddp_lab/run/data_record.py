@@ -7,6 +7,7 @@ from pathlib import Path
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.samples import Dataset
 from ddp_lab.resilience.run_directory import read_json, write_json
+from ddp_lab.training.progress import Criterion
 
 DATA = "data.json"
 
@@ -19,18 +20,25 @@ class DataRecord:
         shape: the arguments of the model that follow from the data: in_channels, image_size and num_classes.
         classes: the names of the classes, in the order of the logits.
         digest: hash of the list of files; empty for datasets that are not lists of files.
-        held_out: how the validation set was chosen among the training images, as `Dataset.held_out`.
+        held_out: how the validation set was chosen among the training samples, as `Dataset.held_out`; None: the version of
+            ddp_lab that trained did not record it.
+        may_have_seen: whether the weights may have been trained on samples of the validation set: the run began with a version
+            that did not record what was held out.
+        criterion: the metric of the validation set by which the best checkpoint is chosen; None: the last one is the result.
     """
 
     shape: dict[str, int]
     classes: list[str]
     digest: str = ""
-    held_out: str = ""
+    held_out: str | None = None
+    may_have_seen: bool = False
+    criterion: Criterion | None = "val_loss"
 
 
-def record_data(folder: Path, dataset: Dataset) -> None:
-    """Write data.json to a run directory."""
-    write_json(folder / DATA, asdict(DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out)))
+def record_data(folder: Path, dataset: Dataset, may_have_seen: bool, criterion: Criterion | None) -> None:
+    """Write data.json to a run directory. `may_have_seen` and `criterion` are as in `DataRecord`."""
+    record = DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, may_have_seen, criterion)
+    write_json(folder / DATA, asdict(record))
 
 
 def read_data(folder: Path) -> DataRecord:
@@ -60,7 +68,7 @@ def compare_data(folder: Path, dataset: Dataset) -> str | None:
     """Compare a dataset with that of a run, if the run has recorded it.
 
     Returns:
-        A warning if it consists of other files, or if validation images may be among those that the run has trained on.
+        A warning if it consists of other files.
 
     Raises:
         ConfigError: its classes are others, or have another order, so that its labels are not those of the model.
@@ -77,9 +85,35 @@ def compare_data(folder: Path, dataset: Dataset) -> str | None:
         )
     if record.digest and dataset.digest and record.digest != dataset.digest:
         return f"{folder}: was trained on another list of files than these data; the order of the samples is another one"
-    if dataset.held_out and record.held_out != dataset.held_out:
-        return (
-            f"{dataset.held_out}: {folder} has recorded {record.held_out or 'no validation set'}, so its weights may have been "
-            "trained on images that now validate them"
-        )
     return None
+
+
+def compare_held_out(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
+    """Compare the samples that a dataset holds out with those that a run has recorded.
+
+    Args:
+        folder: the run directory.
+        dataset: the dataset of this launch or command.
+        resumes: whether the launch goes on training, and so would choose by samples that it has trained on.
+
+    Returns:
+        A warning if the weights may have been trained on samples that are now held out.
+
+    Raises:
+        ConfigError: `resumes`, and the run has recorded that it held out others.
+    """
+    record = find_data(folder)
+    recorded = record.held_out if record else None
+    given = dataset.held_out or "data.val_fraction=0"
+    if resumes and recorded not in (None, dataset.held_out):
+        raise ConfigError(
+            f"{given}: {folder} was trained with {recorded or 'data.val_fraction=0'}, and a run cannot be resumed with another "
+            "validation set. Use the recorded values, or start a new run with name=NEW resume=never, from these weights with "
+            "model.weights=CHECKPOINT"
+        )
+    if not dataset.held_out or (record and recorded == dataset.held_out and not record.may_have_seen):
+        return None
+    has = "no validation set" if recorded == "" else recorded or "nothing about a validation set"
+    if record and record.may_have_seen:
+        has = "that it began without a record of a validation set"
+    return f"{given}: {folder} has recorded {has}, so its weights may have been trained on samples that now validate them"

@@ -21,6 +21,7 @@ from ddp_lab.launch.preflight.network import check_host_name, check_master
 from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.run.job import Job
+from ddp_lab.run.selection import criterion
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.device import list_devices
@@ -109,7 +110,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings, check_memory:
     root, checkpoint = Path(cfg.runs_dir), cfg.checkpoint
     if model is not None and runtime.rank == 0 and root.is_dir():
         size = checkpoint_bytes(build(cfg.optimizer), model, cfg.ema is not None)
-        rest = checkpoint.keep, checkpoint.best is not None, checkpoint.on_error
+        rest = checkpoint.keep, criterion(cfg, dataset) is not None, checkpoint.on_error
         findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest), as_it_is)
     if strategy is None:
         return

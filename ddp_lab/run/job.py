@@ -51,7 +51,12 @@ class Job:
 
     Args:
         with_weights: whether to load the file `model.weights`. A run that resumes from a checkpoint does not need it.
+
+    Attributes:
+        may_have_seen: whether the checkpoint to resume from may have been trained on samples that are now held out.
     """
+
+    may_have_seen = False
 
     def __init__(self, cfg: DictConfig, runtime: Runtime, with_weights: bool = True):
         self.cfg, self.runtime, self.with_weights = cfg, runtime, with_weights

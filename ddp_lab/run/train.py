@@ -12,9 +12,10 @@ from ddp_lab.config.record import to_record
 from ddp_lab.launch.preflight.finding import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
+from ddp_lab.observe.metrics_file import describe_result
 from ddp_lab.observe.profiler import NEEDED, Profiled
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.resilience.checkpoint_folder import best_in
+from ddp_lab.resilience.checkpoint_folder import result_in
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
@@ -61,6 +62,8 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], objec
     warn(findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
+    if job.dataset.val is not None:
+        log.info(job.dataset.describe_sets())
     if runtime.rank == 0 and (text := job.plan.warning()):
         log.warning(text)
     for note in job.notes:
@@ -92,8 +95,9 @@ def train_guarded(
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            record_data(run_dir.path, job.dataset)  # a run of an older version does not have it
-        log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
+            record_data(run_dir.path, job.dataset, job.may_have_seen, best)  # a run of an older version does not have it
+            log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
+            log.info(describe_result(run_dir.path / "metrics.jsonl", *result_of(progress, checkpoints)))
         return watchdog.end("finished", progress)
 
     logger = open_logger(job, run_dir.path, progress, choices) if runtime.rank == 0 else Logger()
@@ -151,9 +155,9 @@ def result_of(progress: Progress, checkpoints: Checkpoints) -> tuple[int, Criter
         progress: at the end of the run.
         checkpoints: of the run.
     """
-    best = best_in(checkpoints.folder)
-    if checkpoints.best in progress.best_epochs and best:
-        return progress.best_epochs[checkpoints.best], checkpoints.best, best[-1]
+    if found := result_in(checkpoints.folder, checkpoints.best):
+        path, best = found
+        return best.epoch - 1, checkpoints.best, path
     return progress.epoch - 1, None, (checkpoints.files() or [checkpoints.folder])[-1]
 
 
@@ -161,7 +165,7 @@ def open_logger(job: Job, run_dir: Path, progress: Progress, choices: Mapping[st
     """Write config.yaml and data.json to the run directory and return the logger of rank 0."""
     cfg, plan = job.cfg, job.plan
     (run_dir / "config.yaml").write_text(to_record(cfg))
-    record_data(run_dir, job.dataset)
+    record_data(run_dir, job.dataset, job.may_have_seen, criterion(cfg, job.dataset))
     return FileLogger(
         run_dir,
         start_epoch=progress.epoch,

@@ -12,10 +12,10 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.own import build_model
 from ddp_lab.observe.log import log
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
-from ddp_lab.resilience.checkpoint_folder import best_in, damage_of, steps_in
+from ddp_lab.resilience.checkpoint_folder import best_in, damage_of, progress_in, steps_in
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
-from ddp_lab.run.data_record import read_data
+from ddp_lab.run.data_record import DataRecord, find_data, read_data
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -26,7 +26,7 @@ def find_checkpoint(folder: Path, choice: str, runtime: Runtime) -> str:
     Args:
         folder: the run directory.
         choice: "last" is the newest valid one; newer ones that are damaged are logged. "best" is the best one. "auto" is the
-            best one if a validation set chose it, else the newest. Else a path.
+            best one if the run's criterion chose it, else the newest. Else a path.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is a damaged sharded one.
@@ -39,11 +39,12 @@ def find_checkpoint(folder: Path, choice: str, runtime: Runtime) -> str:
         if is_sharded(choice) and (problem := damage_of(Path(choice), runtime)):
             raise ConfigError(f"--checkpoint {choice}: the checkpoint is damaged: {problem}. Use another checkpoint")
         return choice
-    checkpoints = folder / "checkpoints"
+    checkpoints, record = folder / "checkpoints", find_data(folder)
+    criterion = record.criterion if record else DataRecord.criterion
     found: list[str] = json.loads(runtime.agree("checkpoints", lambda: json.dumps(candidates(checkpoints, choice))))
     for path in found:
         if (problem := damage_of(Path(path), runtime)) is None:
-            if choice != "auto" or not Path(path).name.startswith("best") or is_chosen(path):
+            if choice != "auto" or not Path(path).name.startswith("best") or progress_in(Path(path)).is_best(criterion):
                 return path
         elif runtime.rank == 0:
             log.warning(f"{path} is damaged ({problem})")
@@ -58,15 +59,6 @@ def candidates(folder: Path, choice: str) -> list[str]:
     best = best_in(folder) if choice != "last" else []
     newest = steps_in(folder) if choice != "best" else []
     return [*map(str, reversed(best)), *map(str, reversed(newest))]
-
-
-def is_chosen(path: str) -> bool:
-    """Return whether a validation set chose a checkpoint as the best. In older versions the test set did."""
-    if is_sharded(path):
-        state = ShardedCheckpoint(path, key="--checkpoint ").state
-    else:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return bool(Progress.of(state["progress"]).best)
 
 
 def read_weights(model: nn.Module, path: str) -> tuple[dict[str, torch.Tensor], Progress]:

@@ -83,7 +83,7 @@ def test_help_names_every_strategy():
         ("max_grad_norm=0", "max_grad_norm=0: must be a number above 0 or null"),
         ("decay_norms_and_biases=0", "decay_norms_and_biases=0: must be true or false"),
         ("scheduler=multi_step scheduler.milestones=[0]", "scheduler.milestones=[0]: must be a list, each a number above 0"),
-        ("scheduler=one_cycle scheduler.pct_start=1", "scheduler.pct_start=1: must be a number from 0 up to"),
+        ("scheduler=one_cycle scheduler.pct_start=1", "scheduler.pct_start=1: must be a number from 0 to below 1"),
         ("mixup=-0.1", "mixup=-0.1: must be a number of at least 0"),
         ("cutmix=true", "cutmix=True: must be a number of at least 0"),
         ("device=gpu", "device=gpu: must be auto or mps or cpu, cuda or cuda:N"),
@@ -107,7 +107,7 @@ def test_help_names_every_strategy():
         ("optimizer.lr=0", "optimizer.lr=0: must be a number above 0"),
         ("optimizer.lr=nan", "optimizer.lr=nan: must be a number above 0"),
         ("optimizer.lr=fast", "optimizer.lr=fast: must be a number above 0"),
-        ("optimizer.momentum=1", "optimizer.momentum=1: must be a number from 0 up to"),
+        ("optimizer.momentum=1", "optimizer.momentum=1: must be a number from 0 to below 1"),
         ("optimizer.nesterov=true optimizer.momentum=0", "optimizer: ValueError: Nesterov momentum requires a momentum"),
         (
             "strategy=scratch strategy.algorithm=magic",
@@ -132,7 +132,7 @@ def test_help_names_every_strategy():
             "strategy=mesh strategy.schedule=interleavedzerobubble",
             "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
         ),
-        ("loss.label_smoothing=1", "loss.label_smoothing=1: must be a number from 0 up to, not including, 1"),
+        ("loss.label_smoothing=1", "loss.label_smoothing=1: must be a number from 0 to below 1"),
         ("strategy=tp strategy.tp=0", "strategy.tp=0: must be an integer of at least 1 or null"),
         (
             "strategy=tp strategy.plan={conv1:half}",

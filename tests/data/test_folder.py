@@ -87,6 +87,11 @@ def break_file(root: Path) -> None:
             r"the classes alias and class 0 of train are the same directory",
         ),
         (
+            lambda root: (root / "val").rename(root / "Valid"),
+            r"images: the folder Valid would not be used; it must be called val. Rename it to val, or move it",
+        ),
+        (lambda root: (root / "TEST").mkdir(), r"images: the folder TEST would not be used; it must be called test. Rename it"),
+        (
             lambda root: (root / "val" / "class 0" / "link.png").symlink_to("nothing.png"),
             r"1 of 17 files cannot be decoded: .*class 0/link.png: cannot be decoded",
         ),

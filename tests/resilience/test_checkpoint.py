@@ -16,7 +16,7 @@ from worlds import run_world
 
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import damage as problem_of
-from ddp_lab.resilience.checkpoint_folder import in_order
+from ddp_lab.resilience.checkpoint_folder import in_order, result_in
 from ddp_lab.resilience.decisions import Agreement
 from ddp_lab.resilience.guard import Guard, GuardSettings
 from ddp_lab.resilience.whole_state import copied, in_model_order
@@ -177,15 +177,15 @@ def test_resume_auto_ignores_the_best_checkpoint_and_a_path_accepts_it(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("losses", "lost", "resumed", "expected"),
+    ("losses", "lost", "resumed", "expected", "afterwards"),
     [
-        ([2.0, 1.0, 3.0], False, 3, 2),  # the best is from before
-        ([3.0, 2.0, 1.0], True, 3, 3),  # killed between the file and its second name
-        ([3.0, 2.0, 1.0], False, 2, 2),  # the newest is given up
-        ([1.0, 3.0, 0.5], False, 2, None),  # the best is given up, and the one before it is no longer there
+        ([2.0, 1.0, 3.0], False, 3, 2, 2),  # the best is from before
+        ([3.0, 2.0, 1.0], True, 3, 3, 3),  # killed between the file and its second name
+        ([3.0, 2.0, 1.0], False, 2, 2, 2),  # the newest is given up
+        ([1.0, 3.0, 0.5], False, 2, None, 3),  # the best is given up, and as the one before it is gone, the next one is best
     ],
 )
-def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected, tmp_path):
+def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected, afterwards, tmp_path):
     checkpoints = tiny_checkpoints(tmp_path)
     save_epochs(checkpoints, losses, [0.1] * 3)
     if lost:
@@ -194,7 +194,21 @@ def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected,
     progress = again.resume(str(tmp_path / f"step_0000000{resumed}.pt"), lambda progress: progress.step)
     assert epoch_of_best(tmp_path) == expected
     save_epochs(again, [9.0], [0.1], progress)
-    assert epoch_of_best(tmp_path) == expected, "the best val_loss must survive a resume"
+    assert epoch_of_best(tmp_path) == afterwards, "the best val_loss must survive a resume, if its weights do"
+
+
+def test_best_by_another_metric_begins_anew(tmp_path):
+    """The most accurate epoch so far was not kept, so the next one is the best, and it is the epoch that its file has."""
+    save_epochs(tiny_checkpoints(tmp_path), [1.0, 2.0, 3.0], [0.1, 0.9, 0.5])
+    path, best = result_in(tmp_path, "val_loss")
+    assert (path.name, best.epoch - 1) == ("best.pt", 1)
+    again = tiny_checkpoints(tmp_path, "val_accuracy")
+    progress = again.resume("auto", lambda progress: progress.step)
+    assert (progress.best, progress.best_epochs["val_loss"]) == ({"val_loss": 1.0, "val_accuracy": 0.1}, 1)
+    save_epochs(again, [4.0, 5.0], [0.4, 0.3], progress)
+    path, best = result_in(tmp_path, "val_accuracy")
+    assert (best.epoch - 1, epoch_of_best(tmp_path)) == (4, 4)
+    assert result_in(tmp_path, "val_loss") is result_in(tmp_path, None) is None
 
 
 def test_best_checkpoint_that_cannot_be_corrected_is_logged(tmp_path, caplog):

@@ -10,11 +10,10 @@ import torch
 from configs import config
 from sharded import bias_in, names, resume, save_epochs, step, tiny
 
-from ddp_lab.resilience.checkpoint_folder import best_in, steps_in
+from ddp_lab.resilience.checkpoint_folder import best_in, progress_in, result_in, steps_in
 from ddp_lab.resilience.sharded_files import STATE, damage_of_shards
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.job import SHARDED_FROM, Job
-from ddp_lab.run.trained import is_chosen
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -26,7 +25,8 @@ def test_two_newest_and_the_best_are_kept(tmp_path):
     (best,) = best_in(tmp_path)
     assert damage_of_shards(best, Runtime("cpu")) is None
     assert bias_in(best) == 2
-    assert is_chosen(str(best))
+    assert result_in(tmp_path, "val_loss") == (best, progress_in(best))
+    assert result_in(tmp_path, "val_accuracy") is result_in(tmp_path, None) is None, "it was not chosen by them"
     checkpoints = tiny(tmp_path)
     assert resume(checkpoints, str(best)).epoch == 3
     assert checkpoints.strategy.module.bias.item() == 2

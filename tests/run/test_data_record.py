@@ -11,7 +11,7 @@ from launches import SMALL
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.run.checks import check_and_prepare
-from ddp_lab.run.data_record import compare_data
+from ddp_lab.run.data_record import compare_data, compare_held_out
 from ddp_lab.world.runtime import Runtime
 
 
@@ -34,6 +34,18 @@ def test_another_list_of_files_is_a_warning(record, digest, warning, tmp_path):
     write_record(tmp_path, ["a", "b"], **record)
     text = compare_data(tmp_path, dataset)
     assert text is None if warning is None else warning in text
+
+
+def test_held_out_samples_are_compared_also_if_the_files_are_others(tmp_path):
+    dataset = replace(Synthetic(2, 2, 1, 4, 2).load(), classes=["a", "b"], digest="2", held_out="data.val_fraction=0.1")
+    write_record(tmp_path, ["a", "b"], digest="1", held_out="")
+    assert "has recorded no validation set" in compare_held_out(tmp_path, dataset, resumes=False)
+    with pytest.raises(
+        ConfigError, match=r"data.val_fraction=0.1: .* was trained with data.val_fraction=0, and a run cannot be"
+    ):
+        compare_held_out(tmp_path, dataset, resumes=True)
+    write_record(tmp_path, ["a", "b"], digest="1")
+    assert "nothing about a validation set" in compare_held_out(tmp_path, dataset, resumes=True)
 
 
 @pytest.mark.parametrize("resume", ["auto", "{run}/checkpoints/step_00000005.pt"])
