@@ -92,7 +92,7 @@ def parser(gpus: int) -> argparse.ArgumentParser:
     found.add_argument(
         "--strategies", nargs="+", default=["ddp", "scratch-flat"], help="strategies on several devices; scratch-ALGORITHM"
     )
-    found.add_argument("--batch", type=int, default=256 if gpus else 32, help="samples on each device")
+    found.add_argument("--batch", type=int, default=256 if gpus else 64, help="samples on each device")
     found.add_argument("--steps", type=int, default=235 if gpus else 20, help="per repeat of `ours`; the others take a quarter")
     found.add_argument("--repeats", type=int, default=5)
     found.add_argument("--workers", type=int, default=4 if gpus else 0, help="DataLoader processes of each rank")
