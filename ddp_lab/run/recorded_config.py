@@ -98,7 +98,7 @@ def with_new_keys(cfg: DictConfig) -> DictConfig:
 
 
 def add_validation_keys(data: DictConfig) -> None:
-    """Let a recorded group `data` from before 2026-12, when evaluation had one set, hold out the same samples as then."""
+    """Let a recorded group `data` of a version without validation sets hold out the same samples as then."""
     for key in ("val_fraction", "val_seed"):
         data.dataset.pop(key, None)
     if any(Path(data.root, name).is_dir() for name in ("val", "test")):
