@@ -37,7 +37,7 @@ def check(cfg: DictConfig) -> RunConfig:
 
 
 def refuse_test_as_criterion(values: dict[str, Any]) -> None:
-    """Check that neither the best checkpoint, as in versions before 2026-12, nor a sweep is to be chosen by the test set.
+    """Check that neither the best checkpoint, as in earlier versions, nor a sweep is to be chosen by the test set.
 
     Raises:
         ConfigError: one is.
