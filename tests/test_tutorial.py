@@ -27,7 +27,7 @@ NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?"
 RATE = re.compile(r" (s|ms|samples/s|s/epoch)\b")
 TOLERANCE = 0.006  # of losses and accuracies: two of 360 test images, as versions of torch round differently
 SMALL = 1e-5  # of numbers in scientific notation like 1.2e-07, which are differences due to rounding
-LIMIT = 240  # seconds for a block, on a busy machine
+LIMIT = 480  # seconds for a block, on a busy machine
 
 
 class Block(NamedTuple):
