@@ -3,8 +3,9 @@
 python scripts/size.py            the table
 python scripts/size.py --check    exit code 1 if a limit is exceeded
 
-Lines are all lines of Python files, comments and docstrings included; those of scripts/ include shell scripts. Words are those of
-README.md and of all pages below docs/ but docs/configuration.md, which is generated. Code blocks and tables count as words.
+Lines are all lines of Python files, comments and docstrings included; scripts/ has shell scripts, too. Words are those of
+README.md and of all pages below docs/ but docs/configuration.md, which is generated; code blocks and tables count. CHANGELOG.md
+and CONTRIBUTING.md do not count.
 """
 
 import argparse
