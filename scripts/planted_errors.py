@@ -410,7 +410,7 @@ ERRORS = [
     Error("a pipeline trains a weight of two stages twice", "ddp_lab/strategies/pipeline.py",
           "require_whole(model, stage_of, self.name)", "pass",
           "tests/models/test_own.py::test_cut_by_time_is_checked_for_shared_weights"),
-    Error("a Sequential loses a module that it uses twice", "ddp_lab/models/own.py",
+    Error("a Sequential loses a module that it uses twice", "ddp_lab/models/make.py",
           "model.named_modules(remove_duplicate=False)", "model.named_modules()",
           "tests/models/test_own.py::test_sequential_that_uses_a_module_or_a_weight_twice_computes_the_same[one_activation]"),
     Error("gradients of different types are converted to one", "ddp_lab/strategies/all_reduce.py",
