@@ -25,12 +25,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_lab.checkpoints.files import is_sharded, steps_in, sums_of
 from ddp_lab.observe.metrics_file import read_epochs
-from ddp_lab.resilience.checkpoint_files import digest_of
-from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.node_board import PAGE, RANKS, parse
 from ddp_lab.resilience.run_directory import read_json
-from ddp_lab.resilience.sharded_files import is_sharded
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 4
@@ -90,7 +88,7 @@ def checkpoint_ms(run_dir: Path) -> float:
     newest = steps_in(run_dir / "checkpoints")[-1]
     # Python's `stat` does not have the time at which a file was made.
     made = subprocess.run(["stat", "--format=%.6W", newest], capture_output=True, text=True, check=True).stdout
-    renamed = newest if is_sharded(newest) else digest_of(newest)
+    renamed = newest if is_sharded(newest) else sums_of(newest)
     return 1000 * (renamed.stat().st_ctime - float(made))
 
 

@@ -9,6 +9,8 @@ import onnxruntime
 import pytest
 import torch
 from configs import config
+from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
+from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from image_folders import write_folder
 from launches import SMALL, SUPPORT, main_in_world, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
@@ -21,8 +23,6 @@ from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
-from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import DataRecord
 from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import find_writer, write_pt2

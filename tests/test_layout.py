@@ -20,6 +20,7 @@ ORDER = [
     "strategies",
     "training",
     "training.speed",
+    "checkpoints",
     "resilience",
     "launch",
     "run",

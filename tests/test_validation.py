@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from configs import config
+from ddp_lab.resilience.checkpoint_files import write_atomically
+from ddp_lab.resilience.checkpoint_folder import result_in
 from launches import ROOT, SMALL, main_in_world, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -23,8 +25,6 @@ from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
-from ddp_lab.resilience.checkpoint_files import write_atomically
-from ddp_lab.resilience.checkpoint_folder import result_in
 from ddp_lab.run.checks import check_and_prepare
 from ddp_lab.run.recorded_config import read_config
 from ddp_lab.run.trained import find_checkpoint

@@ -83,7 +83,7 @@ class Checkpoints:
 
         def choose() -> str:
             finish_interrupted_save(self.folder)
-            return "last" if choice == "auto" or (restarted and steps_in(self.folder)) else choice
+            return "auto" if restarted and steps_in(self.folder) else choice
 
         path = find_checkpoint(self.folder, self.runtime.agree("resume", choose), self.runtime)
         if path is None:

@@ -63,12 +63,12 @@ def sums_of(path: Path) -> Path:
     return path / SUMS if is_sharded(path) else path.with_name(path.name + ".sha256")
 
 
-def find_damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
+def find_damage(path: Path, part: slice = slice(None)) -> str | None:
     """Return why the files of a checkpoint do not match their SHA-256; None if they match.
 
     Args:
         path: the checkpoint.
-        rank, ranks: every `ranks`-th of the files is read, from that of number `rank`.
+        part: which of the files are read, in order of name. The last one has everything but tensors.
     """
     path = path.resolve()
     sums, folder = sums_of(path), path if path.is_dir() else path.parent
@@ -80,7 +80,7 @@ def find_damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
             return f"{', '.join(different)}: missing, or not listed in {SUMS}"
     except (OSError, ValueError):
         return f"{sums.name} is missing or damaged"
-    for name in sorted(digests)[rank::ranks]:
+    for name in sorted(digests)[part]:
         try:
             if sha256(folder / name) != digests[name]:
                 return f"the SHA-256 of {name} differs from that in {sums.name}"
@@ -96,7 +96,7 @@ def damage_of(path: Path, runtime: Runtime) -> str | None:
         ConfigError: an earlier version wrote it, in a format that is not read any more.
     """
     refuse_old(path)
-    found = runtime.collect("damage", find_damage(path, runtime.rank, runtime.world_size) or "")
+    found = runtime.collect("damage", find_damage(path, slice(runtime.rank, None, runtime.world_size)) or "")
     return runtime.agree("damage", lambda: "; ".join(dict.fromkeys(filter(None, found or []))) or None)
 
 

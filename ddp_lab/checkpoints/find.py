@@ -14,6 +14,7 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 
+
 def open_checkpoint(path: Path, key: str = "resume=") -> "FullCheckpoint | ShardedCheckpoint":
     """Return a checkpoint whose hashes have been checked, as from `find_checkpoint`.
 
@@ -32,9 +33,9 @@ def open_checkpoint(path: Path, key: str = "resume=") -> "FullCheckpoint | Shard
 
 
 def progress_in(path: Path) -> Progress | None:
-    """Return the position in a checkpoint; None if it is damaged."""
+    """Return the position in a checkpoint; None if it is damaged. Shards are not looked at."""
     refuse_old(path)
-    return None if find_damage(path) else Progress.of(open_checkpoint(path).state["progress"])
+    return None if find_damage(path, slice(-1, None)) else Progress.of(open_checkpoint(path).state["progress"])
 
 
 def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress] | None:
@@ -42,7 +43,7 @@ def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress
 
     One that another metric has chosen, or the test set in older versions, is not the best by this one.
     """
-    best = best_in(folder)
+    best = best_in(folder) if criterion else None
     progress = progress_in(best) if best else None
     return (best, progress) if best and progress and progress.is_best(criterion) else None
 

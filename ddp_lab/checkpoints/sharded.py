@@ -1,7 +1,7 @@
 """Sharded checkpoints: a directory to which every rank writes its shards, with torch.distributed.checkpoint (DCP).
 
 main thread     copy this rank's shards to the host | step  step  step ...
-writer thread                                       | plan, write, fsync, hash (all ranks) | state.json, SHA256SUMS, rename (rank 0)
+writer thread                                       | plan, write, fsync, hash | rank 0: state.json, SHA256SUMS, rename
 
 The files are safetensors. Other formats of DCP have pickled metadata, which executes code if somebody has changed it.
 """
@@ -36,7 +36,7 @@ from ddp_lab.world.runtime import Runtime
 
 # A rank waits for the others' files in its writer thread, and the watchdog ends the launch when it waits too long itself.
 WRITE_TIMEOUT = timedelta(hours=1)
-# Torch needs up to three times the size of a file to write it, besides the copy of the tensors. A larger tensor has a file alone.
+# Torch needs up to three times the size of a file to write it, besides the copy of the tensors.
 FILE_BYTES = 2**28
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that writes alone or reads on its own

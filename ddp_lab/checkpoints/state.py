@@ -47,9 +47,10 @@ def check_shapes(about: str, saved: Shapes, shapes: Shapes) -> None:
     for name in [*shapes, *saved]:
         here, there = shapes.get(name, "missing"), saved.get(name, "missing")
         if here != there:
+            other = ", another name, or resume=never" * about.startswith("resume=")
             raise ConfigError(
                 f"{about}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
-                f"Use the model and data that it was trained with{', another name, or resume=never' * about.startswith('resume')}"
+                f"Use the model and data that it was trained with{other}"
             )
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.preflight.network import check_network
 from ddp_lab.observe.log import log
-from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.data_record import compare_data, compare_held_out
 from ddp_lab.run.job import prepare
 from ddp_lab.run.materialize import place
-from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
+from ddp_lab.run.trained import checkpoint_of
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.speed.switches import float32_matmul
@@ -70,7 +70,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         ConfigError: the checkpoint, the data or the strategy cannot be used.
     """
     check_network(runtime)
-    path = find_checkpoint(folder, checkpoint, runtime)
+    path = checkpoint_of(folder, checkpoint, runtime)
     job = prepare(cfg, runtime, with_weights=False)
     other_files = runtime.agree("classes", partial(compare_data, folder, job.dataset))
     seen = runtime.agree("held out", partial(compare_held_out, folder, job.dataset, resumes=False))
@@ -81,13 +81,10 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     for warning in (other_files, seen) if split == "val" and runtime.rank == 0 else ():
         if warning:
             log.warning(warning)
-    if is_sharded(path):  # each rank reads only what it holds
-        place(job)
-        progress = read_shards(job.strategy.local_model_state(), path, job.shapes)
-    else:
-        state, progress = read_weights(job.model, path)
-        job.give_weights(state)
-        place(job)
+    saved = open_checkpoint(path, key="--checkpoint ")
+    saved.check(job.shapes)
+    place(job)
+    saved.load_weights(job.strategy)
     with float32_matmul(cfg.float32_matmul):
         metrics = evaluate(job.strategy, job.loaders[split])
-    return EvaluatedRun(split, path, progress, metrics, job.strategy.where)
+    return EvaluatedRun(split, str(path), Progress.of(saved.state["progress"]), metrics, job.strategy.where)

@@ -99,8 +99,11 @@ class SavedState:
             optimizer,
             model_state_dict={name: tensor for name, tensor in state["model"].items() if name in held},
             optim_state_dict=state["optimizer"] | {"param_groups": groups},
-            options=StateDictOptions(**self.load_options),
+            options=StateDictOptions(**self.load_options, strict=False),
         )
+        for parameter, name in names.items():
+            if name not in state["optimizer"]["state"]:  # it had no gradient; torch has given it an initial state
+                optimizer.state.pop(parameter, None)
 
 
 def gather_states(own: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
