@@ -18,8 +18,8 @@ from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.record import to_record
 from ddp_lab.data.batch import IGNORE
+from ddp_lab.data.dataset import hold_out
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs

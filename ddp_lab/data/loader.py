@@ -16,7 +16,7 @@ import torch
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw_offsets
 from ddp_lab.data.batch import IGNORE, Batch, BatchSize
-from ddp_lab.data.samples import LabelledImages, Samples
+from ddp_lab.data.dataset import LabelledImages, Samples
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 

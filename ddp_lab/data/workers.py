@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
+from ddp_lab.data.dataset import Samples
 from ddp_lab.data.loader import Loader, LoaderOptions, Shard
-from ddp_lab.data.samples import Samples
 from ddp_lab.world.process import REQUESTS
 
 TARGET = 8  # bytes of a sample's class, an int64; its image has a byte for each value

@@ -5,7 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.resilience.run_directory import read_json, write_json
 from ddp_lab.training.progress import Criterion
 

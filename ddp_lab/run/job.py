@@ -16,10 +16,9 @@ from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.augment import Mix
-from ddp_lab.data.held_out import hold_out
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
-from ddp_lab.data.samples import Dataset
-from ddp_lab.data.sources import check_same, make_source
+from ddp_lab.data.sources import load_dataset
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
@@ -68,16 +67,8 @@ class Job:
     @cached_property
     def dataset(self) -> Dataset:
         """The dataset in host memory. Collective: the first rank of each machine downloads it if it is missing."""
-        data = self.cfg.data
-        source = make_source(cast("dict[str, Any]", OmegaConf.to_container(data, resolve=True)), self.cfg.seed)
-        prepared = self.runtime.agree("dataset", source.prepare, per_node=True)
-        dataset = hold_out(source.load() if prepared is None else source.load(prepared), data.val_fraction, data.val_seed)
-        if dataset.digest:
-            digests = self.runtime.collect("dataset", dataset.digest)
-            self.runtime.agree("same dataset", lambda: check_same(digests or []))
-        if self.runtime.local_rank == 0:
-            dataset.release()
-        return dataset
+        data = cast("dict[str, Any]", OmegaConf.to_container(self.cfg.data, resolve=True))
+        return load_dataset(data, self.cfg.seed, self.runtime)
 
     @cached_property
     def plan(self) -> Plan:

@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.training.progress import Criterion
 
 # By the set that a metric needs: how it is called, and what to use without it.

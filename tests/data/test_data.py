@@ -9,9 +9,9 @@ from configs import config
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.augment import augment, draw_offsets
 from ddp_lab.data.batch import IGNORE
+from ddp_lab.data.dataset import LabelledImages
 from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
 from ddp_lab.data.loader import LoaderOptions
-from ddp_lab.data.samples import LabelledImages
 from ddp_lab.run.job import LOADERS, Job
 from ddp_lab.world.runtime import Runtime
 

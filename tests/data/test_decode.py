@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from ddp_lab.data.decode import ImageError, decode, evaluation_view, resize
+from ddp_lab.data.images import ImageError, decode, evaluation_view, resize
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
