@@ -87,7 +87,7 @@ def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
 
 
 def resize(image: torch.Tensor, short_side: int) -> torch.Tensor:
-    """Resize an image, uint8 [channels, height, width], to a shorter side of `short_side` pixels: bilinear, with antialiasing."""
+    """Resize an image, uint8 [channels, height, width], to a shorter side of `short_side` pixels: bilinear, antialiased."""
     from torchvision.transforms.v2 import functional
 
     return functional.resize(image, [short_side], antialias=True)

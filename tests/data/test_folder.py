@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from configs import config
-from ddp_lab.data.tree import find_images
 from image_folders import write_folder
 from launches import ROOT, main_in_world, only_run, read_metrics, refusal_in_world
 from PIL import Image
@@ -22,7 +21,9 @@ from worlds import run_world
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.data.augment import draw_offsets
 from ddp_lab.data.batch import IGNORE
-from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.dataset import Dataset, is_held_out
+from ddp_lab.data.folder import find_images
+from ddp_lab.data.images import decode, evaluation_view, resize
 from ddp_lab.data.loader import LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.run.job import Job
