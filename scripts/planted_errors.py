@@ -201,7 +201,7 @@ ERRORS = [
           "(self._stream is None or self._keys.position != (self.epoch, self.start))", "self._stream is None",
           IMAGES.format("1-0-none")),
     Error("images that are read one by one are transformed alike in every epoch", "ddp_lab/data/images.py",
-          "image seed={seed} epoch={epoch}", "image seed={seed} epoch=0", IMAGES.format("1-0-none")),
+          "epoch={epoch} index={index}", "epoch=0 index={index}", IMAGES.format("1-0-none")),
     Error("a cache has the images of another order", "ddp_lab/data/cache.py",
           "self.places[number]", "self.places[-1 - number]", IMAGES.format("2-2-disk")),
     Error("a signal kills the worker processes", WORKERS,
