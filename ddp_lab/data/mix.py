@@ -61,7 +61,6 @@ class Mix:
         image_size: height and width of the images, in pixels.
         num_classes: number of classes of the dataset.
         seed: the run's seed.
-        device: device of the batches.
 
     Raises:
         ConfigError: local batches have an odd number of samples.
@@ -77,7 +76,6 @@ class Mix:
         image_size: int,
         num_classes: int,
         seed: int,
-        device: torch.device,
     ):
         if batch_size // dp_size % 2:
             lower = batch_size // (2 * dp_size) * 2 * dp_size
@@ -89,7 +87,12 @@ class Mix:
             )
         self.mixup, self.cutmix, self.seed = mixup, cutmix, seed
         self.batch_size, self.image_size, self.num_classes = batch_size, image_size, num_classes
-        self._drawn = torch.zeros(6, device=device)  # a CUDA graph captures its address
+        self._drawn = torch.zeros(6)
+
+    def to(self, device: torch.device) -> "Mix":
+        """Mix batches on another device, and return this object."""
+        self._drawn = self._drawn.to(device)  # a CUDA graph captures its address
+        return self
 
     def prepare(self, step: int) -> None:
         """Draw how the batch of the next step is mixed.

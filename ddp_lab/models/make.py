@@ -21,11 +21,11 @@ from ddp_lab.models.weights import match_weights, read
 from ddp_lab.world.runtime import Runtime
 
 
-class Made(NamedTuple):
+class BuiltModel(NamedTuple):
     """The complete model of a run.
 
     Attributes:
-        model: on the CPU, the same on every rank if their random states are; on the meta device with `init=by_block`.
+        model: on the CPU, the same on every rank; on the meta device with `init=by_block`.
         initial_weights: of its blocks, with `init=by_block`; else None, because the model has its weights.
         notes: lines for the log.
     """
@@ -34,21 +34,29 @@ class Made(NamedTuple):
     initial_weights: InitialWeights | None
     notes: list[str]
 
+    def set_weights(self, state: dict[str, torch.Tensor]) -> None:
+        """Give the complete model these weights in place of its initial ones, before a strategy places it."""
+        if self.initial_weights is None:
+            self.model.load_state_dict(state)
+        else:
+            self.initial_weights.give(state)
+
 
 def make_model(
     node: DictConfig | dict[str, Any], shape: Mapping[str, int], runtime: Runtime, seed: int, with_weights: bool = True
-) -> Made:
+) -> BuiltModel:
     """Return the model. Collective if weights of torchvision may have to be downloaded.
 
     Args:
         node: the config group `model`.
         shape: in_channels, image_size and num_classes of the data.
-        seed: the run's seed.
+        seed: the run's seed; torch's random state is set by it.
         with_weights: whether to load the file `node.weights`.
 
     Raises:
         ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on these images.
     """
+    torch.manual_seed(seed)
     target, weights = node["_target_"], node.get("weights")
     of_torchvision, notes = get_object(target) is torchvision_model, list[str]()
     if node.get("init") == "by_block":
@@ -71,7 +79,7 @@ def make_model(
     if of_torchvision or not target.startswith("ddp_lab."):  # ddp_lab's own models train all their parameters
         images = shape["in_channels"], shape["image_size"], shape["image_size"]
         notes += freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
-    return Made(model, initial_weights, notes)
+    return BuiltModel(model, initial_weights, notes)
 
 
 def begin_on_meta(node: DictConfig | dict[str, Any], shape: Mapping[str, int], seed: int) -> tuple[Chain, InitialWeights]:

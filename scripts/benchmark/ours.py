@@ -21,7 +21,7 @@ from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.guard import Guard, GuardSettings
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.job import Job, prepare
+from ddp_lab.run.job import Job, build
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.training.loop import train_epoch
 from ddp_lab.training.progress import Progress
@@ -52,7 +52,7 @@ def make_job(name: str, runtime: Runtime, arguments: Namespace, performance: lis
         cfg = compose("config", overrides)
     OmegaConf.resolve(cfg)
     runtime.precision = cfg.precision
-    return prepare(cfg, runtime)
+    return build(cfg, runtime)
 
 
 @contextmanager
@@ -74,7 +74,9 @@ def train(training: Training, guard: Guard, epochs: float) -> list[float]:
     progress, seconds = Progress(), list[float]()
     while len(seconds) < epochs:
         job = training.job
-        progress = train_epoch(job.strategy, training.step, job.loaders["train"], Logger(), guard, progress, job.cfg.epochs)
+        progress = train_epoch(
+            job.strategy, training.step, job.loaders["train"], Logger(), guard, progress, job.fit_settings.epochs
+        )
         seconds.append(progress.seconds)
         progress = progress.next_epoch({})
     return seconds
