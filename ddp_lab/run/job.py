@@ -24,8 +24,7 @@ from ddp_lab.data.samples import Dataset, LabelledImages
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
-from ddp_lab.models.make import BuiltModel, make_model
-from ddp_lab.models.own import key_of, require_chain
+from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.run.speed import find_choices
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
