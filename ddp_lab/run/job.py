@@ -8,7 +8,6 @@ the ranks and places the model on its devices. Only the subpackage `run` and the
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -16,11 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build as instantiate
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.augment import Mix
 from ddp_lab.data.held_out import hold_out
-from ddp_lab.data.loader import Loader
-from ddp_lab.data.mix import Mix
-from ddp_lab.data.samples import Dataset, LabelledImages
+from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
+from ddp_lab.data.samples import Dataset
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
@@ -212,24 +210,24 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
 
 def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     """Return the loaders of the sets of the dataset, by name. That of the training set is shuffled and augmented."""
-    data, strategy, size = cfg.data, job.strategy, job.plan.global_batch_size
-    make = partial(
-        LOADERS[job.choices["data.loader"].value],
-        num_workers=data.num_workers,
+    data, strategy, make = cfg.data, job.strategy, LOADERS[job.choices["data.loader"].value]
+    training = LoaderOptions(
+        batch_size=job.plan.global_batch_size,
         dp_rank=strategy.dp_rank,
         dp_size=strategy.dp_size,
         device=strategy.device,
         mean=data.mean,
         std=data.std,
+        shuffle=True,
         seed=cfg.seed,
+        crop_padding=data.crop_padding,
+        flip=data.flip,
+        num_workers=data.num_workers,
     )
-    # Worker processes flip images that are read one by one.
-    flip = data.flip and isinstance(job.dataset.train, LabelledImages)
-    training = make(job.dataset.train, size, shuffle=True, crop_padding=data.crop_padding, flip=flip)
     graph = job.choices["cuda_graph"]
     larger = EVALUATED if graph.automatic and graph.value else 1
-    evaluated = {name: make(found, larger * size, shuffle=False) for name, found in job.dataset.evaluation_sets.items()}
-    return {"train": training, **evaluated}
+    evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)
+    return {name: make(found, training if name == "train" else evaluated) for name, found in job.dataset.sets.items()}
 
 
 def check_optimizer(cfg: DictConfig, strategy: Strategy) -> None:

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from ddp_lab.data.device_loader import DeviceLoader
-from ddp_lab.data.loader import Loader
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.on_shards import can_be_fused, has_shards
 from ddp_lab.training.speed.auto import AUTO, needs_device_loader
