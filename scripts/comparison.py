@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_lab.advise.measure import train
-from ddp_lab.observe.axes import short
+from ddp_lab.observe.figure import short
 from ddp_lab.observe.plot import Curve, bars, beside, curves, stacked
 from ddp_lab.observe.profile_report import mean_split
 

@@ -33,8 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.observe.plot import beside
-from ddp_lab.observe.timeline import Boxes, timeline
+from ddp_lab.observe.plot import Boxes, beside, timeline
 
 Work = Callable[[], object]
 Box = tuple[float, float, str]  # start and end in seconds, and a label
