@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +13,6 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
 from ddp_lab.data.images import ImageOptions, Streamed, resize, to_tensor
-from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -29,28 +27,6 @@ class Source(Protocol):
     def load(self, prepared: str = ..., /) -> Dataset:
         """Return the dataset."""
         ...
-
-
-def load_dataset(data: Mapping[str, Any], seed: int, runtime: Runtime) -> Dataset:
-    """Return the dataset in host memory. Collective: the first rank of each machine downloads it if it is missing.
-
-    Args:
-        data: the config group `data`, as plain values.
-        seed: the run's seed.
-        runtime: the ranks.
-
-    Raises:
-        ConfigError: the dataset cannot be used, or the ranks have different files.
-    """
-    source = make_source(data, seed)
-    prepared = runtime.agree("dataset", source.prepare, per_node=True)
-    dataset = hold_out(source.load() if prepared is None else source.load(prepared), data["val_fraction"], data["val_seed"])
-    if dataset.digest:
-        digests = runtime.collect("dataset", dataset.digest)
-        runtime.agree("same dataset", partial(check_same, digests or []))
-    if runtime.local_rank == 0:
-        dataset.release()
-    return dataset
 
 
 def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:

@@ -18,7 +18,7 @@ from ddp_lab.data import cache as cache_module
 from ddp_lab.data.cache import Pictures, build_record
 from ddp_lab.data.folder import find_images
 from ddp_lab.data.images import ImageOptions, decode, resize
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 FORK = multiprocessing.get_context("fork")
@@ -115,16 +115,16 @@ def test_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
 def test_cache_that_does_not_fit_is_refused_before_it_is_built(tmp_path, monkeypatch):
     root = write_folder(tmp_path / "images", {"train": 110, "val": 9})
     overrides = ["data=folder", f"data.root={root}", "data.cache=disk", "data.image_size=24", "data.resize=24"]
-    make = partial(Job, config(*overrides), Runtime("cpu"))
+    make = partial(load_dataset, config(*overrides), Runtime("cpu"))
     needed = 119 * 3 * 24**2
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(
         NodeError, match=r"data.cache_dir=.* \(the resized images need at least 0.\d MiB, but .* has 0.\d MiB free"
     ):
-        _ = make().dataset
+        make()
     assert os.listdir(root / ".cache") == ["lock"]
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
-    assert make().dataset.train.size == 110
+    assert make().train.size == 110
 
 
 def test_records_that_killed_launches_left_in_memory_are_removed(tmp_path, monkeypatch):
@@ -136,5 +136,5 @@ def test_records_that_killed_launches_left_in_memory_are_removed(tmp_path, monke
     left, alive, others = (f"ddp_lab-{process}-abc" for process in (ended.pid, os.getppid(), "other"))
     for name in (left, alive, others):
         (tmp_path / name).mkdir()
-    _ = Job(config("data=folder", f"data.root={root}", "data.cache=ram"), Runtime("cpu")).dataset
+    load_dataset(config("data=folder", f"data.root={root}", "data.cache=ram"), Runtime("cpu"))
     assert sorted(path.name for path in tmp_path.glob("ddp_lab-*")) == sorted([alive, others])
