@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.checkpoint_files import digest_of
 from ddp_lab.resilience.checkpoint_folder import steps_in
-from ddp_lab.resilience.node_board import PAGE, RANKS, parse
+from ddp_lab.resilience.heartbeats import read_row
 from ddp_lab.resilience.run_directory import read_json
 from ddp_lab.resilience.sharded_files import is_sharded
 
@@ -100,20 +100,21 @@ class Observer:
     Args:
         run_dir: the run directory.
         epoch_steps: steps of an epoch.
+        ranks: of the run.
     """
 
-    def __init__(self, run_dir: Path, epoch_steps: int):
-        self.run_dir, self.epoch_steps = run_dir, epoch_steps
+    def __init__(self, run_dir: Path, epoch_steps: int, ranks: int):
+        self.run_dir, self.epoch_steps, self.ranks = run_dir, epoch_steps, ranks
         self._cpu, self._steps, self._epochs = 0.0, 0, 0  # at the previous measurement
 
     def heartbeats(self) -> list[dict[str, Any]]:
         """Return the heartbeats of the ranks; none before the first and after the last."""
         try:
-            board = Path((read_json(self.run_dir / "status.json") or {})["heartbeats"]).read_bytes()
+            with Path((read_json(self.run_dir / "status.json") or {})["heartbeats"]).open("rb") as file:
+                rows = [read_row(file.fileno(), rank) for rank in range(self.ranks)]
         except (KeyError, OSError):
             return []
-        beats = [parse(board[start : start + PAGE]) for start in range(PAGE * RANKS, len(board), PAGE)]
-        return [beat for beat in beats if beat]
+        return [row for row in rows if row]
 
     def has_taken(self, steps: int) -> bool:
         """Return whether the run is in the middle of the epoch after so many steps, or later."""
@@ -187,7 +188,9 @@ def main() -> None:
         line = command(arguments.steps, arguments.epoch_steps, arguments.ranks, Path(folder), overrides)
         with (Path(folder) / "output").open("wb") as output, subprocess.Popen(line, cwd=ROOT, stdout=output) as process:
             try:
-                measured = observe(process, Observer(Path(folder) / "long", arguments.epoch_steps), arguments.steps)
+                measured = observe(
+                    process, Observer(Path(folder) / "long", arguments.epoch_steps, arguments.ranks), arguments.steps
+                )
             except BaseException:
                 process.terminate()
                 process.wait()
