@@ -7,9 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from ddp_lab.data.device_loader import DeviceLoader
-from ddp_lab.data.loader import Loader
-from ddp_lab.observe.logger import log
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.on_shards import can_be_fused, has_shards
 from ddp_lab.training.speed.auto import AUTO, needs_device_loader
@@ -22,7 +20,6 @@ from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
 FEW = 1_000_000  # elements
-CHOOSING = 2.0  # seconds for choosing cuDNN's kernels, if the step is compiled, which takes longer anyway
 
 
 class PerformanceOptions(NamedTuple):
@@ -39,8 +36,8 @@ class PerformanceOptions(NamedTuple):
     compile: bool | Literal["tuned", "auto"]
     channels_last: bool
 
-    def supported(self, strategy: Strategy, loader: str, model: nn.Module) -> "PerformanceOptions":
-        """Return the options that are supported, and log why the others are disabled.
+    def supported(self, strategy: Strategy, loader: str, model: nn.Module) -> tuple["PerformanceOptions", list[str]]:
+        """Return the options that are supported, and lines for the log about the others.
 
         Args:
             strategy: the strategy of the run.
@@ -48,10 +45,9 @@ class PerformanceOptions(NamedTuple):
             model: the model of the run.
         """
         reasons = {name: why_not(name, strategy, loader, model) for name, value in self._asdict().items() if value}
-        for name, reason in reasons.items():
-            if reason:
-                log.info(f"{name}={str(getattr(self, name)).lower()} is disabled: {reason}")
-        return self._replace(**{name: False for name, reason in reasons.items() if reason})
+        refused = {name: reason for name, reason in reasons.items() if reason}
+        notes = [f"{name}={str(getattr(self, name)).lower()} is disabled: {why}" for name, why in refused.items()]
+        return self._replace(**dict.fromkeys(refused, False)), notes
 
     @contextmanager
     def switches(self, runtime: Runtime) -> Generator[None]:
@@ -98,14 +94,13 @@ class PerformanceOptions(NamedTuple):
                 group["fused"] = True
         return optimizer
 
-    def build(self, step: Step, loader: Loader, checked: bool = False, thorough: bool = True) -> Step | GraphStep:
+    def build(self, step: Step, loader: Loader, checked: bool = False) -> Step | GraphStep:
         """Return the step to train with, compiled and captured according to these options. Collective.
 
         Args:
             step: the step in eager mode.
             loader: of the training set.
             checked: whether a step that would wait for the GPU raises an error before its capture begins.
-            thorough: whether cuDNN's choice of kernels for a compiled step is repeated, which takes CHOOSING seconds.
         """
         device_loader = loader if isinstance(loader, DeviceLoader) else None
         assert device_loader is not None or not self.cuda_graph, "cuda_graph needs data.loader=device (see `supported`)"
@@ -116,8 +111,7 @@ class PerformanceOptions(NamedTuple):
             notice = f"compiling the training step (compile={str(self.compile).lower()}): {what}"
         if self.cuda_graph and device_loader is not None:
             graph = GraphStep(step, device_loader)
-            # Inductor compares its own convolutions with the best of cuDNN's, not with a guess.
-            graph.capture(CHOOSING * thorough if self.compile else None, notice, checked, guessing=self.compile != "tuned")
+            graph.capture(bool(self.compile), notice, checked)
             return graph
         if self.compile:
             loader.set_epoch(1)
