@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.config.faults import parse
+from ddp_lab.config.types import parse_fault
 from ddp_lab.data.loader import Loader
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step
@@ -54,7 +54,7 @@ class Fault:
 
     def __init__(self, step: Step | GraphStep, injection: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):
         self.step, self.run_dir, self.checkpoints, self.taken = step, run_dir, checkpoints, taken
-        parsed = parse(injection)
+        parsed = parse_fault(injection)
         if parsed is None:
             raise ValueError(f"inject={injection}: expected KIND@rank=R,step=S")
         kind, faulty, at = parsed

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import bias_in, names, resume, save_epochs, step, tiny
-from configs import config
 from launches import SUPPORT
 from safetensors.torch import save_file
 
@@ -21,7 +20,7 @@ from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.resilience.decisions import Agreement
 from ddp_lab.resilience.guard import Guard, GuardSettings
-from ddp_lab.run.job import SHARDED_FROM, Job
+from ddp_lab.run.train import SHARDED_FROM, is_sharded_format
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -264,7 +263,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_resumed(form, kind, tm
     assert warning.startswith(f"{newest} is damaged (")
     assert warning.endswith(f"); using {before}, the newest valid checkpoint")
     damage(kind, before)
-    with pytest.raises(ConfigError, match="resume=auto: none of the run's checkpoints is valid: .*step_00000001"):
+    with pytest.raises(ConfigError, match=r"resume=auto: none of the run's checkpoints is valid: .*step_00000001"):
         resume(tiny(tmp_path, None))
 
 
@@ -383,6 +382,4 @@ def test_sharded_checkpoint_of_an_earlier_version_is_refused_by_name(choice):
     ],
 )
 def test_format_depends_on_size_and_ranks(choice, ranks, size, expected):
-    job = Job(config(f"checkpoint.format={choice}"), SimpleNamespace(world_size=ranks))
-    job.checkpoint_bytes = size
-    assert job.sharded == expected
+    assert is_sharded_format(choice, ranks, size) == expected
