@@ -129,7 +129,7 @@ def test_result_of_the_log_is_that_of_the_commands(criterion, chosen, tmp_path):
         f"result: epoch {row['epoch']} ({which}), val loss {row['val_loss']:.4f} accuracy {row['val_accuracy']:.4f} | test"
         in line
     )
-    assert line.endswith(f"({find_checkpoint(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
+    assert line.endswith(f"({checkpoint_of(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
 
 
 def test_evaluate_refuses_a_set_that_does_not_exist(chosen, command):

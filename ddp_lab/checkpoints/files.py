@@ -186,12 +186,16 @@ def remove_old(newest: Path, keep: int) -> None:
 
 def link_best(path: Path) -> None:
     """Let a checkpoint be the best one in place of another. Raises an OSError if the link cannot be made."""
-    best, temporary = path.with_name(f"best{path.suffix}"), path.with_name("best.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name)
-    os.replace(temporary, best)
-    for other in {"best.pt", f"best{SHARDED}", "best.pt.sha256"} - {best.name}:  # in earlier versions best.pt was a file
-        path.with_name(other).unlink(missing_ok=True)
+    links = {f"best{path.suffix}": path.name}
+    if path.suffix == ".pt":
+        links["best.pt.sha256"] = sums_of(path).name  # for a copy of the directory with files in place of links
+    temporary = path.with_name("best.tmp")
+    for name, target in links.items():
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        os.replace(temporary, path.with_name(name))
+    for name in {"best.pt", "best.pt.sha256", f"best{SHARDED}"} - links.keys():
+        path.with_name(name).unlink(missing_ok=True)
 
 
 def finish_interrupted_save(folder: Path) -> None:
