@@ -76,7 +76,8 @@ def find_checkpoint(
         return path
 
     def candidates() -> str:
-        best = best_in(folder) if choice == "best" or result_in(folder, criterion) else None
+        with_best = choice == "best" or (choice == "auto" and result_in(folder, criterion) is not None)
+        best = best_in(folder) if with_best else None
         # A SHA-256 whose file is missing shows that a checkpoint was lost.
         newest = in_order({*steps_in(folder), *(sums.with_suffix("") for sums in folder.glob("step_*.pt.sha256"))})
         return json.dumps([str(path) for path in [best, *reversed(newest if choice != "best" else [])] if path])

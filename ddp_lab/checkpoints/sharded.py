@@ -17,10 +17,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -38,6 +40,7 @@ from ddp_lab.world.runtime import Runtime
 WRITE_TIMEOUT = timedelta(hours=1)
 # Torch needs up to three times the size of a file to write it, besides the copy of the tensors.
 FILE_BYTES = 2**28
+PLAIN = bool, int, float, str, list, tuple, torch.Tensor, type(None)  # what `as_json` takes
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that writes alone or reads on its own
 
@@ -76,10 +79,9 @@ def describe_optimizer(state: State) -> dict[str, Any]:
         name: {key: value for key, value in held.items() if not torch.is_tensor(value)}
         for name, held in optimizer["state"].items()
     }
-    plain = bool | int | float | str | list | tuple | torch.Tensor | None
     # Of options that are objects the description is enough: a resume takes options from the config, and compares their names.
     groups = [
-        {key: value if isinstance(value, plain) else str(value) for key, value in group.items()}
+        {key: value if isinstance(value, PLAIN) else str(value) for key, value in group.items()}
         for group in optimizer["param_groups"]
     ]
     return {"state": {name: values for name, values in rest.items() if values}, "param_groups": groups}
@@ -90,7 +92,7 @@ def as_json(value: Any) -> str:
     return json.dumps(value, default=lambda tensor: tensor.item())
 
 
-class SafetensorsWriter(dcp.HuggingFaceStorageWriter):
+class SafetensorsWriter(HuggingFaceStorageWriter):
     """Writes this rank's safetensors files of about FILE_BYTES each.
 
     Args:
@@ -146,7 +148,7 @@ class ShardWriter:
             temporary = path.with_suffix(f"{path.suffix}.tmp")
             writer = SafetensorsWriter(temporary, before)
             try:
-                dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+                save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
                 tensors.clear()
                 self._publish(temporary, path, self._gather((json.loads(plain), writer.digests)))
             except CheckpointException as error:
@@ -197,7 +199,7 @@ class ShardedCheckpoint:
             self.state: dict[str, Any] = json.loads((path / STATE).read_text())
             if missing := {*KEYS, "names"} - self.state.keys():
                 raise ValueError(f"{STATE} lacks {', '.join(sorted(missing))}")
-            metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+            metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
             self._tensors = cast("dict[str, TensorStorageMetadata]", metadata)
             for name, tensor in self._tensors.items():
                 if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
@@ -215,7 +217,7 @@ class ShardedCheckpoint:
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Read into tensors by key, in place: full ones or DTensors, on any device. One shard at a time is in host memory."""
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(self.path)), no_dist=True)
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
 
     def _read_weights(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Read the weights to evaluate, their averages if there are any, into tensors by name, and return these."""
