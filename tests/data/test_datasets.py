@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from configs import config
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
-from ddp_lab.data.sources import dataset_sizes
+from ddp_lab.data.datasets import Digits, Synthetic, Torchvision, dataset_sizes
 from ddp_lab.run.job import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 
+@pytest.mark.slow  # importing scikit-learn takes 2 s
 def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
