@@ -30,7 +30,7 @@ from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.data.loader import Loader
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import write_atomically
-from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import Tally
 

@@ -25,15 +25,14 @@ from ddp_lab.launch.preflight.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.run.selection import check_selection
-from ddp_lab.run.speed import find_choices
+from ddp_lab.run.speed import find_options
+from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
 from ddp_lab.training.loop import FitSettings
-from ddp_lab.training.on_shards import require_support
+from ddp_lab.training.optimizer import require_support
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.schedule import build_shape
-from ddp_lab.training.speed.auto import Choice
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
 LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}
@@ -178,7 +177,7 @@ class Job:
         """The loaders of the sets of the dataset, by name. That of the training set is shuffled and augmented."""
         data = self.cfg.data
         make = partial(
-            LOADERS[self.choices["data.loader"].value],
+            LOADERS[self.options.loader],
             batch_size=self.plan.global_batch_size,
             num_workers=data.num_workers,
             dp_rank=self.strategy.dp_rank,
@@ -191,8 +190,7 @@ class Job:
         # Worker processes flip images that are read one by one.
         flip = data.flip and isinstance(self.dataset.train, LabelledImages)
         training = make(self.dataset.train, shuffle=True, crop_padding=data.crop_padding, flip=flip)
-        graph = self.choices["cuda_graph"]
-        larger = EVALUATED if graph.automatic and graph.value else 1
+        larger = EVALUATED if self.options.cuda_graph and "cuda_graph" in self.options.reasons else 1
         evaluated = partial(make, batch_size=larger * self.plan.global_batch_size)
         return {"train": training} | {
             name: evaluated(found, shuffle=False) for name, found in self.dataset.evaluation_sets.items()
@@ -204,16 +202,9 @@ class Job:
         return FitSettings(self.cfg.epochs, self.cfg.patience, self.cfg.evaluate_test)
 
     @cached_property
-    def choices(self) -> dict[str, Choice]:
-        """The choices of speed=auto, by config key; without it, what the config says. Collective on GPUs."""
-        return find_choices(self.cfg, self.strategy, self.dataset, self.model)
-
-    @cached_property
     def options(self) -> PerformanceOptions:
-        """The requested performance options that are supported; the others are disabled and logged."""
-        choices = self.choices
-        wanted = PerformanceOptions(*(choices[key].value for key in PerformanceOptions._fields))
-        return wanted.supported(self.strategy, choices["data.loader"].value, self.model)
+        """The performance options: of the config, as far as they are supported, and of speed=auto. Collective on GPUs."""
+        return find_options(self.cfg, self.strategy, self.dataset, self.model)
 
 
 def prepare(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:

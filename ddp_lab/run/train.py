@@ -26,10 +26,10 @@ from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.selection import criterion
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
-from ddp_lab.training.speed.cuda_graph import GraphStep
-from ddp_lab.training.speed.switches import describe_matmul, float32_matmul
+from ddp_lab.world.precision import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 
@@ -66,15 +66,14 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], objec
         log.info(job.dataset.describe_sets())
     if runtime.rank == 0 and (text := job.plan.warning()):
         log.warning(text)
-    for note in job.notes:
+    for note in (*job.notes, *job.options.disabled):
         log.info(note)
-    _ = job.options  # logs the options that are not supported
     if line := describe_matmul(cfg.float32_matmul, cfg.precision, job.strategy.device):
         log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
     job.strategy.times_file = run_dir.path / "block_times.json"
-    with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
+    with float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
         return Outcome(train_guarded(training, run_dir, watchdog, decisions, choices), run_dir.path)

@@ -25,7 +25,7 @@ from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.training.loop import train_epoch
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
 
 EAGER, AUTO = ["speed=off"], ["speed=auto"]
@@ -60,7 +60,7 @@ def guarded(job: Job, arguments: Namespace, kind: type[Guard] = Guard) -> Genera
     """Yield the training and the hooks of a job, as train.py makes them, but for checkpoints."""
     runtime = job.runtime
     run_dir = RunDir(runtime, Path(arguments.json).parent, "run", "auto", "run")
-    with job.options.switches(runtime), Watchdog(run_dir, runtime, arguments.patience) as watchdog:
+    with job.options.backend_flags(runtime), Watchdog(run_dir, runtime, arguments.patience) as watchdog:
         training = materialize(job)
         training.compile((arguments.repeats + 1) * arguments.steps)
         settings = GuardSettings(1, None, "stop", "stop", None)
@@ -141,7 +141,7 @@ def turns(name: str, runtime: Runtime, arguments: Namespace) -> list[tuple[float
 def kernels(name: str, runtime: Runtime, arguments: Namespace) -> Generator[float]:
     """Replay the captured step of `ours` on the first batches, and yield images per second."""
     job = make_job(name, runtime, arguments, FASTEST)
-    with job.options.switches(runtime):
+    with job.options.backend_flags(runtime):
         training = materialize(job)
         training.compile(arguments.steps)
         loader, step = job.loaders["train"], training.step
