@@ -25,10 +25,10 @@ from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
-from ddp_lab.strategies.fill import ShapesOnly
-from ddp_lab.strategies.shards import local
 from ddp_lab.speed.fused import configure_optimizer
 from ddp_lab.speed.options import AUTO
+from ddp_lab.strategies.fill import ShapesOnly
+from ddp_lab.strategies.shards import local
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels

@@ -22,7 +22,10 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
         dataset: in host memory.
         model: the complete model.
     """
-    wanted = {name: cfg.get(key) for name, key in KEYS.items()} | {"loader": cfg.data.loader, "fused": cfg.optimizer.get("fused")}
+    wanted = {name: cfg.get(key) for name, key in KEYS.items()} | {
+        "loader": cfg.data.loader,
+        "fused": cfg.optimizer.get("fused"),
+    }
     facts = Facts(strategy.device.type, refusals_of(strategy, model))
     if cfg.speed != AUTO or facts.device != "cuda":
         return choose(cfg.speed, wanted, facts)  # nothing is chosen, so no more facts are needed
@@ -32,9 +35,7 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
     if not (isinstance(made := build(cfg.optimizer).func, type) and issubclass(made, ELEMENTWISE)):
         reasons.setdefault("fused", f"{cfg.optimizer._target_} has no fused kernel for GPUs")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    return choose(
-        cfg.speed, wanted, Facts(facts.device, reasons, bytes_of(dataset), weights, free_bytes(strategy.runtime))
-    )
+    return choose(cfg.speed, wanted, Facts(facts.device, reasons, bytes_of(dataset), weights, free_bytes(strategy.runtime)))
 
 
 def bytes_of(dataset: Dataset) -> int | None:

@@ -73,7 +73,11 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], objec
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
     job.strategy.times_file = run_dir.path / "block_times.json"
-    with float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
+    with (
+        float32_matmul(cfg.float32_matmul),
+        job.options.backend_flags(runtime),
+        Watchdog(run_dir, runtime, cfg.timeout) as watchdog,
+    ):
         training = materialize(job)
         log.info(job.strategy.describe())
         return Outcome(train_guarded(training, run_dir, watchdog, decisions, choices), run_dir.path)

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.loader import DeviceLoader
 from ddp_lab.observe.log import log
 from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.strategies.compilation import CompileFn, compile_passes

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ddp_lab.data.batch import Batch, Turn
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.batch import Batch, BatchSize
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.speed.warm_up import unchanged, warm_up
 from ddp_lab.training.step import Step
 
@@ -37,7 +37,7 @@ class GraphStep:
         self.tally.in_graph = True
         fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
         self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
-        self.graphs: dict[Turn, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
 
     @property
     def lr(self) -> float:
@@ -54,18 +54,18 @@ class GraphStep:
             RuntimeError: the step makes the host wait for the GPU, which no graph can.
         """
         self.loader.set_epoch(1)
-        largest, *others = sorted(set(self.loader.turns()), reverse=True)
+        largest, *others = sorted(set(self.loader.batch_sizes()), reverse=True)
         # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             with first_steps:
                 warm_up(self.step, [partial(self._first_batch, largest)], WARM_UP)
-            warm_up(self.step, [partial(self._first_batch, turn) for turn in others], WARM_UP)
+            warm_up(self.step, [partial(self._first_batch, size) for size in others], WARM_UP)
             batch = self._first_batch(largest)
             with unchanged(self.step), refusing_to_wait():
                 self.step.compute(batch)
             pool = torch.cuda.graph_pool_handle()
-            for turn in (largest, *others):
-                self.graphs[turn] = captured(lambda turn=turn: self.step.compute(self.gather(turn)), pool)
+            for size in (largest, *others):
+                self.graphs[size] = captured(lambda size=size: self.step.compute(self.gather(size)), pool)
 
     @contextmanager
     def _rate_on_device(self) -> Generator[None]:
@@ -80,35 +80,35 @@ class GraphStep:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
+    def batches(self, loader: Loader) -> Iterator[BatchSize]:
         """Yield the sizes of the remaining batches of the epoch, then draw the next epoch's sample order."""
-        loader.deal()
-        yield from loader.turns()
-        loader.look_ahead()
+        loader.start_epoch()
+        yield from loader.batch_sizes()
+        loader.prefetch_epoch()
 
-    def __call__(self, turn: Turn | Batch) -> None:
-        """Replay the graph of a turn. Compute a batch, which `Fault` has already gathered, in eager mode."""
-        if isinstance(turn, Batch):
-            self.step(turn)
-        elif turn in self.graphs:
+    def __call__(self, size: BatchSize | Batch) -> None:
+        """Replay the graph of a batch size. Compute a batch, which `Fault` has already gathered, in eager mode."""
+        if isinstance(size, Batch):
+            self.step(size)
+        elif size in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.step.prepare()
-            self.compute(turn)
+            self.compute(size)
             self.step.advance()
         else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
-            self.step(self.gather(turn))
+            self.step(self.gather(size))
 
-    def compute(self, turn: Turn) -> None:
-        """Replay the graph of a turn, which computes the next batch."""
-        self.graphs[turn].replay()
+    def compute(self, size: BatchSize) -> None:
+        """Queue the work of a step on the next batch, which has these sizes."""
+        self.graphs[size].replay()
 
-    def gather(self, turn: Turn) -> Batch:
-        """Return the next batch, which has the sizes `turn`."""
-        return Batch(*self.loader.take(turn.size), turn.count)
+    def gather(self, size: BatchSize) -> Batch:
+        """Return the next batch, which has these sizes."""
+        return self.loader.next_batch(size)
 
-    def _first_batch(self, turn: Turn) -> Batch:
-        self.loader.deal()
-        return self.gather(turn)
+    def _first_batch(self, size: BatchSize) -> Batch:
+        self.loader.start_epoch()
+        return self.gather(size)
 
 
 def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ddp_lab.data.device_loader import DeviceLoader
-from ddp_lab.data.loader import Loader
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.observe.log import log
 from ddp_lab.speed.compile import compile_step, compiling
 from ddp_lab.speed.cuda_graph import GraphStep
@@ -217,7 +216,12 @@ def mark_of(step: Step, loader: Loader) -> Path:
     device, strategy = step.strategy.device, step.strategy
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     work = [CODE, torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
-    work += [torch.get_float32_matmul_precision(), type(loader).__name__, loader.local_batch_size, type(step.optimizer).__name__]
+    work += [
+        torch.get_float32_matmul_precision(),
+        type(loader).__name__,
+        loader.local_batch_size,
+        type(step.optimizer).__name__,
+    ]
     work += [step.ema is None, step.mix is None, strategy.module]
     return Path(cache_dir()) / "ddp_lab" / hashlib.sha256(repr(work).encode()).hexdigest()[:16]
 

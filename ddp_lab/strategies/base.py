@@ -16,8 +16,8 @@ from torch import nn
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.strategies.fill import ShapesOnly, fill
-from ddp_lab.strategies.mesh_layout import require_division
 from ddp_lab.strategies.forward_backward import ForwardBackward
+from ddp_lab.strategies.mesh_layout import require_division
 from ddp_lab.strategies.saved_state import SavedState
 from ddp_lab.world.runtime import Runtime
 

@@ -23,9 +23,9 @@ from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.materialize import Training, materialize
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.loop import train_epoch
 from ddp_lab.training.progress import Progress
-from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
 
 EAGER, AUTO = ["speed=off"], ["speed=auto"]
@@ -146,7 +146,7 @@ def kernels(name: str, runtime: Runtime, arguments: Namespace) -> Generator[floa
         training.compile(arguments.steps)
         loader, step = job.loaders["train"], training.step
         assert isinstance(step, GraphStep)
-        loader.deal()
+        loader.start_epoch()
         for rate in repeated(next(iter(step.graphs.values())).replay, arguments, runtime):
-            loader.deal()
+            loader.start_epoch()
             yield rate
