@@ -1,6 +1,8 @@
 """The performance options of a run: the facts on which speed=auto depends."""
 
-from omegaconf import DictConfig
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
@@ -22,10 +24,7 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
         dataset: in host memory.
         model: the complete model.
     """
-    wanted = {name: cfg.get(key) for name, key in KEYS.items()} | {
-        "loader": cfg.data.loader,
-        "fused": cfg.optimizer.get("fused"),
-    }
+    wanted: dict[str, Any] = {name: OmegaConf.select(cfg, key) for name, key in KEYS.items()}
     facts = Facts(strategy.device.type, refusals_of(strategy, model))
     if cfg.speed != AUTO or facts.device != "cuda":
         return choose(cfg.speed, wanted, facts)  # nothing is chosen, so no more facts are needed

@@ -48,7 +48,7 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
     runtime = step.strategy.runtime
     if options.compile != AUTO:
         options, built = build_captured(options, step, loader, ALL)
-        announce(options, runtime)
+        options.log_choices(runtime.precision)
         return built
     options, built, mark = options._replace(compile=False), None, mark_of(step, loader)
     seconds = runtime.agree("step before", lambda: read_mark(mark))
@@ -60,7 +60,7 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
     pays, why = compile_pays_off(step, seconds, steps_left, cached)
     if built is None and not pays:
         options, built = build_captured(options, step, loader, None)
-    announce(options._replace(compile=pays, reasons={**options.reasons, "compile": why}), runtime)
+    options._replace(compile=pays, reasons={**options.reasons, "compile": why}).log_choices(runtime.precision)
     if pays:
         built = None  # frees the memory of its graphs
         reset(step)
@@ -68,12 +68,6 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
         if built is not None:
             leave_mark(mark, seconds)
     return built or build_captured(options, step, loader, None)[1]
-
-
-def announce(options: PerformanceOptions, runtime: Runtime) -> None:
-    """Log what speed=auto has chosen."""
-    for line in options.notice(runtime.precision):
-        log.info(line)
 
 
 def build_captured(
@@ -117,20 +111,18 @@ def build(options: PerformanceOptions, step: Step, loader: Loader, kernels: int 
 
 
 def try_to_compile(options: PerformanceOptions, step: Step, loader: Loader, kernels: int) -> Step | GraphStep | None:
-    """Return the step with these options and compiled or, if it cannot be compiled, None. The arguments are those of `build`."""
-    automatic = "fused" in options.reasons
+    """Return the step compiled or, if it cannot be compiled, None. The arguments are those of `build`, without `compile`."""
+    automatic, compiled = "fused" in options.reasons, options._replace(compile=True)
     if options.cuda_graph and automatic and compiles_optimizer(step.optimizer):
         set_fused(step.optimizer, None)
-    compiled = options._replace(compile=True)
     built, problem = attempt(step.strategy.runtime, lambda: build(compiled, step, loader, kernels))
-    if built is not None:
-        return built
-    log.info(f"compile: off, because the step cannot be compiled: {problem}")
-    reset(step)
-    if automatic:
-        set_fused(step.optimizer, options.fused)
-    torch.compiler.set_stance("force_eager")  # parts of the step are compiled
-    return None
+    if built is None:
+        log.info(f"compile: off, because the step cannot be compiled: {problem}")
+        reset(step)
+        if automatic:
+            set_fused(step.optimizer, options.fused)
+        torch.compiler.set_stance("force_eager")  # parts of the step are compiled
+    return built
 
 
 def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
@@ -169,11 +161,8 @@ def compile_pays_off(step: Step, seconds: float, steps_left: int, cached: bool) 
     layers = sum(any(True for _ in layer.parameters(recurse=False)) for layer in step.strategy.module.modules())
     takes = (COLD + EACH * layers) * (WARM if cached else 1.0)
     saves = GAINS[runtime.precision] * steps_left * seconds
-    why = (
-        f"{steps_left:,} steps of {1000 * seconds:.3g} ms are left: compiling saves about {saves:.0f} s of them and takes about "
-        f"{takes:.0f} s"
-    )
-    return runtime.agree("compile", lambda: saves > takes), why
+    why = f"{steps_left:,} steps of {1000 * seconds:.3g} ms are left: compiling saves about {saves:.0f} s of them and takes"
+    return runtime.agree("compile", lambda: saves > takes), f"{why} about {takes:.0f} s"
 
 
 def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:
@@ -184,26 +173,21 @@ def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:
         built: the step that would be taken without compiling.
         loader: of the training set.
     """
-    device = step.strategy.device
+    device, wait = step.strategy.device, step.tally.totals.tolist
     loader.set_epoch(1)
+    batches: list[Any] = [next(iter(built.batches(loader)))] * TIMED
+    seconds = 0.0
     with torch.random.fork_rng([device] if device.type == "cuda" else []), unchanged(step):
-        batches: list[Any] = [next(iter(built.batches(loader)))] * TIMED
         for _ in range(2):  # the first round warms up
             if isinstance(built, GraphStep):
-                batches = [*islice(built.batches(built.loader), TIMED)]  # each is gathered in its replay
-            wait(device)
+                batches = list(islice(built.batches(loader), TIMED))  # they are gathered by the replays
+            wait()
             start = time.perf_counter()
             for batch in batches:
                 built.compute(batch)
-            wait(device)
+            wait()
             seconds = time.perf_counter() - start
     return seconds / len(batches)
-
-
-def wait(device: torch.device) -> None:
-    """Wait for all work that is queued on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def mark_of(step: Step, loader: Loader) -> Path:
@@ -216,13 +200,8 @@ def mark_of(step: Step, loader: Loader) -> Path:
     device, strategy = step.strategy.device, step.strategy
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     work = [CODE, torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
-    work += [
-        torch.get_float32_matmul_precision(),
-        type(loader).__name__,
-        loader.local_batch_size,
-        type(step.optimizer).__name__,
-    ]
-    work += [step.ema is None, step.mix is None, strategy.module]
+    work += [torch.get_float32_matmul_precision(), type(loader).__name__, loader.local_batch_size]
+    work += [type(step.optimizer).__name__, step.ema is None, step.mix is None, strategy.module]
     return Path(cache_dir()) / "ddp_lab" / hashlib.sha256(repr(work).encode()).hexdigest()[:16]
 
 
@@ -235,9 +214,10 @@ def leave_mark(mark: Path, seconds: float) -> None:
 
 def read_mark(mark: Path) -> float | None:
     """Return the duration in a mark; None if there is no mark, or none that can be read."""
-    with suppress(OSError, ValueError):
+    try:
         return float(mark.read_text())
-    return None
+    except (OSError, ValueError):
+        return None
 
 
 @contextmanager

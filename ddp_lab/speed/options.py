@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from ddp_lab.observe.log import log
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.compilation import why_not_compile
 from ddp_lab.world.runtime import Runtime
@@ -61,21 +62,21 @@ class PerformanceOptions(NamedTuple):
                 if "torch._dynamo" in sys.modules:  # which takes seconds to start, and most runs never compile
                     torch.compiler.set_stance("default")
 
-    def notice(self, precision: str) -> list[str]:
-        """Return the lines of the log about what speed=auto has chosen; none if it has chosen nothing.
+    def log_choices(self, precision: str) -> None:
+        """Log what speed=auto has chosen, if anything.
 
         Args:
             precision: the config key, which is never chosen: it changes the numbers.
         """
         if not self.reasons:
-            return []
-        advice = "" if precision == "bf16" else "precision=bf16 halves the bytes of activations, but rounds to 3 digits"
-        lines = ["speed=auto:"]
+            return
+        log.info("speed=auto:")
         for name, key in KEYS.items():
             value = getattr(self, name)
             shown = {True: "on", False: "off", None: "off"}.get(value, value)
-            lines.append(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
-        return [*lines, f"  {'precision':15} {precision:7} {advice}".rstrip()]
+            log.info(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
+        advice = "" if precision == "bf16" else "precision=bf16 halves the bytes of activations, but rounds to 3 digits"
+        log.info(f"  precision       {precision:7} {advice}".rstrip())
 
 
 class Facts(NamedTuple):

@@ -1,7 +1,7 @@
 """The base class of all strategies: methods for one device, some of which each strategy overrides.
 
-What a strategy computes in a step is in forward_backward.py, what of it is compiled in compilation.py, and what of it is saved in
-saved_state.py.
+What a strategy computes in a step is in forward_backward.py, what of it is compiled in compilation.py, and what of it is saved
+in saved_state.py.
 """
 
 import math

@@ -44,9 +44,9 @@ def why_not_compile(strategy: Strategy, model: nn.Module) -> str | None:
 def compile_passes(strategy: Strategy, compile_fn: CompileFn) -> str:
     """Compile forward, loss and backward, in place. Called after `Strategy.setup`.
 
-    Where gradients are sent during the backward pass, the model is compiled in pieces: the gradients of a piece are complete when
-    its own backward pass ends, so a bucket can be sent while the next piece computes. Kernels are not fused across a cut, which
-    costs some time (docs/log/benchmarks.md).
+    Where gradients are sent during the backward pass, the model is compiled in pieces: the gradients of a piece are complete
+    when its own backward pass ends, so a bucket can be sent while the next piece computes. Kernels are not fused across a cut,
+    which costs some time (docs/log/benchmarks.md).
 
     Returns:
         What of the model is compiled, for the log.

@@ -1,9 +1,10 @@
-"""The tables of scripts/bench.py. Further runs of it: tests/training/test_speed.py."""
+"""The tables of scripts/bench.py."""
 
 import json
 
 import pytest
-from launches import launch
+from launches import finish, launch, start
+from PIL import Image
 
 from scripts.benchmark.launches import rank_of_bound
 from scripts.benchmark.report import strongest, table
@@ -68,3 +69,21 @@ def test_bench_measures_ours_and_the_bare_loop_in_turns(tmp_path):
 )
 def test_benchmark_that_cannot_be_measured_is_refused_before_it_starts(line, message):
     assert launch(f"python scripts/{line}") == (1, f"error: {message}\n")
+
+
+@pytest.mark.slow
+def test_bench_measures_and_draws(tmp_path):
+    line = (
+        "python scripts/bench.py --gpus 0 --models lenet --repeats 2 --steps 8 --patience 100 --strategies ddp --loops tutorial"
+    )
+    process = start(line, "accelerate", "stock eager", "ours eager", "kernels", "--json", str(tmp_path / "b.json"))
+    code, output = finish(process, timeout=240)
+    assert code == 0, output
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(row["devices"], row["loop"]) for row in rows] == [
+        (devices, loop) for devices in (1, 2) for loop in ("tutorial", "accelerate", "stock eager", "ours eager", "kernels")
+    ]
+    assert all(row["rate"] > 0 for row in rows if row["loop"] in ("tutorial", "stock eager", "ours eager"))
+    assert all(row["skipped"] == "CUDA graphs need a GPU" for row in rows if row["loop"] == "kernels")
+    assert "| lenet | 2 | ours eager | ddp |" in output
+    assert Image.open(tmp_path / "b.png").width > 700
