@@ -10,7 +10,7 @@ from launches import SMALL, launch
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.models.lenet import lenet
-from ddp_lab.run.job import prepare
+from ddp_lab.run.job import build as build_job
 from ddp_lab.run.speed import find_options, free_bytes
 from ddp_lab.speed.options import KEYS, Facts, PerformanceOptions, choose
 from ddp_lab.world.runtime import Runtime
@@ -146,7 +146,7 @@ def test_free_memory_is_the_smallest_of_all_ranks():
 def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons, batch, monkeypatch):
     options = PerformanceOptions(cuda_graph=True, reasons=reasons)
     monkeypatch.setattr("ddp_lab.run.job.find_options", lambda *_: options)
-    job = prepare(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
+    job = build_job(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
     assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
 
 
