@@ -16,10 +16,8 @@ from torch.cuda import nccl
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.samples import Dataset
-from ddp_lab.launch.preflight.finding import Finding
-from ddp_lab.launch.preflight.network import check_host_name, check_master
-from ddp_lab.launch.preflight.shared_memory import check_shared_memory
-from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
+from ddp_lab.launch.preflight import Finding, check_host_name, check_master, check_shared_memory
+from ddp_lab.launch.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.models.make import make_model
 from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_loss, make_mix, make_plan
 from ddp_lab.strategies.base import Strategy
