@@ -394,6 +394,6 @@ def test_doctor_lists_a_real_gpu(tmp_path):
 def test_doctor_reports_a_torch_without_the_backend(monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     findings = Findings()
-    findings.look("backend", lambda: find_backend(Runtime("cpu")), str)
+    findings.look("backend", lambda: find_backend(Runtime("cpu")))
     assert findings[0].level == "error"
     assert "is built without gloo; install one that has it" in findings[0].text
