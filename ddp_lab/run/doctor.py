@@ -15,7 +15,7 @@ from torch.cuda import nccl
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.launch.preflight import Finding, check_host_name, check_master, check_shared_memory
 from ddp_lab.launch.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.models.make import make_model
