@@ -16,7 +16,7 @@ from hydra.utils import get_object
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
 from ddp_lab.data.dataset import Dataset, LabelledImages, hold_out
-from ddp_lab.world.network import default_timeout
+from ddp_lab.world.process import default_timeout
 
 
 class Digits:
