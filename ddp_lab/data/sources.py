@@ -1,10 +1,12 @@
 """The dataset that the config describes: a class with `prepare` and `load`, or with data=own any map-style dataset."""
 
 import inspect
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from hydra.utils import get_object
 from PIL import Image
@@ -150,6 +152,10 @@ class Own:
 
     def read(self, dataset: Any, classes: int, number: int) -> tuple[torch.Tensor, int]:
         """Return a sample of a dataset whose labels are below `classes`: its image, uint8, resized, and its class."""
+        # The dataset may draw from these generators. torch's is seeded for this sample already (images.py).
+        key = int(torch.randint(2**32, ()))
+        np.random.seed(key)
+        random.seed(key)
         item = self._ask(f"sample {number}", lambda: dataset[number])
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise ConfigError(f"{self.name}: sample {number} must be (image, label), got {type(item).__name__}")
