@@ -12,8 +12,8 @@ from ddp_lab.checkpoints.state import KEYS, Shapes, State, check_shapes
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.shards import local
+from ddp_lab.training.optimizer import match_strides, state_tensors
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.speed.warm_up import match_strides, state_of
 
 EXPECTED = "a checkpoint step_* or best.* from a run's directory checkpoints"
 
@@ -31,7 +31,7 @@ def copy_full(state: State, progress: Progress) -> dict[str, Any] | None:
 
 def storages_on_host(strategy: Strategy, optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the addresses of this rank's tensors in host memory that the next step changes."""
-    tensors = [*strategy.module.state_dict().values(), *(value for _, _, value in state_of(optimizer))]
+    tensors = [*strategy.module.state_dict().values(), *(value for _, _, value in state_tensors(optimizer))]
     own = [local(tensor) for tensor in tensors]
     return {tensor.untyped_storage().data_ptr() for tensor in own if tensor.device.type == "cpu"}
 

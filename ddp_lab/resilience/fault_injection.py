@@ -27,7 +27,7 @@ from typing import Any
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.types import parse_fault
 from ddp_lab.data.loader import Loader
-from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import Tally
 

@@ -12,10 +12,8 @@ from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import listed
-from ddp_lab.launch.preflight.finding import Finding
-from ddp_lab.launch.preflight.network import check_network
-from ddp_lab.launch.preflight.shared_memory import check_shared_memory
-from ddp_lab.launch.preflight.storage import check_storage
+from ddp_lab.launch.preflight import Finding, check_network, check_shared_memory
+from ddp_lab.launch.storage import check_storage
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
