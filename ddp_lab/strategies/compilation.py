@@ -1,4 +1,6 @@
-"""Compilation of a model block by block, in which equal blocks share one compilation.
+"""Compilation of a strategy's passes: of the model as a whole, in pieces, or block by block.
+
+A model with equal blocks is compiled block by block, and equal blocks share one compilation.
 
 torch.compile keeps what it has compiled with the code of a function, and uses it again where the types, shapes and attributes
 are the same. The blocks of a Vision Transformer are equal, so all of them are compiled in the time of one. The complete model
@@ -15,6 +17,8 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.loss import measure
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
@@ -50,11 +54,38 @@ def repeats(model: nn.Module) -> bool:
     return most >= 2 and 2 * most >= len(model)
 
 
-def no_blocks(strategy: str, model: nn.Module) -> str | None:
-    """Return why the blocks of a model cannot be compiled, or None if they can."""
-    if isinstance(model, Chain):
-        return None
-    return f"strategy={strategy} compiles a model in blocks, and this one is not a Chain"
+def why_not_compile(strategy: Strategy, model: nn.Module) -> str | None:
+    """Return why the model cannot be compiled under a strategy, or None if it can."""
+    if (strategy.compiled_by_block or strategy.bucket_sizes) and not isinstance(model, Chain):
+        return f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
+    return strategy.refusals.get("compile")
+
+
+def compile_passes(strategy: Strategy, fuse: Fuse) -> str:
+    """Compile forward, loss and backward of a strategy. Called after `setup`, if "compile" is one of its options.
+
+    Where gradients are sent in buckets, the model is compiled in several pieces, so that the gradients of a piece are complete
+    when its own backward pass ends. A bucket can then be sent while the next piece computes. Kernels are not fused across a
+    cut, which costs some time (docs/log/benchmarks.md).
+
+    Args:
+        fuse: torch.compile with its options.
+
+    Returns:
+        What of the model was compiled, for the log.
+    """
+    model = strategy.module
+    strategy.measure = fuse(measure)
+    if strategy.compiled_by_block or repeats(model):
+        on_rank = f" on rank {strategy.runtime.rank}" if strategy.axes.get("pp", 1) > 1 else ""
+        return compile_blocks(model.children(), fuse) + on_rank
+    if strategy.bucket_sizes:
+        assert isinstance(model, Chain)  # `why_not_compile`
+        pieces = model.pieces(*strategy.bucket_sizes)
+        model.execute_in(map(fuse, pieces))
+        return f"the model in {count(len(pieces), 'piece')}"
+    strategy.forward = fuse(model)
+    return "the complete model"
 
 
 def compile_blocks(blocks: Iterable[nn.Module], fuse: Fuse) -> str:
