@@ -38,8 +38,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.observe.plot import Curve, bars, beside, curves
-from ddp_lab.observe.timeline import Boxes, timeline
+from ddp_lab.observe.plot import Boxes, Curve, bars, beside, curves, timeline
 from scripts.lanes import Lane, Run, Work, lane, once, repeated
 
 CHAINS, LINKS, SMALL = 8, 32, 128  # number of independent chains, multiplications per chain, size of their matrices

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.observe.timeline import Boxes
+from ddp_lab.observe.plot import Boxes
 
 Work = Callable[[], object]
 Box = tuple[float, float, str]  # start and end in seconds, and a label

@@ -8,7 +8,7 @@ from typing import Any
 from ddp_lab.advise.advisor import Advice, Refused, Row
 from ddp_lab.advise.machine import GiB
 from ddp_lab.advise.plan import HELD, Planned
-from ddp_lab.observe.axes import short
+from ddp_lab.observe.figure import short
 from ddp_lab.observe.plot import GREY, Plot, beside, stacked
 
 COLUMNS = ("strategy", "GPUs", "GiB/GPU", "state", "activations", "others", "sent/step", "FLOPs/step", "step takes at least")

@@ -16,11 +16,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from ddp_lab.config.types import SETS
-from ddp_lab.observe.canvas import pixels
-from ddp_lab.observe.confusion import confusion_figure, write_classes
+from ddp_lab.observe.figure import pixels
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import append_line, describe_metrics, describe_result, draw_metrics, drop_rows
-from ddp_lab.observe.prediction_grid import prediction_grid
+from ddp_lab.observe.pictures import confusion_figure, prediction_grid, write_classes
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
-"""Curves and bars as PNG files, drawn by matplotlib in the house style (canvas.py).
+"""Curves and bars as PNG files, drawn by matplotlib in the house style (figure.py).
 
-`curves`, `bars`, `stacked` and `timeline` (timeline.py) describe a panel; `beside` draws panels and writes them as one picture.
+`curves`, `bars`, `stacked` and `timeline` describe a panel; `beside` draws panels and writes them as one picture.
 """
 
 import textwrap
@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ddp_lab.observe.axes import (
+from ddp_lab.observe.coinciding import separate
+from ddp_lab.observe.figure import (
     COLOURS,
     GREY,
     ROW,
     WIDTH,
     clipped,
+    empty_figure,
+    house_style,
     legend_below,
     legend_height,
     name_rows,
@@ -21,8 +24,6 @@ from ddp_lab.observe.axes import (
     set_x_ticks,
     short,
 )
-from ddp_lab.observe.canvas import empty_figure, house_style
-from ddp_lab.observe.coinciding import separate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 HEIGHT = 4.0  # height of a panel in inches; rows or a legend can increase it
 TITLE = 50  # maximum number of characters of a line of a title
+Boxes = list[tuple[float, float, str]]  # a row of a timeline: start and end in seconds, and a label
 
 
 class Curve(NamedTuple):
@@ -149,6 +151,43 @@ def stacked(title: str, label: str, values: dict[str, dict[str, float]]) -> Plot
 
     legend = legend_height(names) + 0.1 if len(names) > 1 else 0
     return Plot(title, max(0.65 * HEIGHT, ROW * len(values) + 1.4) + legend, draw)
+
+
+def timeline(title: str, rows: dict[str, Boxes]) -> Plot:
+    """Return a timeline with a row per name, a box per (start, end, label) and a colour per label.
+
+    The x axis is in milliseconds since the first start. The legend is below the axes.
+
+    Args:
+        title: title of the plot.
+        rows: the boxes of each row, by name; start and end are in seconds.
+
+    Raises:
+        ValueError: there is no box to draw.
+    """
+    boxes = [box for row in rows.values() for box in row]
+    if not boxes:
+        raise ValueError(f"{title}: no boxes to draw")
+    first = min(start for start, _, _ in boxes)
+    span = 1000 * (max(end for _, end, _ in boxes) - first) or 1.0
+    labels = dict.fromkeys(label for _, _, label in boxes)
+    colours = {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
+
+    def draw(axes: "Axes") -> None:
+        for number, row in enumerate(rows.values()):
+            # Every box is wide enough to be seen. Wide ones get a white edge, so that adjacent boxes can be counted.
+            spans = [(1000 * (start - first), max(1000 * (end - start), span / 250)) for start, end, _ in row]
+            fills = [colours[label] for _, _, label in row]
+            edges = ["white" if width > span / 100 else "none" for _, width in spans]
+            axes.broken_barh(spans, (number - 0.38, 0.76), facecolors=fills, edgecolors=edges, linewidth=0.7)
+        name_rows(axes, rows)
+        axes.set_xlim(-0.01 * span, 1.01 * span)  # a short box at either end remains visible
+        axes.set_xlabel("ms")
+        axes.xaxis.set_major_locator(round_numbers())
+        axes.xaxis.set_major_formatter(lambda value, _: short(value))
+        legend_below(axes, colours)
+
+    return Plot(title, max(HEIGHT, ROW * len(rows) + legend_height(labels) + 1.5), draw)
 
 
 @house_style()

@@ -23,8 +23,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profile_report import report
-from ddp_lab.observe.trace import DATA, STEP, read
-from ddp_lab.observe.traffic import bytes_per_step
+from ddp_lab.observe.trace import DATA, STEP, bytes_per_step, read
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 

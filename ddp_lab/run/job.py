@@ -22,8 +22,7 @@ from ddp_lab.data.samples import Dataset, LabelledImages
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
-from ddp_lab.models.make import Made, make_model
-from ddp_lab.models.own import key_of, require_chain
+from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.run.selection import check_selection
 from ddp_lab.run.speed import find_choices
@@ -102,7 +101,7 @@ class Job:
         return self.made.model
 
     @cached_property
-    def made(self) -> Made:
+    def made(self) -> BuiltModel:
         """The model with its initial weights, if it is on the meta device, and notes about it for the log."""
         torch.manual_seed(self.cfg.seed)
         return make_model(self.cfg.model, self.dataset.model_shape(), self.runtime, self.cfg.seed, self.with_weights)
@@ -117,7 +116,7 @@ class Job:
         if self.made.initial_weights is None:
             self.model.load_state_dict(state)
         else:
-            self.made.initial_weights.give(state)
+            self.made.initial_weights.set_weights(state)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

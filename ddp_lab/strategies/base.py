@@ -73,7 +73,6 @@ class Strategy(SavedState, ABC):
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
     averages: ClassVar[bool] = False  # a wrapper of the model averages the gradients over dp, as DDP does, and does not sum them
-    collective_passes: ClassVar[bool] = False  # passes have other collectives than gradients', so no rank can run them alone
     performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`

@@ -55,7 +55,7 @@ class FSDP(Strategy):
     """
 
     sharded = has_dtensors = True
-    averages = collective_passes = compiled_by_block = True
+    averages = compiled_by_block = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(

@@ -79,7 +79,7 @@ class Mesh(Strategy):
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
     """
 
-    needs_chain = compiled_by_block = collective_passes = True
+    needs_chain = compiled_by_block = True
     has_dtensors = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
     save_options = {}  # each rank returns its shards, of which full tensors are made

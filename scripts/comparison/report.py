@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.observe.axes import short
+from ddp_lab.observe.figure import short
 from scripts.comparison.runs import EARLY, Result
 
 COLUMNS = (

@@ -3,8 +3,8 @@ import pytest
 import torch
 from figures import texts
 
-from ddp_lab.observe.canvas import pixels
-from ddp_lab.observe.confusion import confusion_figure, write_classes
+from ddp_lab.observe.figure import pixels
+from ddp_lab.observe.pictures import confusion_figure, write_classes
 
 LONG = "a class with a name that is far too long"
 

@@ -12,13 +12,12 @@ from worlds import run_world
 
 import ddp_lab.observe.logger
 import ddp_lab.observe.metrics_file
-from ddp_lab.observe.canvas import pixels
-from ddp_lab.observe.confusion import confusion_figure
+from ddp_lab.observe.figure import pixels
 from ddp_lab.observe.log import setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import append_line
+from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import beside
-from ddp_lab.observe.prediction_grid import prediction_grid
 
 
 def test_logger_and_file_logger_have_the_same_methods():

@@ -11,8 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from ddp_lab.observe.axes import COLOURS, short
-from ddp_lab.observe.canvas import STYLE, house_style, pixels
+from ddp_lab.observe.figure import COLOURS, STYLE, house_style, pixels, short
 from ddp_lab.observe.plot import (
     Curve,
     Plot,
@@ -21,8 +20,8 @@ from ddp_lab.observe.plot import (
     curves,
     figure,
     stacked,
+    timeline,
 )
-from ddp_lab.observe.timeline import timeline
 
 LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")

@@ -14,8 +14,7 @@ from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.profiler import NEEDED, RECORD, Profiled
 from ddp_lab.observe.time_split import PARTS, diagnose, length, split_steps, straggler, summarise
-from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, host_ranges, read, spans_of_steps, union
-from ddp_lab.observe.traffic import bytes_per_step
+from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, host_ranges, read, spans_of_steps, union
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler

@@ -21,7 +21,7 @@ import ddp_lab
 import ddp_lab.config.check
 import ddp_lab.observe.logger
 import ddp_lab.observe.metrics_file
-from ddp_lab.observe.canvas import empty_figure
+from ddp_lab.observe.figure import empty_figure
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

@@ -102,12 +102,12 @@ class Runs(PerformanceOptions):
 
     broken: ClassVar[set[str]] = set()
     tried: ClassVar[list[tuple[bool, bool]]] = []
-    chosen: ClassVar[list[tuple[int, bool]]] = []
+    chosen: ClassVar[list[int]] = []
 
-    def build(self, step, loader, checked=False, thorough=True):
+    def build(self, step, loader, checked=False):
         self.tried.append((self.cuda_graph, self.compile))
         if self.compile:
-            self.chosen.append((torch.backends.cudnn.benchmark_limit, thorough))
+            self.chosen.append(torch.backends.cudnn.benchmark_limit)
         for key in self.broken:
             if getattr(self, key):
                 step.tally.in_graph = True
@@ -154,7 +154,7 @@ def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(parts, mon
         Runs.tried.clear()
         build_step(Runs(False, "auto", True), choose("auto", LEFT, GPU), *parts, steps)
         assert Runs.tried == tried
-    assert Runs.chosen == [(0, True), (LIMITED, False)], "40 s are too short for all of cuDNN's kernels"
+    assert Runs.chosen == [0, LIMITED], "40 s are too short for all of cuDNN's kernels"
 
 
 @pytest.mark.parametrize(("answer", "tried"), [("yes", [(False, True)]), ("no", [])])

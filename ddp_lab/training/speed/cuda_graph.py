@@ -7,7 +7,6 @@ The values that change from step to step, the batch and the learning rate, are r
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from operator import call
 from typing import Any, cast
 
 import torch
@@ -15,12 +14,10 @@ import torch
 from ddp_lab.data.batch import Batch, Turn
 from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.strategies.compilation import Fuse
-from ddp_lab.training.speed.batch_norm import shift_batch_norms
 from ddp_lab.training.speed.convolution import pad_convolutions
-from ddp_lab.training.speed.kernel_choice import Thread, capturing, fastest_thread
 from ddp_lab.training.speed.notice import working
-from ddp_lab.training.speed.switches import compiling, cudnn_guesses, end_choosing
-from ddp_lab.training.speed.warm_up import refusing_to_wait, try_out, unchanged, warm_up
+from ddp_lab.training.speed.switches import compiling, end_choosing
+from ddp_lab.training.speed.warm_up import refusing_to_wait, unchanged, warm_up
 from ddp_lab.training.step import Step
 
 WARM_UP = 11  # steps before a capture: DDP rebuilds its buckets in the first ones
@@ -51,34 +48,23 @@ class GraphStep:
         """The learning rate of the last step."""
         return self.step.lr
 
-    def capture(self, choosing: float | None, first: str, checked: bool = False, guessing: bool = True) -> None:
+    def capture(self, compiled: bool, first: str, checked: bool = False) -> None:
         """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN chooses its kernels repeatedly, in new threads, unless passes contain collectives;
-                0: it chooses once. None: the step is not compiled.
+            compiled: whether the step is compiled.
             first: text of the notice about the first steps, which compile or warm up.
             checked: whether a step that waits for the GPU raises an error before the capture begins.
-            guessing: whether cuDNN need not choose for the first steps, if it will choose in new threads.
         """
         self.loader.set_epoch(1)
         turns = sorted(set(self.loader.turns()), reverse=True)
-        # Backward uses its caller's thread and its kernels.
+        # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
-            # Warm up in this thread first: torch.compile compiles only in the thread that imported it (asserted in torch 2.11).
-            elsewhere = None if self.step.strategy.collective_passes else choosing
-            with (
-                working(first),
-                nullcontext() if choosing is None else compiling(),
-                cudnn_guesses() if guessing and elsewhere is not None else nullcontext(),
-            ):
+            with working(first), compiling() if compiled else nullcontext():
                 warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
-            self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used
-            if elsewhere is not None:
-                with working("choosing cuDNN's kernels"), unchanged(self.step):
-                    self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), elsewhere)
             with working("capturing the training step as a CUDA graph"):
-                self.thread(partial(self._capture, turns, checked))
+                end_choosing()
+                self._capture(turns, checked)
 
     @contextmanager
     def _rate_on_device(self) -> Generator[None]:
@@ -94,18 +80,16 @@ class GraphStep:
                 group["lr"] = rate
 
     def _capture(self, turns: list[Turn], checked: bool) -> None:
-        first = partial(self._first_batch, turns[0])
-        warm_up(self.step, [first], WARM_UP)
-        end_choosing()
         warm_up(self.step, [partial(self._first_batch, turn) for turn in turns[1:]], WARM_UP)
         if checked:
-            batch = first()
+            batch = self._first_batch(turns[0])
             with unchanged(self.step), refusing_to_wait():
                 self.step.compute(batch)
         pool = torch.cuda.graph_pool_handle()
         for turn in turns:
             self.graphs[turn] = torch.cuda.CUDAGraph()
-            with capturing(self.graphs[turn], pool):
+            # Other threads, such as NCCL's, may call CUDA during the capture.
+            with torch.cuda.graph(self.graphs[turn], pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 self.step.compute(self.gather(turn))
 
     def seconds(self, most: int) -> float:
@@ -166,7 +150,7 @@ CHANNELS_LAST = {"force_layout_optimization": True}
 
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> str:
-    """Compile a step, except its collectives, for the shape of the first batch. On a GPU, replace layers by faster ones.
+    """Compile a step, except its collectives, for the shape of the first batch. On a GPU, pad the channels of convolutions.
 
     Other batch sizes and evaluation run in eager mode, because compiling them would take as long again.
 
@@ -184,7 +168,6 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
     fuse = cast(Fuse, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
-        shift_batch_norms(step.strategy.module)
     what = step.strategy.compile(fuse)
     if loader is not None:
         loader.compile(fuse)

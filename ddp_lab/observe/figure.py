@@ -1,21 +1,58 @@
-"""What the panels of plot.py have in common: colours, labels, ticks and legends."""
+"""Figures of matplotlib in the house style (house.mplstyle), and what panels have in common: colours, labels, ticks, legends.
+
+pyplot and its global state are not used. Importing matplotlib takes about half a second, so it is imported when the first
+picture is drawn and not with this module.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-# The colours of the house style.
+STYLE = Path(__file__).with_name("house.mplstyle")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C", "#882255")
 GREY = "#595959"
 WIDTH = 6.4  # width of a panel in inches
 ROW = 0.27  # height in inches of a row, a bar or a legend entry
 LONGEST = 32  # maximum number of characters of a label
 MOST_LABELS = 12  # maximum number of entries of a timeline's legend
+
+
+@contextmanager
+def house_style() -> Generator[None]:
+    """Apply the house style within the body, whatever the user's matplotlibrc contains."""
+    from matplotlib import style
+
+    with style.context(["default", STYLE]):
+        yield
+
+
+def empty_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of this size in inches, in which texts get the room that they need."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure((width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+@house_style()
+def pixels(figure: "Figure") -> np.ndarray:
+    """Return an `empty_figure` that was drawn on as uint8 [height, width, 3]."""
+    canvas = cast("FigureCanvasAgg", figure.canvas)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[..., :3]
 
 
 def short(value: float) -> str:
@@ -26,9 +63,9 @@ def short(value: float) -> str:
     return f"{value:g}"
 
 
-def clipped(label: str) -> str:
-    """Return the label, shortened with an ellipsis if it has more than LONGEST characters."""
-    return label if len(label) <= LONGEST else label[: LONGEST - 1] + "\N{HORIZONTAL ELLIPSIS}"
+def clipped(label: str, longest: int = LONGEST) -> str:
+    """Return the label, shortened with an ellipsis if it has more characters than `longest`."""
+    return label if len(label) <= longest else label[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def set_x_ticks(axes: "Axes", places: list[float]) -> None:

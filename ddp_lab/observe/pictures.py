@@ -1,4 +1,4 @@
-"""The confusion matrix as a picture and the accuracy of each class as a file."""
+"""Pictures of what a model predicts: the confusion matrix, the accuracy of each class, and images with their predictions."""
 
 import csv
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddp_lab.observe.axes import clipped
-from ddp_lab.observe.canvas import empty_figure, house_style
+from ddp_lab.observe.figure import clipped, empty_figure, house_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABELLED, NUMBERED = 30, 12  # largest numbers of classes whose names, and whose counts, are drawn
+TILE, COLUMNS = 1.6, 4  # width of an image in inches, images in a row
+LONGEST_NAME = 11  # maximum number of characters of a name below an image
 
 
 @house_style()
@@ -59,3 +60,33 @@ def write_classes(counts: torch.Tensor, classes: list[str], path: Path) -> None:
         writer.writerows(
             (name, samples, correct, f"{correct / samples:.6g}" if samples else "") for name, samples, correct in rows
         )
+
+
+@house_style()
+def prediction_grid(
+    inputs: torch.Tensor, targets: list[int], predicted: list[int], classes: list[str], most: int = 8
+) -> "Figure":
+    """Draw images in rows of four with the prediction below each: green if correct, else red with the true class below.
+
+    Args:
+        inputs: float [n, channels, height, width], in any range.
+        targets: the true class of each image.
+        predicted: the predicted class of each image.
+        classes: the names of the classes.
+        most: largest number of images to draw.
+    """
+    names = [clipped(name, LONGEST_NAME) for name in classes]
+    inputs = inputs[:most] if inputs.shape[1] == 3 else inputs[:most, :1]  # not RGB: the first channel in grey
+    columns, rows = min(COLUMNS, len(inputs)), -(-len(inputs) // COLUMNS)
+    figure = empty_figure(columns * TILE, rows * (TILE + 0.5))
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in places:
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    for axes, image, target, guess in zip(places, inputs, targets, predicted, strict=False):
+        low, high = image.min(), image.max()
+        axes.imshow(((image - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
+        right = guess == target
+        text = names[guess] if right else f"{names[guess]}\n({names[target]})"
+        axes.set_xlabel(text, size=9, color="darkgreen" if right else "red")
+    return figure

@@ -1,0 +1,64 @@
+"""Print how large this repository is beside its limits.
+
+python scripts/size.py            the table
+python scripts/size.py --check    exit code 1 if a limit is exceeded
+
+Lines are all lines of Python files, comments and docstrings included; scripts/ has shell scripts, too. Words are those of
+README.md and of all pages below docs/ but docs/configuration.md, which is generated; code blocks and tables count. CHANGELOG.md
+and CONTRIBUTING.md do not count.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS = {
+    "lines of ddp_lab/": 14_000,
+    "files of ddp_lab/": 140,
+    "lines of tests/": 11_000,
+    "lines of scripts/": 2_000,
+    "words of README.md and docs/": 18_000,
+    "words of README.md": 1_200,
+}
+
+
+def lines(paths: Iterable[Path]) -> int:
+    """Return the number of lines of some files."""
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def words(paths: Iterable[Path]) -> int:
+    """Return the number of words of some files, as `wc -w` counts them."""
+    return sum(len(path.read_text().split()) for path in paths)
+
+
+def sizes(root: Path) -> dict[str, int]:
+    """Return the sizes of a tree, under the names of LIMITS."""
+    package = list((root / "ddp_lab").rglob("*.py"))
+    pages = [path for path in (root / "docs").rglob("*.md") if path != root / "docs/configuration.md"]
+    readme = root / "README.md"
+    counts = [
+        *(lines(package), len(package), lines((root / "tests").rglob("*.py"))),
+        lines(path for path in (root / "scripts").rglob("*") if path.suffix in (".py", ".sh")),
+        *(words([readme, *pages]), words([readme])),
+    ]
+    return dict(zip(LIMITS, counts, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with code 1 if a limit is exceeded")
+    arguments = parser.parse_args()
+    found = sizes(ROOT)
+    exceeded = [name for name, size in found.items() if size > LIMITS[name]]
+    print(f"{'':30}{'size':>8}{'limit':>8}")
+    for name, size in found.items():
+        print(f"{name:30}{size:>8,}{LIMITS[name]:>8,}{'  exceeded' if name in exceeded else ''}")
+    if arguments.check and exceeded:
+        sys.exit(f"error: {', '.join(exceeded)}: above the limit; delete or merge before adding, or change LIMITS in this file")
+
+
+if __name__ == "__main__":
+    main()
