@@ -44,7 +44,7 @@ class Error:
 
 JOB, MATERIALIZE, TRAIN = (f"ddp_lab/run/{name}.py" for name in ("job", "materialize", "train"))
 LOOP, STEP = "ddp_lab/training/loop.py", "ddp_lab/training/step.py"
-EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/sums.py"
+EVALUATION, SUMS = "ddp_lab/training/evaluation.py", "ddp_lab/strategies/loss.py"
 MESH = "ddp_lab/strategies/mesh.py"
 EMA, FSDP = "ddp_lab/training/ema.py", "ddp_lab/strategies/fsdp.py"
 SCHEDULE, PLAN = "ddp_lab/training/schedule.py", "ddp_lab/training/plan.py"
@@ -100,7 +100,7 @@ ERRORS = [
     Error("the seed is ignored by mixup and cutmix", JOB,
           "seed=cfg.seed,", "seed=0,", BY_HAND.format("lenet")),
     Error("decay_norms_and_biases is ignored", MATERIALIZE,
-          "strategy.param_groups(cfg.decay_norms_and_biases)", "strategy.param_groups()", BY_HAND.format("lenet")),
+          "strategy.parameters(), cfg.decay_norms_and_biases)", "strategy.parameters())", BY_HAND.format("lenet")),
     Error("the schedule counts steps as epochs", MATERIALIZE,
           "cfg.epochs, plan.steps_per_epoch,", "cfg.epochs * plan.steps_per_epoch, 1,", BY_HAND.format("batch_norm")),
     Error("the test set is augmented", JOB,
@@ -400,16 +400,16 @@ ERRORS = [
           "tests/resilience/test_damaged_files.py::test_files_are_replaced_and_never_written_in_place[json]"),
 
     Error("ddp takes the mean over ranks of what is to be summed", "ddp_lab/strategies/ddp.py",
-          "return count / self.dp_size", "return count", BY_HAND.format("lenet-ddp")),
+          "averages = True", "averages = False", BY_HAND.format("lenet-ddp")),
     Error("scratch does not sum the gradients", "ddp_lab/strategies/scratch.py",
-          "ALGORITHMS[self.algorithm](gradients_of(parameters))", "gradients_of(parameters)",
+          "sum_gradients(self.parameters(), ALGORITHMS[self.algorithm])", "pass",
           "tests/resilience/test_resume.py::test_strategy_resumes_the_run_of_another[first0-second0]"),
-    Error("the padding of a pipeline's mixed batch is not marked", "ddp_lab/strategies/pipeline.py",
+    Error("the padding of a pipeline's mixed batch is not marked", "ddp_lab/strategies/stages.py",
           "IGNORE if targets.dim() == 1 else 0", "IGNORE if targets.dim() == 1 else targets[:1]",
           MATRIX.format("Pipeline-1f1b-5-None-None-recipe-on-2")),
-    Error("a pipeline trains a weight of two stages twice", "ddp_lab/strategies/pipeline.py",
-          "require_whole(model, stage_of, self.name)", "pass",
-          "tests/models/test_own.py::test_cut_by_time_is_checked_for_shared_weights"),
+    Error("a pipeline trains a weight of two stages twice", "ddp_lab/strategies/sharding.py",
+          "    for first, *others in tied_parameters(model):", "    for first, *others in ():",
+          "tests/models/test_own.py::test_split_refuses_a_weight_on_two_devices"),
     Error("a Sequential loses a module that it uses twice", "ddp_lab/models/make.py",
           "model.named_modules(remove_duplicate=False)", "model.named_modules()",
           "tests/models/test_own.py::test_sequential_that_uses_a_module_or_a_weight_twice_computes_the_same[one_activation]"),

@@ -10,6 +10,7 @@ from ddp_lab.config.build import build
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job
+from ddp_lab.strategies.sharding import param_groups
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.loop import fit
@@ -76,7 +77,7 @@ def materialize(job: Job) -> Training:
     place(job)
     digest = hashlib.sha256(f"masks {cfg.seed} {strategy.dp_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
-    groups = strategy.param_groups(cfg.decay_norms_and_biases)
+    groups = param_groups(strategy.parameters(), cfg.decay_norms_and_biases)
     fused = job.choices["optimizer.fused"].value is True
     optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr), strategy.device, fused)
     warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)

@@ -73,7 +73,6 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], objec
         log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
-    job.strategy.times_file = run_dir.path / "block_times.json"
     with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
@@ -143,7 +142,7 @@ def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir
     if left < NEEDED:
         log.info(f"profile=true: disabled: {left} steps are left, but the profiler needs {NEEDED}")
         return None
-    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble())
+    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble)
     training.step = step
     return step
 

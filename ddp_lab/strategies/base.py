@@ -5,9 +5,9 @@ What of it is compiled is in compilation.py, and what of it is saved in saved_st
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,14 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.batch_norm import BatchNorm, without_padding
 from ddp_lab.strategies.loss import CrossEntropy, Loss, add_up, measure
 from ddp_lab.strategies.mesh_layout import require_division
 from ddp_lab.strategies.saved_state import SavedState
-from ddp_lab.strategies.sharding import ShapesOnly, fill
+from ddp_lab.strategies.sharding import Weights
 from ddp_lab.world.runtime import Runtime
 
-Module = TypeVar("Module", bound=nn.Module)
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
 
@@ -37,7 +35,7 @@ class Strategy(SavedState, ABC):
         strategy.partition(model, samples)      decides which rank holds what
         (the process group opens, unless the strategy runs in one process)
         strategy.setup(model)                   moves, wraps or cuts the model; sets `module` and `forward`
-        optimizer = SGD(strategy.param_groups())
+        optimizer = SGD(strategy.parameters())
         strategy.train()
         strategy.forward_backward(...)          all of a training step but the optimizer's:
           no_sync                                 context of all gradient-accumulation steps but the last
@@ -48,6 +46,8 @@ class Strategy(SavedState, ABC):
 
     Args:
         runtime: of this rank.
+        inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks. Consecutive ranks share a
+            replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
 
     Attributes, besides those of the class:
         axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
@@ -66,13 +66,14 @@ class Strategy(SavedState, ABC):
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
 
     Raises:
-        ConfigError: a one-process strategy was started with several ranks, or the device is not supported by the strategy.
+        ConfigError: a one-process strategy was started with several ranks, the device is not supported by the strategy, or the
+            number of ranks is not divisible by an inner axis.
     """
 
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
-    averages: ClassVar[bool] = False  # a wrapper of the model averages the gradients over dp, as DDP does, and does not sum them
+    averages: ClassVar[bool] = False  # a wrapper of the model averages gradients over dp, as DDP does, instead of summing them
     performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
@@ -83,7 +84,7 @@ class Strategy(SavedState, ABC):
     module: nn.Module  # this rank's part of the model, unwrapped, so that its parameters keep their plain names
     forward: nn.Module  # computes the logits: `module` or a wrapper around it
 
-    def __init__(self, runtime: Runtime):
+    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
@@ -95,12 +96,17 @@ class Strategy(SavedState, ABC):
                 "take its tensors. Use strategy=single, or device=cpu"
             )
         self.runtime, self.device, self.num_devices = runtime, runtime.device, runtime.world_size
-        self.lay_out()
+        inner = inner or {}
+        require_division(runtime.world_size, inner)
+        ranks_per_replica = math.prod(inner.values())
+        self.dp_rank = runtime.rank // ranks_per_replica
+        self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
+        self.axes = {"dp": self.dp_size, **inner}
         self.dp_group: dist.ProcessGroup | None = None
         self.is_metric_rank = True
         self.batch_norm: BatchNorm = "local"
         self.loss: Loss = CrossEntropy()
-        self.initial_weights: InitialWeights | ShapesOnly | None = None
+        self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.bubble: float | None = None
@@ -122,23 +128,6 @@ class Strategy(SavedState, ABC):
         """The part of the model on each device that this process drives. Known after `setup`."""
         return [self.module]
 
-    def lay_out(self, **inner: int) -> None:
-        """Arrange the ranks in a mesh with the axis dp and the inner axes. Called in the constructor.
-
-        Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
-
-        Args:
-            inner: sizes of the axes within a replica, by name. The size of dp is the number of ranks divided by their product.
-
-        Raises:
-            ConfigError: the number of ranks is not divisible by an inner axis.
-        """
-        require_division(self.runtime.world_size, inner)
-        ranks_per_replica = math.prod(inner.values())
-        self.dp_rank = self.runtime.rank // ranks_per_replica
-        self.dp_size = self.replicas = self.runtime.world_size // ranks_per_replica
-        self.axes = {"dp": self.dp_size, **inner}
-
     def partition(self, model: nn.Module, samples: int) -> None:
         """Decide which rank holds which part of the model. Called before the process group opens.
 
@@ -158,36 +147,9 @@ class Strategy(SavedState, ABC):
             model: the complete model, the same on every rank: on the CPU, or with `initial_weights` on the meta device.
         """
 
-    def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
-        """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
-
-        Args:
-            blocks: its children are blocks of the model under their names.
-            device: None: `self.device`.
-        """
-        device = device or self.device
-        if self.initial_weights is None:
-            return blocks.to(device)
-        fill(blocks, self.initial_weights, device)
-        return blocks
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that this rank holds and trains, without the frozen ones. Called after `setup`."""
         return trainable(self.module.parameters())
-
-    def param_groups(self, decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
-        """Return `parameters` in the form that optimizers accept. Called after `setup`.
-
-        Args:
-            decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with fewer than two
-                dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every
-                rank has both groups, which may be empty.
-        """
-        if decay_norms_and_biases:
-            return [{"params": list(self.parameters())}]
-        decayed = [parameter for parameter in self.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
-        return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.

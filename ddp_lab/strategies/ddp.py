@@ -15,6 +15,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
+from ddp_lab.strategies.sharding import to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -52,7 +53,7 @@ class DDP(Strategy):
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
     def setup(self, model: nn.Module) -> None:
-        self.module = set_batch_norm(self.to_device(model), self.batch_norm)
+        self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.forward = self.wrapper = wrap(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,

@@ -37,8 +37,7 @@ class DDPPipeline(Pipeline):
         cut: list[BlockName] | None,
         batch_norm: BatchNorm,
     ):
-        super().__init__(runtime, schedule, num_microbatches, num_stages, cut)
-        self.lay_out(pp=pp)
+        super().__init__(runtime, schedule, num_microbatches, num_stages, cut, {"pp": pp})
         self.batch_norm = batch_norm
 
     def setup(self, model: nn.Module) -> None:

@@ -34,7 +34,7 @@ from ddp_lab.strategies.fully_shard import (
     units,
     without_sync,
 )
-from ddp_lab.strategies.sharding import local
+from ddp_lab.strategies.sharding import fill, local
 from ddp_lab.world.runtime import Runtime
 
 
@@ -109,8 +109,8 @@ class FSDP(Strategy):
         log_offload(self.offload, self.device)
         shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision, self.offload)
         if self.initial_weights is not None:
-            self.to_device(model, HOST if self.offload else None)  # now that it is sharded, a rank allocates only its shards
-
+            # Now that it is sharded, a rank allocates only its shards.
+            fill(model, self.initial_weights, HOST if self.offload else self.device)
         if isinstance(model, Chain) and self.checkpointing != "none":
             model.execute_in([checkpointed(block, self.checkpointing) for block in model])
 

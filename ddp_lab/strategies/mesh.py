@@ -156,7 +156,7 @@ class Mesh(Strategy):
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
         self.pipeline = None
-        if self.axes["pp"] > 1:
+        if self.pp_group is not None and self.axes["pp"] > 1:
             self.pipeline = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.loss, self.device)
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0

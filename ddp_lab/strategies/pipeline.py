@@ -10,6 +10,7 @@ that of gpipe. schedules.py describes the schedules, and stages.py runs them.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.schedules import PipelineOptions, Schedule
+from ddp_lab.strategies.sharding import to_device
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, boundaries_of
 from ddp_lab.world.runtime import Runtime
 
@@ -49,9 +51,9 @@ class Pipeline(Strategy):
         num_microbatches: Count,
         num_stages: Count | None,
         cut: list[BlockName] | None,
+        inner: Mapping[str, int] | None = None,
     ):
-        super().__init__(runtime)
-        self.lay_out(pp=runtime.world_size)
+        super().__init__(runtime, inner or {"pp": runtime.world_size})
         self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
         if "zerobubble" in schedule:
             self.refusals["compile"] = (
@@ -71,7 +73,8 @@ class Pipeline(Strategy):
         stages: dict[int, nn.Module] = {}
         for index in range(dist.get_rank(self.pp_group), self.plan.num_stages, self.plan.ranks):
             own = OrderedDict(blocks[i] for i in self.plan.parts.parts[index])
-            stages[index] = self.to_device(Stage(own, self.runtime.autocast, boundaries[index + 1].dtype, "none"))
+            stage = Stage(own, self.runtime.autocast, boundaries[index + 1].dtype, "none")
+            stages[index] = to_device(stage, self.device, self.initial_weights)
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.executor = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.loss, self.device)
         self.is_metric_rank = self.executor.has_loss

@@ -28,6 +28,7 @@ from ddp_lab.strategies.all_reduce import ALGORITHMS, require_ranks, sum_gradien
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
+from ddp_lab.strategies.sharding import to_device
 from ddp_lab.world.runtime import Runtime
 
 NAMES = (*ALGORITHMS, "bucketed")
@@ -63,7 +64,7 @@ class Scratch(Strategy):
         self.buckets: Buckets | None = None
 
     def setup(self, model: nn.Module) -> None:
-        model = set_batch_norm(self.to_device(model), self.batch_norm)
+        model = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.module = self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:

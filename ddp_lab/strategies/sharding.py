@@ -5,15 +5,18 @@ used, because that loads 500 modules.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.initial_weights import InitialWeights, tensors_of
+
+Module = TypeVar("Module", bound=nn.Module)
+Weights: TypeAlias = "InitialWeights | PresentWeights | ShapesOnly"
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,6 +34,25 @@ def sharded_as(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     full = cast(DTensor, tensor)
     # The shape must be given: torch would otherwise compute it from this shard, and be wrong where shards differ in size.
     return DTensor.from_local(shard, full.device_mesh, full.placements, shape=full.shape, stride=full.stride())
+
+
+def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
+    """Return the parameters that a rank trains in the form that optimizers accept.
+
+    Args:
+        parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do not support.
+        decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with fewer than two
+            dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every rank
+            has both groups, which may be empty.
+    """
+    parameters = list(parameters)
+    kinds = {hasattr(parameter, "to_local") for parameter in parameters}
+    options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
+    if decay_norms_and_biases:
+        return [{"params": parameters, **options}]
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
+    return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
 
 
 def full_state(state: Any) -> Any:
@@ -68,8 +90,22 @@ def reshard(module: nn.Module, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def to_device(blocks: Module, device: torch.device, weights: Weights | None) -> Module:
+    """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
+
+    Args:
+        blocks: its children are blocks of the model under their names.
+        device: the device.
+        weights: of blocks that are on the meta device (`Strategy.initial_weights`); None if they have their weights.
+    """
+    if weights is None:
+        return blocks.to(device)
+    fill(blocks, weights, device)
+    return blocks
+
+
 @torch.no_grad()
-def fill(blocks: nn.Module, weights: "InitialWeights | PresentWeights | ShapesOnly", device: torch.device) -> None:
+def fill(blocks: nn.Module, weights: Weights, device: torch.device) -> None:
     """Allocate blocks that are on the meta device, and give them their weights. Not collective.
 
     Only one complete block at a time is in host memory.

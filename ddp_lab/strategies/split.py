@@ -23,7 +23,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import add_up, measure
-from ddp_lab.strategies.sharding import require_one_place
+from ddp_lab.strategies.sharding import require_one_place, to_device
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -70,7 +70,7 @@ class Split(Strategy):
         self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
         blocks = list(model.named_children())
         self.stages: list[nn.Module] = [
-            self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
+            to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device, self.initial_weights)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
 

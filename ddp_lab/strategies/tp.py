@@ -13,7 +13,7 @@ ranks therefore need fast links, and tensor parallelism pays only if a single la
 contain no code for it: `setup` replaces their layers by name.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from ddp_lab.models.vit_layers import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.sharding import local, tied_parameters
+from ddp_lab.strategies.sharding import local, tied_parameters, to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -108,8 +108,7 @@ class TP(Strategy):
         plan: dict[BlockName, Literal["shard", "replicate"]] | None,
         batch_norm: BatchNorm,
     ):
-        super().__init__(runtime)
-        self.lay_out(tp=tp or runtime.world_size)
+        super().__init__(runtime, {"tp": tp or runtime.world_size})
         self.plan = {str(name): placement for name, placement in (plan or {}).items()}
         self.batch_norm = batch_norm
         self.refusals["compile"] = (
@@ -156,7 +155,8 @@ class TP(Strategy):
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.dp_group = mesh.get_group("dp")
-        self.module = self.forward = set_batch_norm(self.to_device(model), self.batch_norm, self.dp_group)
+        model = to_device(model, self.device, self.initial_weights)
+        self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
         for path, layer in self.layers.items():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
@@ -179,10 +179,6 @@ class TP(Strategy):
             gradients = [local(gradient) for gradient in gradients_of(self.parameters())]
             # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
             torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-
-    def param_groups(self, decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
-        # The parameters are DTensors and tensors (for example BatchNorm's). The optimizers' foreach kernels need one kind.
-        return [group | {"foreach": False} for group in super().param_groups(decay_norms_and_biases)]
 
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.

@@ -23,6 +23,7 @@ from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.job import Job, prepare
 from ddp_lab.run.materialize import Training, materialize
+from ddp_lab.training.evaluation import total
 from ddp_lab.training.loop import train_epoch
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
@@ -120,7 +121,7 @@ class Turns(Guard):
             others = self.passed()
             self.pairs.append((mine[0], others[0], mine[1], others[1]))
             over = torch.tensor([float(time.monotonic() > self.end)], device=self.strategy.device)
-            if self.strategy.total(over).item():  # on any rank, so that all end after the same turn
+            if total(self.strategy, over).item():  # on any rank, so that all end after the same turn
                 raise Over
             self.passed()
 

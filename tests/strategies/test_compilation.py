@@ -22,7 +22,7 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import repeats
+from ddp_lab.strategies.compilation import compile_passes, repeats
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.single import Single
@@ -57,7 +57,7 @@ def test_equal_blocks_share_one_compilation(make: Callable[[Runtime], Strategy],
     strategy.setup(model)
     eager = gradients_of(strategy, images, targets)
     counter = CompileCounterWithBackend("aot_eager")
-    assert strategy.compile(partial(torch.compile, backend=counter, dynamic=False)) == compiled
+    assert compile_passes(strategy, partial(torch.compile, backend=counter, dynamic=False)) == compiled
     assert all(torch.equal(gradient, eager[name]) for name, gradient in gradients_of(strategy, images, targets).items())
     assert counter.frame_count == graphs
     assert list(strategy.module.state_dict()) == names

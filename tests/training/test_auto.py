@@ -123,7 +123,7 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setattr(Runs, "chosen", [])
     strategy = Single(Runtime("cpu"))
     strategy.setup(simple_cnn(1, 8, 10))
-    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1, momentum=0.9, fused=True)
     step = Step(strategy, optimizer, make_scheduler(optimizer, constant, 1, 5, 0))
     options = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
     return step, DeviceLoader(Synthetic(48, 8, 1, 8, 10).load().train, 24, num_workers=0, **options)

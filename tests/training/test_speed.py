@@ -393,7 +393,7 @@ def test_fault_injects_nan_into_a_step_that_gathers_its_batches(tmp_path):
     runtime, loader = Runtime("cpu"), taken(augmented=False)
     strategy = Single(runtime)
     strategy.setup(simple_cnn(1, 8, 10))
-    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
     graph = GraphStep(Step(strategy, optimizer, make_scheduler(optimizer, constant, 1, 5, 0)), loader)
     graph.tally.begin(0)
     fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)

@@ -19,8 +19,8 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.strategies.loss import sum_dtype
 from ddp_lab.strategies.single import Single
-from ddp_lab.strategies.sums import sum_dtype
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.tally import Tally
 from ddp_lab.world import process

@@ -13,7 +13,7 @@ import torch
 
 from ddp_lab.data.batch import Batch, Turn
 from ddp_lab.data.device_loader import DeviceLoader
-from ddp_lab.strategies.compilation import Fuse
+from ddp_lab.strategies.compilation import Fuse, compile_passes
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.notice import working
 from ddp_lab.training.speed.switches import compiling, end_choosing
@@ -168,7 +168,7 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
     fuse = cast(Fuse, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
-    what = step.strategy.compile(fuse)
+    what = compile_passes(step.strategy, fuse)
     if loader is not None:
         loader.compile(fuse)
         step.compile(fuse)

@@ -11,6 +11,7 @@ from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.data.loader import Loader
 from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.compilation import why_not_compile
 from ddp_lab.training.on_shards import can_be_fused, has_shards
 from ddp_lab.training.speed.auto import AUTO, needs_device_loader
 from ddp_lab.training.speed.cache import kept_kernels
@@ -144,9 +145,7 @@ def why_not(name: str, strategy: Strategy, loader: str, model: nn.Module) -> str
     """Return why an option is not supported here, or None if it is."""
     if name not in strategy.performance_options:
         return f"not supported by strategy={strategy.name}"
-    if name == "compile" and (reason := strategy.why_not_compile(model)):
-        return reason
-    if name == "cuda_graph" and (reason := strategy.why_not_capture()):
+    if reason := why_not_compile(strategy, model) if name == "compile" else strategy.refusals.get(name):
         return reason
     device = strategy.device.type
     if name == "cuda_graph" and device != "cuda":
