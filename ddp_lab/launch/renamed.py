@@ -1,4 +1,4 @@
-"""Config keys of the release before that have another name, which is accepted for one release with a warning, or are removed."""
+"""Config keys of the release before that have a new name, or were removed. Old names are accepted for one release."""
 
 import sys
 from collections.abc import Sequence

@@ -90,7 +90,7 @@ def reshard(module: nn.Module, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def to_device(blocks: Module, device: torch.device, weights: Weights | None) -> Module:
+def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -> Module:
     """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
 
     Args:
