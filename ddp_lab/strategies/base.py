@@ -179,13 +179,21 @@ class Strategy(SavedState, ABC):
         if self.batch_norm == "sync":
             left = len(range(self.dp_rank, count, self.dp_size))  # this rank reads every dp_size-th sample of the global batch
             micro_batches = without_padding(micro_batches, left)
-        divisor = count / self.dp_size if self.averages else count
+        divisor = self.divisor(count)
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
         results.append(self.add_gradient(*last, divisor))
         self.reduce_gradients()
         return add_up(results)
+
+    def divisor(self, count: int) -> float:
+        """Return what the loss of each micro-batch is divided by.
+
+        The gradients of all micro-batches and replicas, summed (or averaged: `averages`) over dp, are then the gradient of the
+        mean over the GLOBAL batch, which has `count` samples without padding.
+        """
+        return count / self.dp_size if self.averages else count
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
@@ -197,8 +205,7 @@ class Strategy(SavedState, ABC):
         Args:
             inputs: [b, channels, height, width].
             targets: [b], IGNORE for padding.
-            divisor: number that the summed loss is divided by, so that the gradients of all micro-batches and replicas, summed
-                (or averaged: `averages`) over dp, are the gradient of the mean over the GLOBAL batch.
+            divisor: what the summed loss is divided by.
         """
         with self.autocast():
             logits = self.forward(inputs)

@@ -22,7 +22,7 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import compile_passes, repeats
+from ddp_lab.strategies.compilation import compile_passes, repeats, why_not_compile
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.single import Single
@@ -113,7 +113,8 @@ def test_sharded_convolutions_are_not_replaced():
     ],
     ids=["zero bubble", "wrap", "selective", "no chain"],
 )
-def test_compile_is_disabled_with_a_reason(strategy, model, reason):
+def test_compile_is_disabled_with_a_reason(strategy, model, reason, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     made = strategy(Runtime("cpu"))
     made.partition(module := make_model(model, 0) if model else nn.Linear(3, 3), 8)
     assert not COMPILED.supported(made, "device", module).compile

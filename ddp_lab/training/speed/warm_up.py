@@ -30,7 +30,8 @@ def try_out(step: Step, batch: Batch) -> None:
     """
     inputs, targets, count = step.mixed(batch)
     with step.strategy.no_sync():
-        step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)
+        first = inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0]
+        step.strategy.add_gradient(*first, step.strategy.divisor(count))
     step.optimizer.zero_grad()
 
 
