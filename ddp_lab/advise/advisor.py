@@ -13,6 +13,7 @@ from ddp_lab.advise.machine import GiB, Machine
 from ddp_lab.advise.model import plan_model
 from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_rank
 from ddp_lab.advise.planned import PlannedRuntime
+from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.data.samples import Dataset
@@ -21,7 +22,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.torchvision_models import torchvision_model
 from ddp_lab.models.weights import check_file
 from ddp_lab.run.data_shape import sizes_of
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import load_dataset, make_plan
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 
@@ -131,20 +132,26 @@ class Advisor:
         overrides: of train.py; those of the strategy apply to the strategy that they, or their experiment, choose.
         config_dir: directory of the user's own yaml.
         machine: the GPUs.
-        job: a job of train.py, of which config, dataset and model are used in place of those of the overrides; or None.
+        known: config, dataset and model of a run, in place of those of the overrides; or None.
 
     Raises:
         ConfigError: the overrides are wrong, whatever the strategy.
     """
 
-    def __init__(self, overrides: Sequence[str], config_dir: str | None, machine: Machine, job: Job | None = None):
+    def __init__(
+        self,
+        overrides: Sequence[str],
+        config_dir: str | None,
+        machine: Machine,
+        known: tuple[DictConfig, Dataset, nn.Module] | None = None,
+    ):
         self.common = ["--config-dir", config_dir] if config_dir is not None else []
         self.common += [override for override in overrides if not is_of_strategy(override)]
         self.strategy = [override for override in overrides if is_of_strategy(override)]
         self.machine = machine
         self.own: Candidate | None = None
-        if job is not None:
-            self.cfg, self.dataset, self.model = job.cfg, job.dataset, job.model
+        if known is not None:
+            self.cfg, self.dataset, self.model = known
             return
         self.cfg = compose_config(list(overrides), config_dir, with_choices=True)
         choice = self.cfg.hydra.runtime.choices.strategy
@@ -152,7 +159,7 @@ class Advisor:
             del self.cfg.hydra
         check(self.cfg)
         self._refuse_devices()
-        self.dataset: Dataset = sizes_of(self.cfg.data) or Job(self.cfg, PlannedRuntime(1, 1, self.cfg.precision)).dataset
+        self.dataset: Dataset = sizes_of(self.cfg.data) or load_dataset(self.cfg, PlannedRuntime(1, 1, self.cfg.precision))
         self.model: nn.Module = plan_model(self.cfg, self.dataset)
         if self.strategy or choice != "single":  # single is the first anyway
             self.own = Candidate(choice, options_of(self.strategy), 1 if choice in ALONE else machine.gpus)
@@ -207,9 +214,8 @@ class Advisor:
         if candidate.strategy == "dp":
             raise CannotPlan("nn.DataParallel copies the model to every GPU in every step; use strategy=ddp")
         cfg = self.config_of(candidate)
-        job = Job(cfg, self.runtime(candidate))
-        job.dataset = self.dataset
-        strategy, images = job.strategy, job.plan.global_batch_size
+        strategy: Strategy = build(cfg.strategy, self.runtime(candidate))
+        images = make_plan(cfg, strategy, self.dataset).global_batch_size
         plans = [
             plan
             for rank in places(strategy)

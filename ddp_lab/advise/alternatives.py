@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from omegaconf import DictConfig
 
 from ddp_lab.advise.advisor import Advisor, Row, places
 from ddp_lab.advise.candidates import ALONE
@@ -16,12 +17,12 @@ from ddp_lab.run.job import Job
 MOST_ALTERNATIVES = 2
 
 
-def state_bytes(job: Job) -> tuple[int, int]:
+def state_bytes(cfg: DictConfig, job: Job) -> tuple[int, int]:
     """Return the bytes of parameters, gradients, optimizer state and averages of the fullest rank's GPU, and the rank."""
     found = [
         (sum(size for kind, size in plan.held.items() if not (plan.host and kind in STATE)), rank)
         for rank in places(job.strategy)
-        for plan in plan_rank(job.cfg, job.dataset, job.model, runtime_of(job, rank))
+        for plan in plan_rank(cfg, job.dataset, job.model, runtime_of(job, rank))
     ]
     return max(found)
 
@@ -30,16 +31,17 @@ def runtime_of(job: Job, rank: int) -> PlannedRuntime:
     """Return the planned runtime of a rank of the launch of a job."""
     runtime, gpus = job.runtime, len(job.runtime.devices)
     free = runtime.free_memory() if runtime.device.type == "cuda" else 0
-    return PlannedRuntime(runtime.world_size, runtime.local_world_size, job.cfg.precision, rank, gpus, free)
+    return PlannedRuntime(runtime.world_size, runtime.local_world_size, runtime.precision, rank, gpus, free)
 
 
-def alternatives(job: Job, memory: int) -> str:
+def alternatives(cfg: DictConfig, job: Job, memory: int) -> str:
     """Return what to use in place of a strategy that does not fit: the two simplest that fit, activations included.
 
     All GPUs of the machines count, also those for which no rank was started. It takes as long as `ddp-lab advise`.
 
     Args:
-        job: after `partition`.
+        cfg: the config of the job.
+        job: the run.
         memory: bytes of a GPU.
     """
     runtime = job.runtime
@@ -48,7 +50,7 @@ def alternatives(job: Job, memory: int) -> str:
     machine = Machine(replace(known or CARDS["H100"], memory=memory), per_node, nodes)
     number = f"{machine.gpus} such GPU{'s' * (machine.gpus > 1)}"
     try:
-        advice = Advisor(["..."], None, machine, job).advise()
+        advice = Advisor(["..."], None, machine, (cfg, job.dataset, job.model)).advise()
     except ConfigError as error:
         return str(error).rstrip(".")
 

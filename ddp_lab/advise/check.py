@@ -6,8 +6,8 @@ Activations are not counted: a real step shows what they need. The alternatives 
 import json
 
 import torch
+from omegaconf import DictConfig
 
-from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.job import Job
 from ddp_lab.training.optimizer_state import state_of
@@ -18,21 +18,22 @@ def card_memory(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def check_memory(job: Job) -> str:
-    """Check that every rank's part of the model fits on its GPU, and return how much it takes. Collective; after `partition`.
+def check_memory(cfg: DictConfig, job: Job) -> str:
+    """Check that every rank's part of the model fits on its GPU, and return how much it takes. Collective.
 
     Raises:
         ConfigError: it does not fit on some rank.
     """
     everyone = job.runtime.collect("memory", json.dumps(card_memory(job.strategy.device)))
-    return job.runtime.agree("memory", lambda: verdict(job, [json.loads(each) for each in everyone or []]))
+    return job.runtime.agree("memory", lambda: verdict(cfg, job, [json.loads(each) for each in everyone or []]))
 
 
-def verdict(job: Job, memories: list[int | None]) -> str:
+def verdict(cfg: DictConfig, job: Job, memories: list[int | None]) -> str:
     """Return how much of its GPU the fullest rank needs. Only a state that one GPU cannot hold completely is planned.
 
     Args:
-        job: after `partition`.
+        cfg: the config of the job.
+        job: the run.
         memories: bytes of the GPU of each rank.
 
     Raises:
@@ -41,7 +42,7 @@ def verdict(job: Job, memories: list[int | None]) -> str:
     known = [memory for memory in memories if memory is not None]
     if not known:
         return ""
-    memory, copies = min(known), 2 + state_of(build(job.cfg.optimizer))[0] + (job.cfg.ema is not None)
+    memory, copies = min(known), 2 + state_of(job.optimizer)[0] + (job.recipe.ema is not None)
     needed = copies * sum(parameter.nbytes for parameter in job.model.parameters())
     what, where = "parameters, gradients and optimizer state take", f"a GPU has {describe_bytes(memory)}"
     if needed <= memory:
@@ -49,14 +50,14 @@ def verdict(job: Job, memories: list[int | None]) -> str:
     from ddp_lab.advise.alternatives import alternatives, state_bytes  # loads torch's DTensor
 
     try:
-        needed, rank = state_bytes(job)
+        needed, rank = state_bytes(cfg, job)
     except RuntimeError as error:  # CannotPlan
         return f"not checked, because the step cannot be planned: {error}"
     text = f"{what} {describe_bytes(needed)} on rank {rank}, {where}"
     if needed <= memory:
         return text
     raise ConfigError(
-        f"strategy={job.strategy.name}: {text}, and activations need more. {alternatives(job, memory)}. "
+        f"strategy={job.strategy.name}: {text}, and activations need more. {alternatives(cfg, job, memory)}. "
         "`ddp-lab advise` plans all strategies"
     )
 

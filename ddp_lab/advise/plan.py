@@ -16,13 +16,13 @@ from torch import nn
 
 from ddp_lab.advise.live import Collective, Live, key_of
 from ddp_lab.advise.planned import PlannedRuntime
-from ddp_lab.config.build import for_cpu
+from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.samples import Dataset
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.strategies.sharding import ShapesOnly, local
@@ -89,16 +89,11 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    job = Job(cfg, runtime, with_weights=False)
-    job.dataset, job.made = (
-        dataset,
-        BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), []),
-    )  # the strategy changes its model
-    _ = job.plan
-    job.partition()
-    job.check_optimizer()
+    strategy = build(cfg.strategy, runtime)
+    built = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes its model
+    job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built)
+    check_optimizer(cfg, strategy)
     with silent(), torch.random.fork_rng(devices=[]):
-        _ = job.options  # decided for the device of the plan, before its tensors are fake ones of the CPU
         try:
             return take_steps(begin(job), runtime, fake)
         except ConfigError:
@@ -310,7 +305,7 @@ def silent() -> Generator[None]:
 
 def batch_of(job: Job) -> Batch:
     """Return a local batch. Call it within the fake mode."""
-    size = job.plan.samples_at_once * job.cfg.accumulate
+    size = job.plan.samples_at_once * job.recipe.accumulate
     images = torch.empty(size, *job.dataset.train.shape)
     if job.options.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)

@@ -14,8 +14,7 @@ from torch import nn
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Fraction
-from ddp_lab.data.batch import IGNORE
-from ddp_lab.data.mix import classes_of
+from ddp_lab.data.batch import IGNORE, classes_of
 
 TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
 MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB

@@ -8,7 +8,7 @@ from ddp_lab.advise import check
 from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.command_line import compose_config
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import build
 from ddp_lab.world.runtime import Runtime
 
 STATE = 3 * 4 * 129_068  # bytes of LeNet's parameters, gradients and momentum
@@ -17,9 +17,9 @@ LENET = ["model=lenet", "data=digits", "batch_size=64"]
 
 def verdict(overrides: list[str], size: int, ranks: int, gpus: int = 1) -> str:
     """Return the verdict on a run on GPUs of a size."""
-    job = Job(compose_config(overrides, None), PlannedRuntime(ranks, ranks, "float32", gpus=gpus))
-    job.partition()
-    return check.verdict(job, [size] * ranks)
+    cfg = compose_config(overrides, None)
+    runtime = PlannedRuntime(ranks, ranks, "float32", gpus=gpus, kind="cpu")
+    return check.verdict(cfg, build(cfg, runtime), [size] * ranks)
 
 
 def refusal(*arguments) -> str:
@@ -31,8 +31,8 @@ def refusal(*arguments) -> str:
 def test_state_that_fits_completely_is_not_planned():
     text = "parameters, gradients and optimizer state take at most 1.48 MiB, a GPU has 1.48 MiB"
     assert verdict([*LENET, "strategy=fsdp"], STATE, 2) == text
-    job = Job(compose_config(LENET, None), PlannedRuntime(1, 1, "float32"))
-    assert check.verdict(job, [None]) == "", "the memory of a CPU is not known"
+    cfg = compose_config(LENET, None)
+    assert check.verdict(cfg, build(cfg, Runtime("cpu")), [None]) == "", "the memory of a CPU is not known"
 
 
 def test_state_that_fits_in_shards_is_planned():
@@ -59,9 +59,10 @@ def test_refusal_where_nothing_fits_names_what_needs_the_least():
 
 def test_model_that_reads_values_is_not_refused():
     own = ["model=own", "model._target_=own_models.Waiting", "data=digits", "strategy=fsdp"]
-    job = Job(compose_config(own, None), Runtime("cpu"))
-    job.partition()
-    assert check.verdict(job, [1000]).startswith("not checked, because the step cannot be planned: ")
+    cfg = compose_config(own, None)
+    assert check.verdict(cfg, build(cfg, Runtime("cpu")), [1000]).startswith(
+        "not checked, because the step cannot be planned: "
+    )
 
 
 def train_with_memory(size: int, line: str) -> tuple[object, str]:

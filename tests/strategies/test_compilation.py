@@ -117,7 +117,7 @@ def test_compile_is_disabled_with_a_reason(strategy, model, reason, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     made = strategy(Runtime("cpu"))
     made.partition(module := make_model(model, 0) if model else nn.Linear(3, 3), 8)
-    assert not COMPILED.supported(made, "device", module).compile
+    assert not COMPILED.supported(made, "device", module)[0].compile
     assert reason in why_not_compile(made, module)
 
 

@@ -11,10 +11,10 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import load_dataset, make_loaders, make_plan
 from ddp_lab.run.speed import find_choices, free_bytes
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
@@ -126,7 +126,7 @@ def parts(monkeypatch, tmp_path):
     optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1, momentum=0.9, fused=True)
     step = Step(strategy, optimizer, make_scheduler(optimizer, constant, 1, 5, 0))
     options = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    return step, DeviceLoader(Synthetic(48, 8, 1, 8, 10).load().train, 24, num_workers=0, **options)
+    return step, DeviceLoader(Synthetic(48, 8, 1, 8, 10).load().train, LoaderOptions(24, **options))
 
 
 def test_failed_capture_falls_back_to_eager_mode(parts, monkeypatch):
@@ -375,8 +375,10 @@ def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights(parts
 @pytest.mark.parametrize(("overrides", "batch"), [([], 8 * 24), (["cuda_graph=true"], 24), (["speed=off"], 24)])
 def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(overrides, batch, monkeypatch):
     cfg = config("data=synthetic", "data.dataset.channels=1", "batch_size=24", *overrides)
-    job = Job(cfg, Runtime("cpu"))
-    job.strategy = on_gpu(job.strategy, monkeypatch)
-    job.choices = find_choices(cfg, job.strategy, job.dataset, job.model)
-    job.strategy.device = torch.device("cpu")
-    assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
+    runtime = Runtime("cpu")
+    strategy, dataset = build(cfg.strategy, runtime), load_dataset(cfg, runtime)
+    plan = make_plan(cfg, strategy, dataset)
+    choices = find_choices(cfg, on_gpu(strategy, monkeypatch), dataset, lenet(1, 28, 10, None))
+    strategy.device = torch.device("cpu")
+    job = SimpleNamespace(strategy=strategy, dataset=dataset, plan=plan, choices=choices)
+    assert [loader.batch_size for loader in make_loaders(cfg, job).values()] == [24, batch]

@@ -1,6 +1,5 @@
 """Performance options keep the results, and are disabled with a reason if not supported. On GPUs: test_gpu.py."""
 
-import json
 import shutil
 from contextlib import contextmanager
 from copy import deepcopy
@@ -10,19 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import RECIPE, assert_equal, ddp, scratch
-from launches import SMALL, finish, launch, main_in_world, read_metrics, start
+from launches import SMALL, launch, main_in_world, read_metrics
 from omegaconf import OmegaConf
-from PIL import Image
 from torch import nn
 from torch.nn.utils import spectral_norm, weight_norm
 from torch.nn.utils.prune import l1_unstructured
+from torch.utils.data import DistributedSampler
 from training import Case, run_cases
 from worlds import run_world
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.device_loader import DeviceLoader
-from ddp_lab.data.sharding import Shard
+from ddp_lab.data.loader import DeviceLoader, LoaderOptions, Shard
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
@@ -242,48 +240,46 @@ def test_comm_hook_changes_the_result_slightly(hook, tmp_path):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_shard_indices_equal_those_of_distributed_sampler(size, ranks, shuffle):
     for rank in range(ranks):
-        shard = Shard(range(size), ranks, rank, shuffle=shuffle, seed=3)
-        shard.set_epoch(5)
-        assert shard.indices().tolist() == list(shard)
-        shard.start = 1
-        assert shard.indices().tolist() == list(shard)
+        sampler = DistributedSampler(range(size), ranks, rank, shuffle=shuffle, seed=3)
+        sampler.set_epoch(5)
+        assert Shard(size, rank, ranks, shuffle, seed=3).order(5).tolist() == list(sampler)
 
 
 @pytest.mark.parametrize("augmented", [False, True])
-def test_look_ahead_draws_the_next_epoch(augmented, monkeypatch):
+def test_prefetch_epoch_draws_the_next_epoch(augmented, monkeypatch):
     expected = taken(augmented)
     expected.set_epoch(4)
-    expected.deal()
+    expected.start_epoch()
     loader = taken(augmented)
     loader.set_epoch(3, 48)
-    loader.look_ahead()
+    loader.prefetch_epoch()
     loader.set_epoch(4)
     for name in ("randperm", "randint"):
         monkeypatch.setattr(torch, name, None)
-    loader.deal()
-    for turn in loader.turns():
-        assert all(map(torch.equal, loader.take(turn.size), expected.take(turn.size)))
+    loader.start_epoch()
+    for size in loader.batch_sizes():
+        assert all(map(torch.equal, loader.next_batch(size)[:2], expected.next_batch(size)[:2]))
 
 
 def taken(augmented: bool) -> DeviceLoader:
     data = Synthetic(101, 8, 1, 8, 10).load().train
     options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    return DeviceLoader(data, 24, num_workers=0, **options, **({"crop_padding": 2, "flip": True} if augmented else {}))
+    return DeviceLoader(data, LoaderOptions(24, **options, **({"crop_padding": 2, "flip": True} if augmented else {})))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("samples", [0, 48])
-def test_take_returns_the_batches_of_iterating(samples, augmented):
+def test_next_batch_returns_the_batches_of_iterating(samples, augmented):
     """A graph reads the same batches as the eager loop, also from the middle of an epoch."""
     loader = taken(augmented)
     loader.set_epoch(3, samples)
     eager = list(loader)
-    loader.deal()
-    turns = list(loader.turns())
-    assert len(turns) == len(eager) == 5 - samples // 24
-    for turn, batch in zip(turns, eager, strict=True):
-        inputs, targets = loader.take(turn.size)
-        assert turn.count == batch.count
+    loader.start_epoch()
+    sizes = list(loader.batch_sizes())
+    assert len(sizes) == len(eager) == 5 - samples // 24
+    for size, batch in zip(sizes, eager, strict=True):
+        inputs, targets, count = loader.next_batch(size)
+        assert count == batch.count
         assert torch.equal(inputs, batch.inputs)
         assert torch.equal(targets, batch.targets)
 
@@ -372,16 +368,18 @@ def test_partial_of_a_config_is_functools_partial():
 
 
 @needs_compiler
-def test_take_is_compiled_once_for_all_epochs():
+def test_next_batch_is_compiled_once_for_all_epochs():
     """The options are those of `compile_step`. Each epoch writes its sample order to the same memory."""
     loader = taken(augmented=True)
     loader.compile(partial(torch.compile, dynamic=False, fullgraph=True))
     for epoch in (1, 2):
         loader.set_epoch(epoch)
-        loader.deal()
-        for turn, batch in zip(loader.turns(), list(loader), strict=True):
+        loader.start_epoch()
+        expected = list(loader)
+        loader.start_epoch()
+        for size, batch in zip(loader.batch_sizes(), expected, strict=True):
             with torch.compiler.set_stance("default" if epoch == 1 else "fail_on_recompile"):
-                inputs, targets = loader.take(turn.size)
+                inputs, targets, _ = loader.next_batch(size)
             assert torch.allclose(
                 inputs, batch.inputs, rtol=0, atol=1e-6
             )  # the compiler may fuse a multiplication and an addition
@@ -389,7 +387,7 @@ def test_take_is_compiled_once_for_all_epochs():
 
 
 def test_fault_injects_nan_into_a_step_that_gathers_its_batches(tmp_path):
-    """No graph is captured in this test, so all turns are computed in eager mode."""
+    """No graph is captured in this test, so all batches are computed in eager mode."""
     runtime, loader = Runtime("cpu"), taken(augmented=False)
     strategy = Single(runtime)
     strategy.setup(simple_cnn(1, 8, 10))
@@ -399,8 +397,8 @@ def test_fault_injects_nan_into_a_step_that_gathers_its_batches(tmp_path):
     fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)
     loader.set_epoch(1)
     first_bad = []
-    for turn in fault.batches(loader):
-        fault(turn)
+    for size in fault.batches(loader):
+        fault(size)
         first_bad.append(graph.tally.first_bad(fault.taken).item())
     assert first_bad[:3] == [float("inf"), float("inf"), 3]
 
@@ -416,21 +414,3 @@ def test_tally_returns_the_first_step_that_is_not_finite(start, in_graph):
     assert tally.first_bad(start + 10).item() == start + 5
     tally.add(torch.ones(3, dtype=torch.float64))
     assert tally.first_bad(start + 11).item() == float("inf")
-
-
-@pytest.mark.slow
-def test_bench_measures_and_draws(tmp_path):
-    line = (
-        "python scripts/bench.py --gpus 0 --models lenet --repeats 2 --steps 8 --patience 100 --strategies ddp --loops tutorial"
-    )
-    process = start(line, "accelerate", "stock eager", "ours eager", "kernels", "--json", str(tmp_path / "b.json"))
-    code, output = finish(process, timeout=240)
-    assert code == 0, output
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [(row["devices"], row["loop"]) for row in rows] == [
-        (devices, loop) for devices in (1, 2) for loop in ("tutorial", "accelerate", "stock eager", "ours eager", "kernels")
-    ]
-    assert all(row["rate"] > 0 for row in rows if row["loop"] in ("tutorial", "stock eager", "ours eager"))
-    assert all(row["skipped"] == "CUDA graphs need a GPU" for row in rows if row["loop"] == "kernels")
-    assert "| lenet | 2 | ours eager | ddp |" in output
-    assert Image.open(tmp_path / "b.png").width > 700

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from ddp_lab.data.batch import Batch, Turn
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.batch import Batch, BatchSize
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.strategies.compilation import Fuse, compile_passes
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.notice import working
@@ -41,7 +41,7 @@ class GraphStep:
         self.tally.in_graph = True
         fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
         self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
-        self.graphs: dict[Turn, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
 
     @property
     def lr(self) -> float:
@@ -57,14 +57,14 @@ class GraphStep:
             checked: whether a step that waits for the GPU raises an error before the capture begins.
         """
         self.loader.set_epoch(1)
-        turns = sorted(set(self.loader.turns()), reverse=True)
+        sizes = sorted(set(self.loader.batch_sizes()), reverse=True)
         # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             with working(first), compiling() if compiled else nullcontext():
-                warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
+                warm_up(self.step, [partial(self._first_batch, sizes[0])], WARM_UP)
             with working("capturing the training step as a CUDA graph"):
                 end_choosing()
-                self._capture(turns, checked)
+                self._capture(sizes, checked)
 
     @contextmanager
     def _rate_on_device(self) -> Generator[None]:
@@ -79,18 +79,18 @@ class GraphStep:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _capture(self, turns: list[Turn], checked: bool) -> None:
-        warm_up(self.step, [partial(self._first_batch, turn) for turn in turns[1:]], WARM_UP)
+    def _capture(self, sizes: list[BatchSize], checked: bool) -> None:
+        warm_up(self.step, [partial(self._first_batch, size) for size in sizes[1:]], WARM_UP)
         if checked:
-            batch = self._first_batch(turns[0])
+            batch = self._first_batch(sizes[0])
             with unchanged(self.step), refusing_to_wait():
                 self.step.compute(batch)
         pool = torch.cuda.graph_pool_handle()
-        for turn in turns:
-            self.graphs[turn] = torch.cuda.CUDAGraph()
+        for size in sizes:
+            self.graphs[size] = torch.cuda.CUDAGraph()
             # Other threads, such as NCCL's, may call CUDA during the capture.
-            with torch.cuda.graph(self.graphs[turn], pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                self.step.compute(self.gather(turn))
+            with torch.cuda.graph(self.graphs[size], pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.step.compute(self.gather(size))
 
     def seconds(self, most: int) -> float:
         """Return the duration of a step of the largest batch size. Collective.
@@ -99,44 +99,44 @@ class GraphStep:
             most: number of steps that are timed, if an epoch has as many.
         """
         self.loader.set_epoch(1)
-        turns = list(self.loader.turns())
-        times = min(most, turns.count(max(turns)))
+        sizes = list(self.loader.batch_sizes())
+        times = min(most, sizes.count(max(sizes)))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with unchanged(self.step):
             for _ in range(2):  # the first time is a warm-up
-                self.loader.deal()
+                self.loader.start_epoch()
                 start.record()
                 for _ in range(times):
-                    self.graphs[max(turns)].replay()
+                    self.graphs[max(sizes)].replay()
                 end.record()
             end.synchronize()
         return start.elapsed_time(end) / 1000 / times
 
-    def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
+    def batches(self, loader: Loader) -> Iterator[BatchSize]:
         """Yield the sizes of the remaining batches of the epoch, then draw the next epoch's sample order."""
-        loader.deal()
-        yield from loader.turns()
-        loader.look_ahead()
+        loader.start_epoch()
+        yield from loader.batch_sizes()
+        loader.prefetch_epoch()
 
-    def __call__(self, turn: Turn | Batch) -> None:
-        """Replay the graph of a turn. Compute a batch, which `Fault` has already gathered, in eager mode."""
-        if isinstance(turn, Batch):
-            self.step(turn)
-        elif turn in self.graphs:
+    def __call__(self, size: BatchSize | Batch) -> None:
+        """Replay the graph of a batch size. Compute a batch, which `Fault` has already gathered, in eager mode."""
+        if isinstance(size, Batch):
+            self.step(size)
+        elif size in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.step.prepare()
-            self.graphs[turn].replay()
+            self.graphs[size].replay()
             self.step.advance()
         else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
-            self.step(self.gather(turn))
+            self.step(self.gather(size))
 
-    def gather(self, turn: Turn) -> Batch:
-        """Return the next batch, which has the sizes `turn`."""
-        return Batch(*self.loader.take(turn.size), turn.count)
+    def gather(self, size: BatchSize) -> Batch:
+        """Return the next batch, which has these sizes."""
+        return self.loader.next_batch(size)
 
-    def _first_batch(self, turn: Turn) -> Batch:
-        self.loader.deal()
-        return self.gather(turn)
+    def _first_batch(self, size: BatchSize) -> Batch:
+        self.loader.start_epoch()
+        return self.gather(size)
 
 
 # Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
