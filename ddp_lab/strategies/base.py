@@ -106,7 +106,7 @@ class Strategy(SavedState, ABC):
         self.is_metric_rank = True
         self.batch_norm: BatchNorm = "local"
         self.loss: Loss = CrossEntropy()
-        self.initial_weights: "Weights | None" = None
+        self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.bubble: float | None = None
