@@ -16,7 +16,6 @@ from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.record import to_record
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.held_out import hold_out
@@ -26,7 +25,7 @@ from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.resilience.checkpoint_folder import result_in
 from ddp_lab.run.checks import check_and_build
-from ddp_lab.run.recorded_config import read_config
+from ddp_lab.run.recorded_config import read_config, to_record
 from ddp_lab.run.trained import find_checkpoint
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime

@@ -11,9 +11,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 
+from ddp_lab.config.build import GROUPS, options
+from ddp_lab.config.check import unknown_key
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.messages import unknown_key
-from ddp_lab.config.options import GROUPS, options
 from ddp_lab.launch.renamed import rename_keys, rename_overrides, warn
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files

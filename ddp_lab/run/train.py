@@ -8,7 +8,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.record import to_record
 from ddp_lab.launch.preflight.finding import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
@@ -25,6 +24,7 @@ from ddp_lab.run.checks import check_and_build
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.materialize import Training, materialize
+from ddp_lab.run.recorded_config import to_record
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
