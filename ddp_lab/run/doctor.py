@@ -15,7 +15,7 @@ from torch.cuda import nccl
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_host_name, check_master
 from ddp_lab.launch.preflight.shared_memory import check_shared_memory

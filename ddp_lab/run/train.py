@@ -77,12 +77,10 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[DictConfig,
     with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
-        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions, checked.may_have_seen), run_dir.path)
+        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions), run_dir.path)
 
 
-def train_guarded(
-    cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions, may_have_seen: bool
-) -> str:
+def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
     job, runtime = training.job, training.job.runtime
     folder = run_dir.path / "checkpoints"
@@ -94,7 +92,7 @@ def train_guarded(
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            record_data(run_dir.path, job.dataset, may_have_seen, best)  # a run of an older version does not have it
+            record_data(run_dir.path, job.dataset, best)  # a run of an older version does not have it
             log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
             log.info(describe_result(run_dir.path / "metrics.jsonl", *result_of(progress, checkpoints)))
         return watchdog.end("finished", progress)
@@ -102,7 +100,7 @@ def train_guarded(
     logger = Logger()
     if runtime.rank == 0:
         (run_dir.path / "config.yaml").write_text(to_record(cfg))
-        record_data(run_dir.path, job.dataset, may_have_seen, best)
+        record_data(run_dir.path, job.dataset, best)
         logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
