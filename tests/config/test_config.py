@@ -124,10 +124,6 @@ def test_help_names_every_strategy():
         ("strategy=fsdp strategy.wrap=[3]", "strategy.wrap=[3]: must be null or a list, each the name of a class"),
         ("strategy=ddp_pipeline strategy.pp=0", "strategy.pp=0: must be an integer of at least 1"),
         (
-            "strategy=ddp_pipeline strategy.schedule=interleavedzerobubble",
-            "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
-        ),
-        (
             "strategy=mesh strategy.schedule=interleavedzerobubble",
             "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
         ),
