@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from scripts.scale_ranks import Spec, run
 
 CONTEXT = multiprocessing.get_context("forkserver")

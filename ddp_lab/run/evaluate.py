@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.launch.preflight import check_network
 from ddp_lab.observe.log import log
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.data_record import compare_data
