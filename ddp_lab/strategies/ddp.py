@@ -49,6 +49,8 @@ class DDP(Strategy):
     ):
         super().__init__(runtime)
         self.batch_norm, self.comm_hook = batch_norm, comm_hook
+        if comm_hook != "none":
+            self.refusals["cuda_graph"] = f"strategy.comm_hook={comm_hook} was never captured"
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 

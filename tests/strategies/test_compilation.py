@@ -14,24 +14,23 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import Case, Outcome, make_model, run_cases
+from training import Case, Outcome, Performance, make_model, run_cases
 from worlds import once, run_world
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
+from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.compilation import compile_passes, repeats, why_not_compile
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
-from ddp_lab.training.speed.convolution import pad_convolutions
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
-COMPILED = PerformanceOptions(cuda_graph=False, compile=True, channels_last=False)
+COMPILED = Performance(compile=True)
 SIZES = {"width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4, "pool": "mean"}
 
 
@@ -113,12 +112,11 @@ def test_sharded_convolutions_are_not_replaced():
     ],
     ids=["zero bubble", "wrap", "selective", "no chain"],
 )
-def test_compile_is_disabled_with_a_reason(strategy, model, reason, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    made = strategy(Runtime("cpu"))
-    made.partition(module := make_model(model, 0) if model else nn.Linear(3, 3), 8)
-    assert not COMPILED.supported(made, "device", module)[0].compile
-    assert reason in why_not_compile(made, module)
+def test_compile_is_not_supported_with_a_reason(strategy, model, reason):
+    made, complete = strategy(Runtime("cpu")), make_model(model, 0) if model else nn.Linear(3, 3)
+    if made.name == "fsdp":
+        made.partition(complete, 4)
+    assert reason in why_not_compile(made, complete)
 
 
 # The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as far as the rank has them. A
