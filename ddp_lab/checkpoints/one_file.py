@@ -11,7 +11,7 @@ import torch
 from ddp_lab.checkpoints.state import KEYS, Shapes, State, check_shapes
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 from ddp_lab.training.optimizer import match_strides, state_tensors
 from ddp_lab.training.progress import Progress
 
