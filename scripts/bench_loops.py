@@ -43,7 +43,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "lenet": Model(lambda: lenet(1, 28, CLASSES, None), ["model=lenet"], 1, 28),
-    "resnet18": Model(lambda: resnet18(1, 28, CLASSES), ["model=resnet18"], 1, 28),
+    "resnet18": Model(lambda: resnet18(1, 28, CLASSES, None), ["model=resnet18"], 1, 28),
     "resnet50": Model(
         lambda: torchvision.models.resnet50(num_classes=CLASSES), ["model=torchvision", "model.name=resnet50"], 3, 224
     ),
