@@ -30,8 +30,15 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.launch.torchrun import new_folder  # noqa: E402
 from scripts.comparison import choose, diagnoses, entries, headline, report, rows, run  # noqa: E402
+
+
+def new_folder(path: Path) -> Path:
+    """Create the folder of --out, and return its absolute path. One with old runs would mix their numbers with new ones."""
+    if path.exists() and any(path.iterdir()):
+        sys.exit(f"error: --out {path}: is not empty; use another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path.resolve()
 
 
 def main() -> None:

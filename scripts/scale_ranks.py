@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ddp_lab.launch.preflight.network import check_network
-from ddp_lab.launch.preflight.storage import check_storage
+from ddp_lab.launch.preflight import check_network
+from ddp_lab.launch.storage import check_storage
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.heartbeats import wait_for_turn
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import BEAT, Watchdog
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.tally import Tally
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 
 FILE_EVENTS = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.link", "os.rename", "os.remove", "os.truncate"}
@@ -171,7 +171,7 @@ class Rank:
             self.runtime.all_reduce(torch.zeros(1))
             if self.decisions.due(step):
                 watchdog.at("deciding")
-                agreed = self.decisions.after(step, unwritten=False)
+                agreed = self.decisions.after(step, save_failed=False)
                 if agreed and agreed.preempted:
                     return step
 

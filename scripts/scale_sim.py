@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from scripts.scale_ranks import Spec, run
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -25,9 +25,10 @@ from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
+from ddp_lab.speed.fused import configure_optimizer
+from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.fill import ShapesOnly
 from ddp_lab.strategies.shards import local
-from ddp_lab.training.speed.auto import AUTO
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
@@ -123,7 +124,7 @@ def begin(job: Job) -> Training:
     if hasattr(strategy, "devices"):
         strategy.devices = [cpu] * len(strategy.devices)
     training = materialize(job)
-    optimizer = job.options.settle(training.optimizer, kind, job.choices["optimizer.fused"].value is True)
+    optimizer = configure_optimizer(training.optimizer, job.options, kind)
     for group in for_cpu(optimizer).param_groups:
         if kind.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True  # the default on GPUs: all parameters in one call
@@ -155,7 +156,7 @@ def take_steps(training: Training, runtime: PlannedRuntime, fake: AbstractContex
         outside = on_gpu * (CONTEXT + COMMUNICATOR * len(groups))
         parts[place]["copies"] = copies_of(job, held)
         if on_gpu:
-            parts[place]["data"] += bytes_of(job.dataset) or 0 if job.choices["data.loader"].value == "device" else 0
+            parts[place]["data"] += bytes_of(job.dataset) or 0 if job.options.loader == "device" else 0
             parts[place]["workspaces"] = 2 * WORKSPACE * live.multiplies
         host = sum(held[name] for name in STATE) if state.on_host else 0
         devices.append(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
 from ddp_lab.data.dataset import Dataset, LabelledImages
-from ddp_lab.world.network import default_timeout
+from ddp_lab.world.process import default_timeout
 
 
 def unread(train: int, test: int, shape: tuple[int, ...], classes: int) -> Dataset:

@@ -10,10 +10,8 @@ from omegaconf import DictConfig
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import listed
-from ddp_lab.launch.preflight.finding import Finding
-from ddp_lab.launch.preflight.network import check_network
-from ddp_lab.launch.preflight.shared_memory import check_shared_memory
-from ddp_lab.launch.preflight.storage import check_storage
+from ddp_lab.launch.preflight import Finding, check_network, check_shared_memory
+from ddp_lab.launch.storage import check_storage
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.checkpoint_folder import steps_in

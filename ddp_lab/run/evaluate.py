@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.launch.preflight import check_network
 from ddp_lab.observe.log import log
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.data_record import compare_data
@@ -17,7 +17,7 @@ from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.speed.switches import float32_matmul
+from ddp_lab.world.precision import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 

@@ -12,8 +12,7 @@ from yaml import YAMLError
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
-from ddp_lab.launch.command_line import CONF, compose_config
-from ddp_lab.launch.renamed import rename_keys
+from ddp_lab.launch.command_line import CONF, compose_config, rename_keys
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.world.process import env_int
 

@@ -89,7 +89,7 @@ def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undist
 
 def test_elastic_restart_ends_with_the_same_weights(tmp_path, undisturbed):
     """With more than two ranks the order of addition affects the sum, so it must be the same after the restart."""
-    line = DDP.replace("--standalone --nproc_per_node=2", "--standalone --max-restarts=3 --nproc_per_node=4")
+    line = "python -m ddp_lab train --nproc 4 --max-restarts 3 strategy=ddp"
     code, output = launch(line, *overrides(tmp_path, "restarted", "checkpoint.every_steps=2", "inject=segfault@rank=1,step=8"))
     assert code == 0, output
     assert "started again after error: rank 1 on" in output

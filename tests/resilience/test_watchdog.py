@@ -22,7 +22,7 @@ from ddp_lab.resilience import watchdog as watchdogs
 from ddp_lab.resilience.failure_report import describe, report
 from ddp_lab.resilience.heartbeats import NodeLink, Overview, Table, suspicion, wait_for_turn
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore
 
@@ -294,7 +294,7 @@ RANK = """
 import sys, time
 from torch.distributed import TCPStore
 from ddp_lab.resilience import heartbeats
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore
 

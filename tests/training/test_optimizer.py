@@ -15,7 +15,7 @@ from ddp_lab.advise.candidates import Candidate
 from ddp_lab.advise.machine import find_machine
 from ddp_lab.advise.plan import CannotPlan
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.on_shards import require_support, step_of
+from ddp_lab.training.optimizer import require_support, step_of
 from ddp_lab.world.runtime import Runtime
 
 OPTIMIZERS = {
