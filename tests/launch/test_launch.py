@@ -179,6 +179,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
     "strategy=ddp data.crop_padding=28": "data.crop_padding=28: must be smaller than the images, which are 28 x 28 pixels; "
     "allowed: 0 to 27",
+    "strategy=split strategy.balance=time": "strategy.balance=time: was removed; name the first block of the second stage",
     "data.shift=2 data.crop_padding=3": "data.shift: is the old name of data.crop_padding, which is given, too; remove",
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14 pixels, got 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
@@ -233,9 +234,13 @@ def test_python_prints_only_the_message():
     assert output.count("\n") == 1
 
 
-def test_torchrun_summary_shows_the_message_once(tmp_path):
+def test_mistake_that_the_ranks_find_is_printed_once(tmp_path):
+    message = "error: strategy=split: runs in one process, but 2 ranks were started. Start `ddp-lab train "
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=split", f"runs_dir={tmp_path}")
     assert code == 1  # torchrun's exit code, whatever the exit codes of its workers are
-    assert output.count("error: strategy=split: runs in one process, but 2 ranks were started") == 1
+    assert output.count(message) == 1
     assert "exitcode  : 2" in output
     assert "ConfigError" not in output
+    code, output = launch("python -m ddp_lab train --nproc 2 strategy=split", f"runs_dir={tmp_path}")
+    assert (code, output.count("\n")) == (2, 1), output
+    assert output.startswith(message)
