@@ -12,9 +12,9 @@ from ddp_lab.resilience.replicas import first_difference
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.shards import local
-from ddp_lab.training.hooks import Hooks
+from ddp_lab.training.loop import Hooks
+from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.tally import Tally
 
 
 class Preempted(Exception):
@@ -50,7 +50,7 @@ class Guard(Hooks):
 
     Args:
         progress: the progress at the start of this launch.
-        tally: holds the losses of the steps.
+        running_sums: holds the losses of the steps.
 
     Attributes:
         progress: the progress of the last checkpoint, or at the start of this launch.
@@ -64,12 +64,12 @@ class Guard(Hooks):
         decisions: Decisions,
         watchdog: Watchdog,
         progress: Progress,
-        tally: Tally,
+        running_sums: RunningSums,
     ):
         self.settings, self.strategy = settings, strategy
         self.checkpoints, self.decisions, self.watchdog = checkpoints, decisions, watchdog
         self.progress = progress
-        decisions.begin(progress.step, tally)
+        decisions.begin(progress.step, running_sums)
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """Yield the loader's batches and update the heartbeat at each batch. `doing` is "training" or "evaluating"."""
