@@ -27,8 +27,7 @@ from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.speed.fused import configure_optimizer
 from ddp_lab.speed.options import AUTO
-from ddp_lab.strategies.fill import ShapesOnly
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import ShapesOnly, local
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
@@ -188,7 +187,7 @@ class State:
 
     def __init__(self, training: Training, live: Live):
         self.training, self.live, self.strategy = training, live, training.job.strategy
-        self.modules = self.strategy.modules_by_device()
+        self.modules = self.strategy.modules_by_device
         self.places = len(self.modules)
         self.on_host = bool(getattr(self.strategy, "offload", False))
         self.gradients: list[int] = []

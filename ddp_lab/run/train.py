@@ -74,7 +74,6 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[DictConfig,
         log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
-    job.strategy.times_file = run_dir.path / "block_times.json"
     matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
     with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
@@ -157,7 +156,7 @@ def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir
     if left < NEEDED:
         log.info(f"profile=true: disabled: {left} steps are left, but the profiler needs {NEEDED}")
         return None
-    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble())
+    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble)
     training.step = step
     return step
 

@@ -23,7 +23,8 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
             inputs, targets, count = step.mixed(batch())
             accumulate = step.options.accumulate
             with step.strategy.no_sync():
-                step.strategy.add_gradient(inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0], count)
+                first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
+                step.strategy.add_gradient(*first, step.strategy.divisor(count))
             step.optimizer.zero_grad()
             for _ in range(times):
                 step.compute(batch())

@@ -12,7 +12,7 @@ from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.metrics import Evaluation, evaluate, means
+from ddp_lab.training.metrics import Evaluation, evaluate, means, total
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
 
@@ -137,7 +137,7 @@ def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress) ->
 
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
-        own = strategy.total(step.running_sums.totals.clone()).tolist()
+        own = total(strategy, step.running_sums.totals.clone()).tolist()
         sums = [earlier + now for earlier, now in zip(before.sums, own, strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
