@@ -13,7 +13,6 @@ from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.loop import Hooks
-from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.progress import Progress
 
 
@@ -49,8 +48,8 @@ class Guard(Hooks):
     if a loss or a weight is not finite, the replicas differ, or a checkpoint could not be written.
 
     Args:
+        decisions: begun for the steps of this launch.
         progress: the progress at the start of this launch.
-        running_sums: holds the losses of the steps.
 
     Attributes:
         progress: the progress of the last checkpoint, or at the start of this launch.
@@ -64,12 +63,10 @@ class Guard(Hooks):
         decisions: Decisions,
         watchdog: Watchdog,
         progress: Progress,
-        running_sums: RunningSums,
     ):
         self.settings, self.strategy = settings, strategy
         self.checkpoints, self.decisions, self.watchdog = checkpoints, decisions, watchdog
         self.progress = progress
-        decisions.begin(progress.step, running_sums)
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """Yield the loader's batches and update the heartbeat at each batch. `doing` is "training" or "evaluating"."""
