@@ -22,6 +22,7 @@ from worlds import run_world
 from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command import command
 from ddp_lab.launch.preflight import storage
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
@@ -43,7 +44,8 @@ def doctor_in_world(line: str) -> tuple[object, list[str], str]:
     with tempfile.TemporaryFile("w+") as failed, contextlib.redirect_stderr(failed):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                doctor.main()
+                with command():
+                    doctor.main(line.split())
                 code = 0
             except SystemExit as error:
                 code = error.code

@@ -10,21 +10,19 @@ The weights are the best ones if a validation set chose them, else those of the 
 
 import argparse
 
-from ddp_lab.launch.command import command
 from ddp_lab.launch.output import add_output, check_output, replacing
 from ddp_lab.launch.parser import Parser
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab export", __doc__)
     parser.add_run()
     add_output(parser, "file to write: .safetensors, .onnx or .pt2", required=True)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-@command()
-def main() -> None:
-    given = arguments()
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
     from ddp_lab.run.data_record import read_data
     from ddp_lab.run.export import describe_input, find_writer
     from ddp_lab.run.recorded_config import read_config
