@@ -15,6 +15,7 @@ from ddp_lab.advise.advisor import Advice, Advisor, Row, places
 from ddp_lab.advise.candidates import Candidate
 from ddp_lab.advise.machine import GiB, find_machine
 from ddp_lab.advise.report import as_json, table
+from ddp_lab.commands import advise
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.lenet import lenet
 
