@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
 
     write = find_writer(given.output)
     check_output(given.output, given.force)
-    cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
+    cfg, data = read_config(given.run), read_data(given.run)
     checkpoint = find_checkpoint(given.run, given.checkpoint, Runtime("cpu"))
     model = load_model(given.run, cfg, checkpoint)
     with replacing(given.output) as temporary:

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)
-    cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
+    cfg, data = read_config(given.run), read_data(given.run)
     runtime = Runtime(given.device, cfg.precision)
     checkpoint = find_checkpoint(given.run, given.checkpoint, runtime)
     print(f"weights: {checkpoint}", file=sys.stderr)
