@@ -16,12 +16,12 @@ from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, listed
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.datasets import dataset_sizes
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.torchvision_models import torchvision_model
 from ddp_lab.models.weights import check_file
-from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import load_dataset, make_plan
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
@@ -159,7 +159,7 @@ class Advisor:
             del self.cfg.hydra
         check(self.cfg)
         self._refuse_devices()
-        self.dataset: Dataset = sizes_of(self.cfg.data) or load_dataset(self.cfg, PlannedRuntime(1, 1, self.cfg.precision))
+        self.dataset: Dataset = dataset_sizes(self.cfg.data) or load_dataset(self.cfg, PlannedRuntime(1, 1, self.cfg.precision))
         self.model: nn.Module = plan_model(self.cfg, self.dataset)
         if self.strategy or choice != "single":  # single is the first anyway
             self.own = Candidate(choice, options_of(self.strategy), 1 if choice in ALONE else machine.gpus)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 
 # What a rank sends of n bytes among W ranks, with the algorithms that send the least (Patarasuk and Yuan 2009).
 SENT: dict[str, Callable[[int, int], float]] = {

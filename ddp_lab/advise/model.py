@@ -6,7 +6,7 @@ from torch import nn
 
 from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, key_of, make_model
 from ddp_lab.models.trial import freeze_unused

@@ -19,15 +19,15 @@ from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
-from ddp_lab.strategies.fill import ShapesOnly
-from ddp_lab.strategies.shards import local
-from ddp_lab.training.speed.auto import AUTO
+from ddp_lab.speed.fused import configure_optimizer
+from ddp_lab.speed.options import AUTO
+from ddp_lab.strategies.sharding import ShapesOnly, local
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
@@ -123,7 +123,7 @@ def begin(job: Job) -> Training:
     if hasattr(strategy, "devices"):
         strategy.devices = [cpu] * len(strategy.devices)
     training = materialize(job)
-    optimizer = job.options.settle(training.optimizer, kind, job.choices["optimizer.fused"].value is True)
+    optimizer = configure_optimizer(training.optimizer, job.options, kind)
     for group in for_cpu(optimizer).param_groups:
         if kind.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True  # the default on GPUs: all parameters in one call
@@ -155,7 +155,7 @@ def take_steps(training: Training, runtime: PlannedRuntime, fake: AbstractContex
         outside = on_gpu * (CONTEXT + COMMUNICATOR * len(groups))
         parts[place]["copies"] = copies_of(job, held)
         if on_gpu:
-            parts[place]["data"] += bytes_of(job.dataset) or 0 if job.choices["data.loader"].value == "device" else 0
+            parts[place]["data"] += bytes_of(job.dataset) or 0 if job.options.loader == "device" else 0
             parts[place]["workspaces"] = 2 * WORKSPACE * live.multiplies
         host = sum(held[name] for name in STATE) if state.on_host else 0
         devices.append(
@@ -187,7 +187,7 @@ class State:
 
     def __init__(self, training: Training, live: Live):
         self.training, self.live, self.strategy = training, live, training.job.strategy
-        self.modules = self.strategy.modules_by_device()
+        self.modules = self.strategy.modules_by_device
         self.places = len(self.modules)
         self.on_host = bool(getattr(self.strategy, "offload", False))
         self.gradients: list[int] = []

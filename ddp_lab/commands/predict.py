@@ -13,8 +13,7 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.output import add_output, check_output, replacing
-from ddp_lab.launch.parser import Parser
+from ddp_lab.launch.arguments import Parser, check_output, replacing
 from ddp_lab.world.process import env_int
 
 
@@ -22,7 +21,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab predict", __doc__)
     parser.add_run()
     parser.add_argument("images", nargs="+", help="files, folders or quoted globs")
-    add_output(parser, "CSV file to write; without it, the rows are printed", required=False)
+    parser.add_output("CSV file to write; without it, the rows are printed", required=False)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes in a row (default: 5)")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
@@ -44,7 +43,7 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.run.predict import Predictor, find_images, write_table
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.run.trained import find_checkpoint, load_model
-    from ddp_lab.training.speed.switches import float32_matmul
+    from ddp_lab.world.precision import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)

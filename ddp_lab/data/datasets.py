@@ -1,21 +1,22 @@
-"""The datasets that are held as one uint8 tensor per split, which fits on every device."""
+"""The datasets that are held as one uint8 tensor per set, which fits on every device."""
 
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from hydra.utils import get_object
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
-from ddp_lab.data.samples import Dataset, LabelledImages
-from ddp_lab.world.network import default_timeout
+from ddp_lab.data.dataset import Dataset, LabelledImages, hold_out
+from ddp_lab.world.process import default_timeout
 
 
 class Digits:
@@ -154,3 +155,30 @@ class Torchvision:
             return LabelledImages(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
         return Dataset(convert(train), convert(test), list(train.classes))
+
+
+def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
+    """Return a dataset of which only the sizes are known: it is on the meta device, and needs neither a download nor memory.
+
+    Args:
+        data: the config group `data`.
+
+    Returns:
+        None if the dataset must be read to know its sizes.
+    """
+    node, target = data["dataset"], get_object(data["dataset"]["_target_"])
+    classes = 10
+    if target is Digits:
+        sizes, shape = (1437, 360), (1, 28, 28)
+    elif target is Torchvision:
+        sizes, shape = ((50000, 10000), (3, 32, 32)) if node["name"] == "CIFAR10" else ((60000, 10000), (1, 28, 28))
+    elif target is Synthetic:
+        sizes, shape = (node["train_size"], node["test_size"]), (node["channels"], node["image_size"], node["image_size"])
+        classes = node["num_classes"]
+    else:
+        return None
+    with torch.device("meta"):
+        train, test = (
+            LabelledImages(torch.empty(size, *shape, dtype=torch.uint8), torch.empty(size, dtype=torch.int64)) for size in sizes
+        )
+    return hold_out(Dataset(train, test, [str(label) for label in range(classes)]), data["val_fraction"], data["val_seed"])

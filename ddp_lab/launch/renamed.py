@@ -1,4 +1,4 @@
-"""Config keys that had another name in the release before. The old name is accepted for one release, with a warning."""
+"""Config keys of the release before that have a new name, or were removed. Old names are accepted for one release."""
 
 import sys
 from collections.abc import Sequence
@@ -11,6 +11,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.process import env_int
 
 RENAMED = {"data.shift": "data.crop_padding"}  # by the old name
+REMOVED = {
+    "strategy.balance": "name the first block of the second stage and of every later one by strategy.cut"
+}  # with remedies
 DEFAULTS = Path(__file__).parents[1] / "conf" / "config.yaml"
 
 
@@ -21,11 +24,13 @@ def rename_overrides(arguments: Sequence[str]) -> list[str]:
         arguments: Hydra overrides such as key=value and ~key, among other arguments.
 
     Raises:
-        ConfigError: A key is given under both names.
+        ConfigError: A key is given under both names, or was removed.
     """
     keys = [argument.partition("=")[0].lstrip("+~") for argument in arguments]
     renamed = list(arguments)
     for place, (old, argument) in enumerate(zip(keys, arguments, strict=True)):
+        if old in REMOVED and "=" in argument:
+            raise ConfigError(f"{argument.lstrip('+')}: was removed; {REMOVED[old]}")
         if old in RENAMED and ("=" in argument or argument.startswith("~")):
             if RENAMED[old] in keys:
                 raise _both(old)
@@ -35,7 +40,7 @@ def rename_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def rename_keys(cfg: DictConfig) -> list[str]:
-    """Move the values of old names to the new ones, in place. Recorded configs have old names, and users' own yaml may.
+    """Move the values of old names to the new ones and drop removed keys, in place. Recorded configs and users' yaml have them.
 
     Returns:
         The old names that were found.
@@ -44,17 +49,18 @@ def rename_keys(cfg: DictConfig) -> list[str]:
         ConfigError: A key has a value under both names, and that of the new name is not its default.
     """
     found: list[str] = []
-    for old, new in RENAMED.items():
+    for old, new in (RENAMED | dict.fromkeys(REMOVED)).items():
         group, _, key = old.rpartition(".")
         node = OmegaConf.select(cfg, group) if group else cfg
         if not isinstance(node, DictConfig) or key not in node:
             continue
-        if OmegaConf.select(cfg, new) not in (None, OmegaConf.select(OmegaConf.load(DEFAULTS), new)):
+        if new is not None and OmegaConf.select(cfg, new) not in (None, OmegaConf.select(OmegaConf.load(DEFAULTS), new)):
             raise _both(old)
         value = cast("dict[str, Any]", OmegaConf.to_container(node))[key]  # a reference to another key remains one
         with open_dict(cfg):
             del node[key]
-            OmegaConf.update(cfg, new, value, force_add=True)
+            if new is not None:
+                OmegaConf.update(cfg, new, value, force_add=True)
         found.append(old)
     return found
 
@@ -62,8 +68,9 @@ def rename_keys(cfg: DictConfig) -> list[str]:
 def warn(names: Sequence[str]) -> None:
     """Print a warning for each old name, on rank 0."""
     for old in names if env_int("RANK", 0) == 0 else ():
-        text = f"warning: {old} is now called {RENAMED[old]}; the old name is accepted until the next release"
-        print(text, file=sys.stderr, flush=True)
+        now = f"has no effect any more; {REMOVED[old]}" if old in REMOVED else f"is now called {RENAMED[old]}"
+        until = "" if old in REMOVED else "; the old name is accepted until the next release"
+        print(f"warning: {old} {now}{until}", file=sys.stderr, flush=True)
 
 
 def _both(old: str) -> ConfigError:

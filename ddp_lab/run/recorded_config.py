@@ -13,8 +13,7 @@ from yaml import YAMLError
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
-from ddp_lab.launch.command_line import CONF, compose_config
-from ddp_lab.launch.renamed import rename_keys
+from ddp_lab.launch.command_line import CONF, compose_config, rename_keys
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.world.process import env_int
 
@@ -27,7 +26,7 @@ AFTERWARDS = {
 # Options of strategies that lay out several ranks, with their values for one.
 IN_ONE_PROCESS = {
     **{"dp": None, "shard": None, "tp": 1, "sequence_parallel": False},
-    **{"pp": 1, "schedule": "gpipe", "num_stages": None, "cut": None, "balance": "flops"},
+    **{"pp": 1, "schedule": "gpipe", "num_stages": None, "cut": None},
 }
 
 

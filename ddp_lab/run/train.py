@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.launch.preflight.finding import warn
+from ddp_lab.launch.preflight import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result
@@ -25,10 +25,10 @@ from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.recorded_config import to_record
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
-from ddp_lab.training.speed.cuda_graph import GraphStep
-from ddp_lab.training.speed.switches import describe_matmul, float32_matmul
+from ddp_lab.world.precision import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
@@ -74,16 +74,14 @@ def train(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[DictConfig,
         log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
-    job.strategy.times_file = run_dir.path / "block_times.json"
-    with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
+    matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
+    with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
-        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions, checked.may_have_seen), run_dir.path)
+        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions), run_dir.path)
 
 
-def train_guarded(
-    cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions, may_have_seen: bool
-) -> str:
+def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
     job, runtime = training.job, training.job.runtime
     folder = run_dir.path / "checkpoints"
@@ -95,7 +93,7 @@ def train_guarded(
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            record_data(run_dir.path, job.dataset, may_have_seen, best)  # a run of an older version does not have it
+            record_data(run_dir.path, job.dataset, best)  # a run of an older version does not have it
             log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
             log.info(describe_result(run_dir.path / "metrics.jsonl", *result_of(progress, checkpoints)))
         return watchdog.end("finished", progress)
@@ -103,7 +101,7 @@ def train_guarded(
     logger = Logger()
     if runtime.rank == 0:
         (run_dir.path / "config.yaml").write_text(to_record(cfg))
-        record_data(run_dir.path, job.dataset, may_have_seen, best)
+        record_data(run_dir.path, job.dataset, best)
         logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
@@ -158,7 +156,7 @@ def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir
     if left < NEEDED:
         log.info(f"profile=true: disabled: {left} steps are left, but the profiler needs {NEEDED}")
         return None
-    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble())
+    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble)
     training.step = step
     return step
 

@@ -2,8 +2,7 @@
 
 from contextlib import AbstractContextManager
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,11 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
-from ddp_lab.strategies.compilation import Fuse, no_blocks
-from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
+from ddp_lab.strategies.sharding import to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -38,6 +36,7 @@ class DDP(Strategy):
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
+    averages = True  # over the ranks, but the gradient of the global mean is the sum
 
     def __init__(
         self,
@@ -50,11 +49,13 @@ class DDP(Strategy):
     ):
         super().__init__(runtime)
         self.batch_norm, self.comm_hook = batch_norm, comm_hook
-        self.bucket_cap_mb = bucket_cap_mb
+        if comm_hook != "none":
+            self.refusals["cuda_graph"] = f"strategy.comm_hook={comm_hook} was never captured"
+        self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
     def setup(self, model: nn.Module) -> None:
-        self.module = set_batch_norm(self.to_device(model), self.batch_norm)
+        self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.forward = self.wrapper = wrap(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -69,15 +70,6 @@ class DDP(Strategy):
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
             self.wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._rebuild_buckets(model)
-
-    def why_not_compile(self, model: nn.Module) -> str | None:
-        return no_blocks(self.name, model)
-
-    def compile_model(self, fuse: Fuse) -> str:
-        return self.compile_pieces(fuse)
-
-    def graphs(self, model: nn.Module) -> list[nn.Module]:
-        return [*cast(Chain, model).pieces(self.bucket_cap_mb * MiB)]
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.
@@ -95,9 +87,6 @@ class DDP(Strategy):
             parameter.grad = None
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
-
-    def divisor(self, count: int) -> float:
-        return count / self.dp_size  # DDP averages over the ranks, but the gradient of the global mean is the sum
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
@@ -122,13 +111,11 @@ class BucketsOnly(DistributedDataParallel):
         module: nn.Module,
         bucket_cap_mb: float = 25.0,
         gradient_as_bucket_view: bool = False,
-        process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ):
         nn.Module.__init__(self)
-        self.module, self.process_group, self.view = module, process_group, gradient_as_bucket_view
+        self.module, self.view = module, gradient_as_bucket_view
         self.require_backward_grad_sync = True
-        self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # called by torch's pipelines
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for bucket in map(Bucket, fill_buckets(trained, bucket_cap_mb * MiB)):
             flat = bucket.parameters[0].detach().new_empty(sum(parameter.numel() for parameter in bucket.parameters))
@@ -144,7 +131,7 @@ class BucketsOnly(DistributedDataParallel):
         bucket.missing -= 1
         if bucket.missing == 0:
             bucket.missing = len(bucket.parameters)
-            dist.all_reduce(flat, group=self.process_group)
+            dist.all_reduce(flat)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)

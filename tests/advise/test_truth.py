@@ -22,7 +22,7 @@ from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
 
@@ -192,7 +192,7 @@ def allocated(cfg: DictConfig) -> int:
     torch.cuda.empty_cache()
     with Runtime("cuda", cfg.precision) as runtime:
         job = build(cfg, runtime)
-        with job.options.switches(runtime):
+        with job.options.backend_flags(runtime):
             training = materialize(job)
             job.loaders["train"].set_epoch(1)
             job.strategy.train()

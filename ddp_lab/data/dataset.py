@@ -1,0 +1,144 @@
+"""What a dataset is: a training set, what it is evaluated with, and the names of the classes."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import SETS
+from ddp_lab.data.images import Streamed
+
+DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
+
+
+class LabelledImages(NamedTuple):
+    """Images and their classes, in memory; on the meta device if only the sizes are known.
+
+    Attributes:
+        images: uint8 [N, channels, height, width].
+        targets: int64 [N].
+    """
+
+    images: torch.Tensor
+    targets: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.targets)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of a sample."""
+        return tuple(self.images.shape[1:])
+
+    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
+        """Return an image and its class, the same in every epoch."""
+        return self.images[index], int(self.targets[index])
+
+    def subset(self, indices: torch.Tensor, augment: bool) -> "LabelledImages":
+        """Return a copy of some of the samples, int64 [n]; the loader decides whether to `augment` them."""
+        return LabelledImages(self.images[indices], self.targets[indices])
+
+
+Samples = LabelledImages | Streamed  # the training set, the validation set or the test set
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Up to three sets of samples, and the names of the classes, in the order of their numbers.
+
+    Attributes:
+        train: what the weights are fitted to.
+        test: what the result is measured with, and nothing is chosen by; None: there is no such set.
+        val: what epochs, hyperparameters and weights are chosen by; None: there is no such set, and nothing is chosen.
+        names: returns the name of a training sample, by which it can be held out; None: its number is used.
+        held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
+        digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
+        skipped: the files that are left out because they cannot be decoded, with the reason.
+        release: called on the first rank of each machine when all ranks have loaded the dataset.
+    """
+
+    train: Samples
+    test: Samples | None
+    classes: list[str]
+    val: Samples | None = None
+    names: Callable[[int], str] | None = None
+    held_out: str = ""
+    digest: str = ""
+    skipped: dict[str, str] = field(default_factory=dict[str, str])
+    release: Callable[[], None] = lambda: None
+
+    @property
+    def sets(self) -> dict[str, Samples]:
+        """The sets that exist, by name: train, val, test, in this order."""
+        return {name: found for name in SETS if (found := getattr(self, name)) is not None}
+
+    @property
+    def evaluation_sets(self) -> dict[str, Samples]:
+        """The sets that the model is evaluated with, by name: val, test or both."""
+        return {name: found for name, found in self.sets.items() if name != "train"}
+
+    def describe_sets(self) -> str:
+        """Return the sizes of the sets, and how the validation set was chosen."""
+        held_out = f" held out by {self.held_out}" if self.held_out else ""
+        parts = {"train": "training on {:,} samples", "val": f"validating on {{:,}}{held_out}", "test": "testing on {:,}"}
+        return ", ".join(parts[name].format(found.size) for name, found in self.sets.items())
+
+    def model_shape(self) -> dict[str, int]:
+        """Return the arguments of a model function that follow from the data: channels, image size and number of classes."""
+        channels, _, image_size = self.train.shape
+        return {"in_channels": channels, "image_size": image_size, "num_classes": len(self.classes)}
+
+
+def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
+    """Return the dataset with a validation set of some training samples, which are then not trained on.
+
+    The choice depends on the arguments alone.
+
+    Args:
+        dataset: with or without a validation set.
+        fraction: of the training samples; 0: none; None: DEFAULT if the dataset has nothing to evaluate with, else none.
+        seed: of the choice.
+
+    Raises:
+        ConfigError: the dataset has a validation set already, or no sample is left to train on or to evaluate with.
+    """
+    evaluates = bool(dataset.evaluation_sets)
+    if fraction is None:
+        fraction = 0 if evaluates else DEFAULT
+    if not fraction and evaluates:
+        return dataset
+    key = f"data.val_fraction={fraction}"
+    if dataset.val is not None:
+        raise ConfigError(f"{key}: the dataset has a validation set already; use data.val_fraction=0, or remove its own")
+    size, names, held_out = dataset.train.size, dataset.names, f"{key} data.val_seed={seed}"
+    if names is None:
+        held_out += f" of {size:,} samples"  # the choice depends on their number, too
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+        chosen = order.argsort() < round(fraction * size)
+    else:
+        chosen = torch.tensor([is_held_out(names(index), fraction, seed) for index in range(size)], dtype=torch.bool)
+    training, evaluated = (part.nonzero().flatten() for part in (~chosen, chosen))
+    if not len(training) or not len(evaluated):
+        raise ConfigError(
+            f"{key}: leaves {len(training)} of {size} samples to train on and {len(evaluated)} to evaluate with; both must be "
+            "at least 1. Use another fraction, or add samples"
+        )
+    return replace(
+        dataset,
+        train=dataset.train.subset(training, augment=True),
+        val=dataset.train.subset(evaluated, augment=False),
+        names=None,
+        held_out=held_out,
+    )
+
+
+def is_held_out(name: str, fraction: float, seed: int) -> bool:
+    """Return whether a file is held out: by a hash of its name, so a file stays where it is when others come or go."""
+    digest = hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64

@@ -1,0 +1,93 @@
+"""The command line of the commands that open a trained run (evaluate, predict, export, merge), and the file they write."""
+
+import argparse
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp_lab.config.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, so that several ranks report them once.
+
+    Args:
+        command: how the command is started, for --help.
+        text: the command's docstring.
+        options: of ArgumentParser.
+    """
+
+    def __init__(self, command: str, text: str | None, **options: Any):
+        super().__init__(prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def add_run(self, default: str = "auto") -> None:
+        """Add the run directory and the checkpoint, with its default."""
+        self.add_argument("run", type=Path, help="the run directory, runs/NAME")
+        self.add_argument(
+            "--checkpoint",
+            default=default,
+            metavar="auto|last|best|PATH",
+            help=f"the newest one (last), the best one, or a path; auto: the best if a validation set chose it, else the newest"
+            f" (default: {default})",
+        )
+
+    def add_overrides(self, help: str) -> None:
+        """Add any number of overrides. Without the default, argparse would name them among the required arguments."""
+        self.add_argument("overrides", nargs="*", default=[], help=help)
+
+    def add_output(self, text: str, required: bool) -> None:
+        """Add --output and --force. `text` describes the file."""
+        self.add_argument("--output", type=Path, required=required, metavar="FILE", help=text)
+        self.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Check that a file may be written, before the work whose result it is.
+
+    Raises:
+        ConfigError: it exists and `force` is not set, or its directory does not exist or is not writable.
+    """
+    if path.is_dir() or (path.exists() and not force):
+        raise ConfigError(f"--output {path}: already exists; use --force to replace a file, or another name")
+    check_folder(path, "--output")
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Check that a file can be written to a directory.
+
+    Args:
+        path: the file.
+        option: what the user sets to the path, for the message.
+
+    Raises:
+        ConfigError: the directory does not exist or is not writable, or the file is a directory itself.
+    """
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written: it is a directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: cannot be written: {folder} does not exist or is not writable")
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yield the path of a temporary file, which replaces `path` at the end, or is removed after an error.
+
+    Raises:
+        ConfigError: the file cannot be written, for example because the disk is full.
+    """
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # it keeps the suffix, by which some libraries choose the format
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written ({error.strerror or error})") from None
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,113 @@
+"""What an optimizer needs besides torch: a step on the local shards of DTensors, and its state's tensors.
+
+torch's fused SGD does not support DTensors, and a learning rate on the device, as a CUDA graph needs it, is a plain tensor.
+Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Rprop
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sharding import local, sharded_as
+
+ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
+UNSUPPORTED = (Adafactor, Rprop)  # fail on DTensors in their first step (torch 2.14); all others of torch.optim do not
+
+
+def require_support(optimizer: torch.optim.Optimizer, strategy: Strategy, key: str) -> None:
+    """Check that the optimizer can update what a strategy will hold.
+
+    Args:
+        optimizer: of any parameters.
+        strategy: after `partition`.
+        key: key and value of the config that chose the optimizer, for the message.
+
+    Raises:
+        ConfigError: it would fail in the first step.
+    """
+    step = inspect.unwrap(type(optimizer).step)  # a subclass may have another one
+    if strategy.has_dtensors and step in [inspect.unwrap(kind.step) for kind in UNSUPPORTED]:
+        raise ConfigError(
+            f"{key}: cannot update DTensors, as strategy={strategy.name} has them: torch's {step.__qualname__} does not "
+            "support them. Use another optimizer, for example torch.optim.AdamW, or a strategy without DTensors, for "
+            "example ddp"
+        )
+
+
+def has_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether DTensors are among the optimizer's parameters."""
+    return any(hasattr(parameter, "to_local") for group in optimizer.param_groups for parameter in group["params"])
+
+
+def can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch has a fused kernel of the optimizer for GPUs. A subclass may need the complete tensors of shards."""
+    return type(optimizer) in ELEMENTWISE or (isinstance(optimizer, ELEMENTWISE) and not has_shards(optimizer))
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return the optimizer's step; on shards if it updates each element by itself and has DTensors."""
+    if type(optimizer) not in ELEMENTWISE or not has_shards(optimizer):
+        return optimizer.step
+
+    def step() -> None:
+        with on_shards(optimizer):
+            optimizer.step()
+
+    return step
+
+
+@contextmanager
+def on_shards(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Let the optimizer have this rank's shards as its parameters and state. Its new state becomes DTensors at the end."""
+    groups, state = optimizer.param_groups, optimizer.state
+    wholes: list[list[nn.Parameter]] = [group["params"] for group in groups]
+    shards = {whole: shard_of(whole) for group in wholes for whole in group}
+    for group, held in zip(groups, wholes, strict=True):
+        group["params"] = [shards[whole] for whole in held]
+    optimizer.state = defaultdict(dict)
+    for whole, kept in cast("dict[nn.Parameter, dict[str, Any]]", state).items():
+        optimizer.state[shards[whole]] = {key: local(value) for key, value in kept.items()}
+    try:
+        yield
+    finally:
+        for whole, shard in shards.items():
+            for key, value in optimizer.state[shard].items():
+                if key not in state[whole]:
+                    same = isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim() > 0
+                    state[whole][key] = sharded_as(whole, value) if same else value
+        for group, held in zip(groups, wholes, strict=True):
+            group["params"] = held
+        optimizer.state = state
+
+
+def shard_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return this rank's shard of a parameter with its gradient; it shares their memory."""
+    shard = nn.Parameter(local(parameter.detach()), parameter.requires_grad)
+    shard.grad = None if parameter.grad is None else local(parameter.grad)
+    return shard
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Yield the parameter, the name and the value of each tensor of the optimizer's state."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield parameter, key, value
+
+
+def match_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the strides of its parameters, which fused kernels require.
+
+    A checkpoint of a run in another memory format has other strides: channels_last is an option of a launch.
+    """
+    for parameter, key, value in list(state_tensors(optimizer)):
+        if value.shape == parameter.shape and value.stride() != parameter.stride():
+            optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
