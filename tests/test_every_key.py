@@ -190,7 +190,7 @@ KEYS: dict[str, Row | str] = {
     "data.on_corrupt": Row(FOLDER, logs("data.on_corrupt=skip: 1 files cannot be decoded and are left out")),
     "data.cache": Row(f"{FOLDER} data.cache=disk", lambda run, base: (run.path.parent / "images" / ".cache").is_dir()),
     "data.cache_dir": Row(
-        f"{FOLDER} data.cache=disk data.cache_dir={{NEW}}", lambda run, base: any(run.path.parent.glob("new*/*/pixels-*"))
+        f"{FOLDER} data.cache=disk data.cache_dir={{NEW}}/cache", lambda run, base: any(run.path.parent.glob("new*/cache/*"))
     ),
     "model.weights": Row("model.weights={RUN}/checkpoints/" + STEPS[2], TRAINED),
     "model.init": Row("model.init=by_block", TRAINED),
