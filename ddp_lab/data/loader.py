@@ -184,9 +184,9 @@ class Loader(ABC):
         """Return the next batch, whose sizes are the next of `batch_sizes`."""
         return Batch(*self._compute(size.size), size.count)
 
-    def compile(self, fuse: Callable[[Callable[[int], Tensors]], Callable[[int], Tensors]]) -> None:
-        """Compile `next_batch` with `fuse`, which is torch.compile with its options, to fuse its kernels."""
-        self._compute = fuse(self._compute_eagerly)
+    def compile(self, compile_fn: Callable[[Callable[[int], Tensors]], Callable[[int], Tensors]]) -> None:
+        """Compile `next_batch` with `compile_fn`, which is torch.compile with its options, to fuse its kernels."""
+        self._compute = compile_fn(self._compute_eagerly)
 
     def _compute_eagerly(self, size: int) -> Tensors:
         """Return the inputs and targets of a batch. Nothing is decided by values on the device."""
@@ -194,7 +194,7 @@ class Loader(ABC):
         self._first += size
         images, targets = self._read(places)
         if self._offsets is not None:
-            images = augment(images, self._offsets.index_select(1, places))
+            images = augment(images, self._offsets.index_select(1, places), self.options.crop_padding)
         if self.real < self.samples:
             targets = targets.masked_fill(places >= self.real, IGNORE)
         return self.normalise(images), targets
