@@ -12,19 +12,17 @@ from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.arguments import Parser, check_output
-from ddp_lab.launch.command import command
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab merge", __doc__)
     parser.add_run("last")
     parser.add_output("file to write (default: the checkpoint's name, in the run directory)", required=False)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-@command()
-def main() -> None:
-    given = arguments()
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
     from ddp_lab.checkpoints.files import write_file
     from ddp_lab.checkpoints.sharded import ShardedCheckpoint
     from ddp_lab.run.recorded_config import require_run
