@@ -17,6 +17,7 @@ from pathlib import Path
 from ddp_lab.checkpoints.files import (
     SHARDED,
     best_in,
+    discard,
     finish_interrupted_save,
     link_best,
     remove,
@@ -121,10 +122,14 @@ class Checkpoints:
         for other in steps_in(self.folder):
             if step_of(other) > progress.step:
                 remove(other)
-        if progress.is_best(self.best) and path.resolve().parent == self.folder.resolve():
-            link_best(path.resolve())  # the launch may have been killed before it did this
+        full = path.resolve()
+        if progress.is_best(self.best) and full.parent == self.folder.resolve() and full.name.startswith("step_"):
+            try:  # the launch may have been killed before it did this
+                link_best(full)
+            except OSError as error:  # for example a full disk
+                log.warning(f"{path} could not be kept as the best checkpoint ({error})")
         elif best and (of_best is None or of_best.step > progress.step):
-            best.unlink(missing_ok=True)
+            discard(best)
 
     def _record_of_best(self) -> str:
         """Return the position in the best checkpoint as JSON; empty if there is none."""

@@ -185,17 +185,34 @@ def remove_old(newest: Path, keep: int) -> None:
 
 
 def link_best(path: Path) -> None:
-    """Let a checkpoint be the best one in place of another. Raises an OSError if the link cannot be made."""
+    """Let a checkpoint be the best one in place of another: by a link, or a copy where the file system has no links.
+
+    Raises:
+        OSError: it can be neither linked nor copied.
+    """
     links = {f"best{path.suffix}": path.name}
     if path.suffix == ".pt":
         links["best.pt.sha256"] = sums_of(path).name  # for a copy of the directory with files in place of links
     temporary = path.with_name("best.tmp")
     for name, target in links.items():
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(target)
+        discard(temporary)
+        try:
+            temporary.symlink_to(target)
+        except OSError:
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path.with_name(target), temporary)
+        if path.is_dir():
+            discard(path.with_name(name))  # renaming cannot replace an earlier copy
         os.replace(temporary, path.with_name(name))
     for name in {"best.pt", "best.pt.sha256", f"best{SHARDED}"} - links.keys():
-        path.with_name(name).unlink(missing_ok=True)
+        discard(path.with_name(name))
+
+
+def discard(best: Path) -> None:
+    """Remove a link to the best checkpoint, or a copy of it, if there is one."""
+    if best.is_dir() and not best.is_symlink():
+        shutil.rmtree(best)
+    else:
+        best.unlink(missing_ok=True)
 
 
 def finish_interrupted_save(folder: Path) -> None:

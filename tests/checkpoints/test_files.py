@@ -70,6 +70,21 @@ def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected,
     assert bias_in(best_in(tmp_path)) == afterwards, "the best val_loss must survive a resume, if its weights do"
 
 
+@both_formats
+def test_best_checkpoint_is_a_copy_where_there_are_no_links(form, tmp_path, monkeypatch):
+    def refuse(self: Path, target: str):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    checkpoints = tiny(tmp_path, sharded=form == "sharded")
+    save_epochs(checkpoints, [3.0, 2.0, 4.0, 5.0])
+    best = best_in(tmp_path)
+    assert not best.is_symlink()
+    assert bias_in(best) == 2
+    assert names(tmp_path) == [best.name, *(path_of(tmp_path, step, form).name for step in (3, 4))]
+    assert resume(tiny(tmp_path), str(best)).step == 2
+
+
 def test_best_by_another_metric_begins_anew(tmp_path):
     """The most accurate epoch so far was not kept, so the next one is the best, and it is the epoch that its file has."""
     save_epochs(tiny(tmp_path), [1.0, 2.0, 3.0], None, [0.1, 0.9, 0.5])
@@ -88,7 +103,9 @@ def test_best_file_of_an_earlier_version_is_used_and_replaced(tmp_path):
         shutil.copy(tmp_path / f"step_00000001{end}", tmp_path / f"best{end}")
     assert bias_in(result_in(tmp_path, "val_loss")[0]) == 1
     again = tiny(tmp_path)
-    save_epochs(again, [0.5], resume(again, str(tmp_path / "best.pt")))
+    progress = resume(again, str(tmp_path / "best.pt"))
+    assert bias_in(tmp_path / "best.pt") == 1, "a link to itself would destroy it"
+    save_epochs(again, [0.5], progress)
     assert bias_in(tmp_path / "best.pt") == 2
 
 
