@@ -56,7 +56,7 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.tp import TP
-from ddp_lab.training.tally import Tally
+from ddp_lab.training.metrics import RunningSums
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
@@ -564,17 +564,17 @@ def decide_without_waiting() -> int:
     runtime = Runtime("cuda")
     decisions = Decisions(runtime)
     sums = torch.ones(3, dtype=torch.float64, device=runtime.device)
-    decisions.begin(0, tally := Tally(runtime.device))
+    decisions.begin(0, running_sums := RunningSums(runtime.device))
     exchanges = 0
     torch.cuda.set_sync_debug_mode("error")
     for step in range(1, 301):
         torch.cuda._sleep(10_000_000)  # some milliseconds of work
-        tally.add(sums)
+        running_sums.add(sums)
         if decisions.due(step):
             exchanges += 1
             decisions.after(step, save_failed=False)
     torch.cuda.set_sync_debug_mode("default")
-    tally.add(sums * float("nan"))
+    running_sums.add(sums * float("nan"))
     assert decisions.now(301, save_failed=False).not_finite == (301, 0)
     return exchanges
 
