@@ -159,6 +159,13 @@ class Strategy(PerformanceSupport, SavedState, ABC):
         """
         return None
 
+    def pipeline_order(self) -> dict[int, list[str]]:
+        """Return what each rank of a pipeline computes in each time slot, {} without one. Called after a step.
+
+        "1F0" is the forward pass of stage 1 and micro-batch 0; B a backward pass, or I and W its halves; "" is an idle slot.
+        """
+        return {}
+
     def total(self, *sums: torch.Tensor) -> torch.Tensor:
         """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch.
 

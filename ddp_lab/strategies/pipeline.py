@@ -159,6 +159,11 @@ class Pipeline(Strategy):
     def bubble(self) -> float | None:
         return expected_bubble(self.axes["pp"], self.num_stages, self.num_microbatches)
 
+    def pipeline_order(self) -> dict[int, list[str]]:
+        schedule: Any = next(made for (_, training), made in self.schedules.made.items() if training)
+        order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
+        return {rank: [str(action or "") for action in actions] for rank, actions in order.items()}
+
     def describe(self) -> str:
         p = self.axes["pp"]
         where = self.parts.describe([f"pp rank {stage % p}" for stage in range(self.num_stages)])
