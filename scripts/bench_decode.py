@@ -26,6 +26,7 @@ from torchvision.transforms import v2
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ddp_lab.data.loader import LoaderOptions  # noqa: E402
 from ddp_lab.data.sources import make_source  # noqa: E402
 from ddp_lab.data.workers import WorkerLoader  # noqa: E402
 
@@ -67,15 +68,15 @@ def ours(root: Path, cache: str, **changed: Any) -> Callable[[], Iterable[Any]]:
     data = transforms | {"dataset": node, "randaugment": None, "erasing": 0.0, "mean": MEAN, "num_classes": None} | changed
     source = make_source(data, 0)
     dataset = source.load(source.prepare() or "")
-    options = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "mean": MEAN, "std": STD}
-    loader = WorkerLoader(dataset.train, BATCH, num_workers=1, shuffle=True, **options)
+    options = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "mean": MEAN, "std": STD, "flip": True}
+    loader = WorkerLoader(dataset.train, LoaderOptions(BATCH, num_workers=1, shuffle=True, **options))
     epoch = 0
 
     def batches() -> Iterable[Any]:
         nonlocal epoch
         epoch += 1
         loader.set_epoch(epoch)
-        return loader._raw_batches()
+        return loader
 
     return batches
 

@@ -6,7 +6,6 @@ python -m pytest -m gpu
 import json
 import os
 import tempfile
-import threading
 from copy import deepcopy
 from dataclasses import replace
 from functools import wraps
@@ -53,8 +52,7 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.tp import TP
-from ddp_lab.training.speed import auto, kernel_choice, options
-from ddp_lab.training.speed.batch_norm import shift_batch_norms
+from ddp_lab.training.speed import auto, options
 from ddp_lab.training.speed.cache import VARIABLE
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep
@@ -259,22 +257,6 @@ TOGETHER = [
 ]
 
 
-def run_elsewhere(cases: list[Case], device: str) -> dict:
-    """Run the cases and capture every graph in the last thread that chose kernels, never in the thread that compiled."""
-    capture, threads = GraphStep._capture, set()
-
-    def noted(step, *arguments):
-        threads.add(threading.get_ident())
-        capture(step, *arguments)
-
-    GraphStep._capture = noted
-    kernel_choice.quickest = lambda graphs: len(graphs) - 1
-    options.CHOOSING = 0.1
-    outcomes = run_cases(cases, device)
-    assert threads - {threading.get_ident()}, "nothing was captured in another thread"
-    return outcomes
-
-
 BY_BLOCK_CASES = with_options(
     FUSED,
     ddp(accumulate=2, **EXACT_VIT),
@@ -304,7 +286,7 @@ def test_strategies_compiled_by_block_equal_one_gpu(case, size):
 
 @once
 def graphed(size: int) -> list[dict]:
-    return run_world(size, run_elsewhere, ALONE if size == 1 else TOGETHER, "cuda", timeout=300)
+    return run_world(size, run_cases, ALONE if size == 1 else TOGETHER, "cuda", timeout=300)
 
 
 # Synchronised BatchNorm's collectives break the compiled graph; in one of the two batches some ranks have no sample.
@@ -328,7 +310,6 @@ def results_of(model: nn.Module, images: torch.Tensor, dtype: torch.dtype, compi
     model, inputs = deepcopy(model).to(wide), images.to(wide, memory_format=torch.channels_last).requires_grad_()
     if compiled:
         pad_convolutions(model)
-        shift_batch_norms(model)
         model = torch.compile(model, dynamic=False, fullgraph=True, options=COMBO | CHANNELS_LAST)
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         outputs = model(inputs)
@@ -355,21 +336,6 @@ def test_padded_convolutions_round_like_eager_ones(conv, dtype):
         errors = [((got - wanted).norm() / wanted.norm()).item() for got in (theirs, ours)]
         print(f"{conv} {dtype}: eager {errors[0]:.1e}, padded {errors[1]:.1e} of {tuple(wanted.shape)}")
         assert errors[1] <= 1.5 * errors[0] + torch.finfo(dtype).eps / 4
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("mean", [0.0, 100.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-def test_shifted_batch_norm_rounds_like_cudnns(dtype, mean):
-    """Outputs and gradients against float64; images are rounded to `dtype` before all three passes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm2d(64), nn.ReLU()).to("cuda", memory_format=torch.channels_last)
-    images = (mean + torch.randn(256, 64, 28, 28, device="cuda")).to(dtype)
-    exact, eager, shifted = (results_of(model, images, *how) for how in ((torch.float64,), (dtype,), (dtype, True)))
-    for wanted, theirs, ours in zip(exact, eager, shifted, strict=True):
-        errors = [((got - wanted).norm() / wanted.norm()).item() for got in (theirs, ours)]
-        print(f"{dtype} {mean}: eager {errors[0]:.1e}, shifted {errors[1]:.1e} of {tuple(wanted.shape)}")
-        assert errors[1] <= 1.5 * errors[0] + 32 * torch.finfo(torch.float32).eps
 
 
 def options_name(case: Case) -> str:

@@ -19,8 +19,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.record import to_record
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.data.held_out import hold_out
+from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.resilience.checkpoint_files import write_atomically
@@ -44,8 +44,8 @@ def images_of(loader) -> set[bytes]:
 
 def read_by(data, kind: type, size: int) -> set[bytes]:
     """Return the images that the ranks of a world read of a set. Each is read once."""
-    options = {"device": torch.device("cpu"), "mean": [0.0], "std": [1.0], "shuffle": False, "num_workers": 0}
-    parts = [images_of(kind(data, 12, dp_rank=rank, dp_size=size, **options)) for rank in range(size)]
+    options = [LoaderOptions(12, rank, size, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=False) for rank in range(size)]
+    parts = [images_of(kind(data, each)) for each in options]
     assert sum(map(len, parts)) == data.size
     return set.union(*parts)
 

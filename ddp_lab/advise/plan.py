@@ -21,7 +21,7 @@ from ddp_lab.config.build import for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.samples import Dataset
-from ddp_lab.models.make import Made
+from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job
 from ddp_lab.run.materialize import Training, materialize
@@ -113,7 +113,10 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     job = Job(cfg, runtime, with_weights=False)
-    job.dataset, job.made = dataset, Made(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # the strategy changes its model
+    job.dataset, job.made = (
+        dataset,
+        BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), []),
+    )  # the strategy changes its model
     _ = job.plan
     job.partition()
     job.check_optimizer()

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.samples import Dataset
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import make_model
-from ddp_lab.models.own import build_model, key_of
+from ddp_lab.models.make import build_model, key_of, make_model
 from ddp_lab.models.trial import freeze_unused
 from ddp_lab.world.ranks import Answer
 from ddp_lab.world.runtime import Runtime

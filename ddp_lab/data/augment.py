@@ -1,21 +1,32 @@
-"""Random crops and horizontal flips of training images, computed on the device for a whole batch at once.
+"""Augmentation of training batches on the device: random crops, flips, mixup and CutMix.
 
-The crop and flip of a sample depend only on the run's seed, the epoch and the sample's index. They do not depend on the
-rank that reads the sample, on its position in the epoch, or on where the run was resumed.
+Everything random is drawn from a seed of (seed, epoch or step, index). It does not depend on the rank that reads a sample, on
+its position in the epoch, or on where the run was resumed.
 """
 
 import hashlib
+import math
+from dataclasses import dataclass
+from random import Random
 
 import torch
 
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.batch import Batch
 
-def draw(samples: int, crop_padding: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:
+
+def seed_of(key: str, bits: int = 32) -> int:
+    """Return the seed of a generator for a key such as `augment seed=0 epoch=3`: the first bits of its SHA-256.
+
+    torch's CPU generator uses only the lowest 32 bits of its seed. Sums such as seed + epoch already seed other generators.
+    """
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[: bits // 8], "big")
+
+
+def draw_offsets(samples: int, crop_padding: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:
     """Draw the crop and flip of every sample of the dataset in one epoch, on the CPU.
 
     Every rank draws them for all samples, so the ranks agree without communication; 60,000 samples take less than 1 ms.
-
-    The generator's seed is the first 32 bits of a SHA-256 of (seed, epoch), because torch's CPU generator uses only the lowest
-    32 bits of its seed. It is not seed + epoch, which already seeds the permutation.
 
     Args:
         samples: number of samples in the dataset.
@@ -28,26 +39,25 @@ def draw(samples: int, crop_padding: int, flip: bool, seed: int, epoch: int) -> 
         int64 [3, samples]: pixels down and pixels to the right, both uniform in -crop_padding to
         crop_padding, and 1 for a flipped sample.
     """
-    digest = hashlib.sha256(f"augment seed={seed} epoch={epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+    generator = torch.Generator().manual_seed(seed_of(f"augment seed={seed} epoch={epoch}"))
     shifts = torch.randint(-crop_padding, crop_padding + 1, (2, samples), generator=generator)
     flips = torch.randint(0, 1 + flip, (1, samples), generator=generator)
     return torch.cat([shifts, flips])
 
 
-def augment(images: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
-    """Flip each image left to right where `flip` is set, then shift it and fill the uncovered border with 0.
+def augment(images: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Flip each image left to right where its offset is set, then shift it and fill the uncovered border with 0.
 
     This is a gather from computed rows and columns. Nothing is decided on the host, so a CUDA graph can capture it.
 
     Args:
         images: uint8 [b, channels, height, width].
-        dy, dx: int64 [b], pixels down and to the right.
-        flip: bool or int64 [b].
+        offsets: int64 [3, b], as `draw_offsets` draws them.
 
     Returns:
         uint8 [b, channels, height, width], contiguous.
     """
+    dy, dx, flip = offsets
     size, channels, height, width = images.shape
     sample, channel, y, x = (torch.arange(n, device=images.device) for n in (size, channels, height, width))
     rows, columns = y - dy[:, None], x - dx[:, None]  # [b, height], [b, width]: where each pixel comes from
@@ -56,3 +66,90 @@ def augment(images: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, flip: torc
     rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     pixels = images[sample[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
     return pixels * inside[:, None]
+
+
+def draw_mix(mixup: float, cutmix: float, size: int, seed: int, step: int) -> tuple[float, ...]:
+    """Draw how the batch of a step is mixed.
+
+    The weight of a sample's own target is drawn from Beta(alpha, alpha). If mixup and cutmix are both above 0, either is chosen
+    with probability 1/2.
+
+    Args:
+        mixup: alpha of mixup (Zhang et al. 2018, arXiv:1710.09412); 0: never.
+        cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0: never.
+        size: height and width of the images, in pixels.
+        seed: the run's seed.
+        step: number of the step since the beginning of the run.
+
+    Returns:
+        The weight of a sample's own target; and of a rectangle, the weight of the partner's pixels in it, its first row, the
+        row after its last, its first column and the column after its last.
+    """
+    random = Random(seed_of(f"mix seed={seed} step={step}", bits=256))
+    cut = cutmix > 0 and (mixup == 0 or random.random() < 0.5)
+    alpha = cutmix if cut else mixup
+    own = random.betavariate(alpha, alpha)
+    if not cut:
+        return own, 1 - own, 0, size, 0, size
+    half = int(size * math.sqrt(1 - own) / 2)  # the rectangle is cut off at the border, so `own` is computed again
+    centers = random.randrange(size), random.randrange(size)
+    top, bottom, left, right = (max(0, min(size, center + side)) for center in centers for side in (-half, half))
+    return 1 - (bottom - top) * (right - left) / size**2, 1.0, top, bottom, left, right
+
+
+@dataclass
+class Mix:
+    """Mixup and CutMix of every full training batch: each sample is mixed with another one. A partial last batch stays unmixed.
+
+    Sample p of a global batch of B is mixed with sample p + B/2, modulo B. Rank r of W reads samples r, r + W, ..., so if W
+    divides B/2, the partner of its sample i is its sample i + b/2, where b = B/W: no rank needs another rank's samples, and the
+    batch is mixed alike for any W.
+
+    Attributes:
+        mixup, cutmix, image_size, seed: as in `draw_mix`; at least one of the first two is above 0.
+        batch_size: samples in the GLOBAL batch.
+        dp_size: number of local batches that it consists of.
+        num_classes: number of classes of the dataset.
+        device: device of the batches.
+
+    Raises:
+        ConfigError: local batches have an odd number of samples.
+    """
+
+    mixup: float
+    cutmix: float
+    batch_size: int
+    dp_size: int
+    image_size: int
+    num_classes: int
+    seed: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        local = self.batch_size // self.dp_size
+        if local % 2:
+            pairs = 2 * self.dp_size
+            lower = self.batch_size // pairs * pairs
+            nearest = " or ".join(str(size) for size in (lower, lower + pairs) if size)
+            raise ConfigError(
+                f"mixup={self.mixup:g}, cutmix={self.cutmix:g}: mix the samples of a local batch in pairs, but a global batch "
+                f"of {self.batch_size} has local batches of {local}; use a global batch of {nearest}, or mixup=0 cutmix=0"
+            )
+        self._drawn = torch.zeros(6, device=self.device)  # a CUDA graph captures its address
+
+    def prepare(self, step: int) -> None:
+        """Draw how the batch of the next step is mixed; `step` is its number since the beginning of the run."""
+        drawn = draw_mix(self.mixup, self.cutmix, self.image_size, self.seed, step)
+        self._drawn.copy_(torch.tensor(drawn), non_blocking=True)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return the batch, mixed if it is full. Nothing is decided by values on the device, so a CUDA graph can capture it."""
+        inputs, targets, count = batch
+        if count < self.batch_size:
+            return batch
+        own, weight, top, bottom, left, right = self._drawn
+        pixels = torch.arange(self.image_size, device=inputs.device)
+        inside = ((pixels >= top) & (pixels < bottom))[:, None] & (pixels >= left) & (pixels < right)  # [height, width]
+        wanted = (targets[:, None] == torch.arange(self.num_classes, device=targets.device)).to(inputs.dtype)
+        partners, wanted_of_partners = (tensor.roll(len(tensor) // 2, 0) for tensor in (inputs, wanted))
+        return Batch(inputs.lerp(partners, inside * weight), wanted_of_partners.lerp(wanted, own), count)

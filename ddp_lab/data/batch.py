@@ -12,7 +12,7 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: float32 [b, channels, height, width], normalised, on the rank's device.
-        targets: int64 [b], IGNORE for padding.
+        targets: int64 [b], IGNORE for padding; for mixed samples probabilities, [b, classes], which are all 0 for padding.
         count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known without communication.
     """
 
@@ -21,8 +21,8 @@ class Batch(NamedTuple):
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch
 
 
-class Turn(NamedTuple):
-    """The sizes of a batch that is not gathered yet (`DeviceLoader.take` gathers it on the device).
+class BatchSize(NamedTuple):
+    """The sizes of a batch, which are known before it is read.
 
     Attributes:
         size: samples in this rank's local batch, padding included.
@@ -30,4 +30,9 @@ class Turn(NamedTuple):
     """
 
     size: int
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a turn
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch size
+
+
+def classes_of(targets: torch.Tensor) -> torch.Tensor:
+    """Return the class of each sample, [b]: for mixed targets, [b, classes], the most probable one. IGNORE is padding."""
+    return targets if targets.dim() == 1 else torch.where(targets.any(1), targets.argmax(1), IGNORE)

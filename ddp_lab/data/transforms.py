@@ -1,6 +1,5 @@
 """How images of any size become samples of one size, with randomness that depends on seed, epoch and index alone."""
 
-import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from PIL import Image
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.augment import seed_of
 from ddp_lab.data.decode import evaluation_view, to_tensor
 
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -27,7 +27,6 @@ class ImageOptions:
         image_size: height and width of a sample, in pixels.
         resize: length to which the shorter side of every image is resized first; None: 8/7 of `image_size`.
         crop_scale: smallest and largest area of a random crop, as fractions of the image; None: the centre, without randomness.
-        flip: whether each training image is flipped left to right with probability 1/2.
         randaugment: magnitude of RandAugment's two operations, 0 to 30; None: without.
         erasing: probability with which a random rectangle gets the mean colour.
         mean: mean of each channel, in [0, 1].
@@ -38,7 +37,6 @@ class ImageOptions:
     image_size: int
     resize: int | None
     crop_scale: Sequence[float] | None
-    flip: bool
     randaugment: int | None
     erasing: float
     mean: Sequence[float]
@@ -77,8 +75,6 @@ class ImageOptions:
         if self.crop_scale:
             smallest, largest = self.crop_scale
             steps[0] = v2.RandomResizedCrop(self.image_size, scale=(smallest, largest), antialias=True)
-        if self.flip:
-            steps.append(v2.RandomHorizontalFlip())
         if self.randaugment is not None:
             steps.append(OnPillow(v2.RandAugment(magnitude=self.randaugment)))
         if self.erasing:
@@ -107,14 +103,10 @@ class OnPillow:
 
 @contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Generator[None]:
-    """Seed torch's global generator, from which torchvision's transforms draw, for one sample, and restore it afterwards.
-
-    The key is the first 32 bits of a SHA-256, because torch's CPU generator uses no more.
-    """
-    digest = hashlib.sha256(f"image seed={seed} epoch={epoch} index={index}".encode()).digest()
+    """Seed torch's global generator, from which torchvision's transforms draw, for one sample, and restore it afterwards."""
     before = torch.get_rng_state()
     # torch.manual_seed would take 100 us instead of 2, because it also seeds all devices.
-    torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))
+    torch.default_generator.manual_seed(seed_of(f"image seed={seed} epoch={epoch} index={index}"))
     try:
         yield
     finally:

@@ -5,16 +5,15 @@ import mmap
 import signal
 import weakref
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.data.loader import Loader, LoaderOptions
+from ddp_lab.data.loader import Loader, LoaderOptions, Shard
 from ddp_lab.data.samples import Samples
-from ddp_lab.data.sharding import Shard
 from ddp_lab.world.process import REQUESTS
 
 TARGET = 8  # bytes of a sample's class, an int64; its image has a byte for each value
@@ -49,7 +48,7 @@ class Keys(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, start = self.position
         while True:
-            for indices in self.shard.own(epoch)[start:].split(self.size):
+            for indices in self.shard.order(epoch)[start:].split(self.size):
                 yield [(epoch, index) for index in indices.tolist()]
             epoch, start = self.after(epoch)
 
@@ -81,7 +80,7 @@ def stop_workers(loader: DataLoader[Any]) -> None:
         loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
 
 
-def next_batch(stream: Iterator[RawBatch]) -> RawBatch:
+def next_of(stream: Iterator[RawBatch]) -> RawBatch:
     """Return the next batch of a DataLoader.
 
     Raises:
@@ -98,29 +97,18 @@ class WorkerLoader(Loader):
 
     Batches cross the bus as uint8. On a GPU they are pinned, and are copied while the device computes. The workers begin an
     epoch before the previous one ends.
-
-    Args:
-        num_workers: number of worker processes; 0 loads in the main process.
     """
 
-    def __init__(
-        self,
-        data: Samples,
-        batch_size: int,
-        *,
-        device: torch.device,
-        num_workers: int,
-        **options: Unpack[LoaderOptions],
-    ):
-        super().__init__(data, batch_size, device=device, **options)
-        self._keys = Keys(self.sampler, self.local_batch_size)
+    def __init__(self, data: Samples, options: LoaderOptions):
+        super().__init__(data, options)
+        self._keys = Keys(self.shard, self.local_batch_size)
         self.loader = DataLoader(
             Keyed(data),
             batch_sampler=self._keys,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
+            num_workers=options.num_workers,
+            persistent_workers=options.num_workers > 0,
             worker_init_fn=ignore_signals,
-            pin_memory=device.type == "cuda",
+            pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
         )
         self._stream: Iterator[RawBatch] | None = None
@@ -132,21 +120,21 @@ class WorkerLoader(Loader):
         if not self.loader.num_workers:
             return 0
         batches = self.loader.num_workers * (self.loader.prefetch_factor or 0) + 2
-        size = min(self.local_batch_size, self.sampler.num_samples)
+        size = min(self.local_batch_size, len(self.shard))
         pages = sum(math.ceil(size * each / mmap.PAGESIZE) for each in (math.prod(self.data.shape), TARGET))
         return batches * pages * mmap.PAGESIZE + QUEUES
 
-    def _raw_batches(self) -> Iterator[RawBatch]:
-        epoch, start = self.sampler.epoch, self.sampler.start
-        if start >= self.sampler.num_samples:
-            return
-        if self._stream is None or self._keys.position != (epoch, start):  # the first epoch, or a resumed or abandoned one
-            self._keys.position = (epoch, start)
+    def _start(self, order: torch.Tensor) -> None:
+        if self.start < len(self.shard) and (self._stream is None or self._keys.position != (self.epoch, self.start)):
+            self._keys.position = self.epoch, self.start  # the first epoch, or a resumed or abandoned one
             self._stream = iter(self.loader)
-        for turn in self.turns():
-            images, targets = next_batch(self._stream)
-            start += turn.size
-            self._keys.position = (epoch, start) if start < self.sampler.num_samples else self._keys.after(epoch)
-            # Not contiguous(), which leaves images of one channel with the strides of channels_last.
-            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-            yield images, targets.to(self.device, non_blocking=True)
+
+    def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._stream is not None, "start_epoch was not called"
+        images, targets = next_of(self._stream)
+        epoch, start = self._keys.position
+        start += len(targets)
+        self._keys.position = (epoch, start) if start < len(self.shard) else self._keys.after(epoch)
+        # Not contiguous(), which leaves images of one channel with the strides of channels_last.
+        images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        return images, targets.to(self.device, non_blocking=True)

@@ -63,7 +63,7 @@ class InitialWeights:
                     "model.init=default"
                 )
 
-    def give(self, state: dict[str, torch.Tensor]) -> None:
+    def set_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Use these tensors, by their names in the complete model, in place of drawn ones."""
         self.given = state
 

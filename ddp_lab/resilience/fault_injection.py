@@ -23,10 +23,9 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from ddp_lab.config.faults import parse
-from ddp_lab.data.device_loader import DeviceLoader
 from ddp_lab.data.loader import Loader
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import write_atomically
@@ -74,7 +73,7 @@ class Fault:
         return self.step.lr
 
     def batches(self, loader: Loader) -> Iterable[Any]:
-        return self.step.batches(cast(DeviceLoader, loader))  # a GraphStep is only made for a DeviceLoader; a Step takes any
+        return self.step.batches(loader)
 
     def __call__(self, batch: Any) -> None:
         self.taken += 1

@@ -6,7 +6,8 @@ benchmark and the tests use the same functions.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -14,16 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.augment import Mix
 from ddp_lab.data.held_out import hold_out
-from ddp_lab.data.loader import Loader
-from ddp_lab.data.mix import Mix
-from ddp_lab.data.samples import Dataset, LabelledImages
+from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
+from ddp_lab.data.samples import Dataset
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.preflight.storage import checkpoint_bytes
-from ddp_lab.models.make import Made, make_model
-from ddp_lab.models.own import key_of, require_chain
+from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.run.selection import check_selection
 from ddp_lab.run.speed import find_choices
@@ -102,7 +101,7 @@ class Job:
         return self.made.model
 
     @cached_property
-    def made(self) -> Made:
+    def made(self) -> BuiltModel:
         """The model with its initial weights, if it is on the meta device, and notes about it for the log."""
         torch.manual_seed(self.cfg.seed)
         return make_model(self.cfg.model, self.dataset.model_shape(), self.runtime, self.cfg.seed, self.with_weights)
@@ -117,7 +116,7 @@ class Job:
         if self.made.initial_weights is None:
             self.model.load_state_dict(state)
         else:
-            self.made.initial_weights.give(state)
+            self.made.initial_weights.set_weights(state)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -177,27 +176,24 @@ class Job:
     @cached_property
     def loaders(self) -> Mapping[str, Loader]:
         """The loaders of the sets of the dataset, by name. That of the training set is shuffled and augmented."""
-        data = self.cfg.data
-        make = partial(
-            LOADERS[self.choices["data.loader"].value],
+        data, make = self.cfg.data, LOADERS[self.choices["data.loader"].value]
+        training = LoaderOptions(
             batch_size=self.plan.global_batch_size,
-            num_workers=data.num_workers,
             dp_rank=self.strategy.dp_rank,
             dp_size=self.strategy.dp_size,
             device=self.strategy.device,
             mean=data.mean,
             std=data.std,
+            shuffle=True,
             seed=self.cfg.seed,
+            crop_padding=data.crop_padding,
+            flip=data.flip,
+            num_workers=data.num_workers,
         )
-        # Worker processes flip images that are read one by one.
-        flip = data.flip and isinstance(self.dataset.train, LabelledImages)
-        training = make(self.dataset.train, shuffle=True, crop_padding=data.crop_padding, flip=flip)
         graph = self.choices["cuda_graph"]
         larger = EVALUATED if graph.automatic and graph.value else 1
-        evaluated = partial(make, batch_size=larger * self.plan.global_batch_size)
-        return {"train": training} | {
-            name: evaluated(found, shuffle=False) for name, found in self.dataset.evaluation_sets.items()
-        }
+        evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)
+        return {name: make(found, training if name == "train" else evaluated) for name, found in self.dataset.sets.items()}
 
     @property
     def fit_settings(self) -> FitSettings:

@@ -64,7 +64,7 @@ def place(job: Job) -> None:
     strategy.initial_weights = job.made.initial_weights
     strategy.setup(job.options.shape(job.model))
     if strategy.initial_weights is not None:
-        strategy.initial_weights.give({})  # the tensors of a file are not needed any more
+        strategy.initial_weights.set_weights({})  # the tensors of a file are not needed any more
 
 
 def materialize(job: Job) -> Training:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.own import build_model
+from ddp_lab.models.make import build_model
 from ddp_lab.observe.log import log
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.checkpoint_folder import best_in, damage_of, progress_in, steps_in

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,14 +31,10 @@ class ForwardBackward:
         module: this rank's part of the model, unwrapped, so that its parameters keep their plain names.
         forward: computes the logits: `module` or a wrapper around it. Used by the methods of this class.
         batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
-        collective_passes: whether forward and backward contain collectives other than those of gradients, so that no rank can
-            run them alone.
         device: device that this rank's batches must be on.
         loss: the training loss, on `device`. Set before `Strategy.setup`.
         dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
     """
-
-    collective_passes: ClassVar[bool] = False
 
     module: nn.Module
     forward: nn.Module

@@ -50,7 +50,6 @@ class FSDP(Strategy):
 
     sharded = has_dtensors = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
-    collective_passes = True
 
     def __init__(
         self,

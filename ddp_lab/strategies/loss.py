@@ -14,8 +14,7 @@ from torch import nn
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Fraction
-from ddp_lab.data.batch import IGNORE
-from ddp_lab.data.mix import classes_of
+from ddp_lab.data.batch import IGNORE, classes_of
 
 
 class Loss(nn.Module, ABC):

@@ -69,7 +69,6 @@ class Mesh(Pipeline):
     """
 
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
-    collective_passes = True
     has_dtensors = True
     save_options = {}  # each rank returns its shards; `gather` makes full tensors of them
 

@@ -160,7 +160,9 @@ class Pipeline(Strategy):
         return expected_bubble(self.axes["pp"], self.num_stages, self.num_microbatches)
 
     def pipeline_order(self) -> dict[int, list[str]]:
-        schedule: Any = next(made for (_, training), made in self.schedules.made.items() if training)
+        schedule: Any = next((made for (_, training), made in self.schedules.made.items() if training), None)
+        if schedule is None:  # a mesh without pp
+            return {}
         order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
         return {rank: [str(action or "") for action in actions] for rank, actions in order.items()}
 

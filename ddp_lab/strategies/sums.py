@@ -2,8 +2,7 @@
 
 import torch
 
-from ddp_lab.data.batch import IGNORE
-from ddp_lab.data.mix import classes_of
+from ddp_lab.data.batch import IGNORE, classes_of
 from ddp_lab.strategies.loss import Loss
 
 TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits

@@ -100,7 +100,6 @@ class TP(Strategy):
 
     needs_chain = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
-    collective_passes = True
 
     def __init__(
         self,

@@ -7,9 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
+from ddp_lab.data.augment import Mix
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
-from ddp_lab.data.mix import Mix
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.strategies.all_reduce import gradient_of
 from ddp_lab.strategies.base import Strategy

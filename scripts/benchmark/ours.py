@@ -146,7 +146,7 @@ def kernels(name: str, runtime: Runtime, arguments: Namespace) -> Generator[floa
         training.compile(arguments.steps)
         loader, step = job.loaders["train"], training.step
         assert isinstance(step, GraphStep)
-        loader.deal()
+        loader.start_epoch()
         for rate in repeated(next(iter(step.graphs.values())).replay, arguments, runtime):
-            loader.deal()
+            loader.start_epoch()
             yield rate

@@ -19,9 +19,11 @@ from torchvision.transforms import v2
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
+from ddp_lab.data.augment import draw_offsets
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.decode import decode, evaluation_view, resize
 from ddp_lab.data.held_out import is_held_out
+from ddp_lab.data.loader import LoaderOptions
 from ddp_lab.data.samples import Dataset
 from ddp_lab.data.tree import Names, find_images
 from ddp_lab.data.workers import WorkerLoader
@@ -193,11 +195,12 @@ def by_hand(root: Path, name: str, epoch: int, index: int) -> torch.Tensor:
     """Return a training image, computed with torchvision's own composition of the transforms."""
     digest = hashlib.sha256(f"image seed=5 epoch={epoch} index={index}".encode()).digest()
     fill = [round(255 * value) for value in (0.485, 0.456, 0.406)]
-    crop = [v2.RandomResizedCrop(SIZE, scale=(0.08, 1.0), antialias=True), v2.RandomHorizontalFlip()]
+    crop = v2.RandomResizedCrop(SIZE, scale=(0.08, 1.0), antialias=True)
     rest = [v2.ToPILImage(), v2.RandAugment(magnitude=9), v2.PILToTensor(), v2.RandomErasing(0.5, value=fill)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:4], "big"))
-        return v2.Compose([*crop, *rest])(resize(decode(root / name, 3), SHORT))
+        image = v2.Compose([crop, *rest])(resize(decode(root / name, 3), SHORT))
+    return image.flip(-1) if draw_offsets(53, 0, True, 5, epoch)[2, index] else image
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +215,8 @@ def expected(root) -> dict[int, list[tuple[torch.Tensor, int]]]:
 
 
 def loader(found, rank: int, size: int, workers: int) -> WorkerLoader:
-    settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": workers, "shuffle": True}
-    return WorkerLoader(found, 12, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings)
+    settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": workers, "shuffle": True, "flip": True}
+    return WorkerLoader(found, LoaderOptions(12, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings))
 
 
 def read(own: WorkerLoader) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -257,7 +260,7 @@ def test_epochs_differ(expected):
 def test_loader_without_shuffle_repeats_its_epoch(root):
     found = dataset(root).test
     settings = {"mean": [0.0], "std": [1 / 255], "shuffle": False, "num_workers": 1}
-    own = WorkerLoader(found, 4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings)
+    own = WorkerLoader(found, LoaderOptions(4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings))
     first = read(own)
     assert torch.equal(torch.cat([images for images, _ in first]), torch.stack([found.sample(0, i)[0] for i in range(7)]))
     stream = own._stream
@@ -286,14 +289,7 @@ def test_workers_begin_an_epoch_before_the_previous_one_ends(tmp_path):
 
     own = WorkerLoader(
         Recording(tmp_path / "epochs"),
-        2,
-        dp_rank=0,
-        dp_size=1,
-        device=torch.device("cpu"),
-        mean=[0.0],
-        std=[1.0],
-        shuffle=True,
-        num_workers=1,
+        LoaderOptions(2, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True, num_workers=1),
     )
     own.set_epoch(1)
     batches = iter(own)
@@ -308,9 +304,10 @@ def test_workers_begin_an_epoch_before_the_previous_one_ends(tmp_path):
 KEPT = """
 import sys, torch
 from ddp_lab.data.datasets import Synthetic
+from ddp_lab.data.loader import LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
-own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, 2, dp_rank=0, dp_size=1, device=torch.device("cpu"), mean=[0.5],
-                   std=[0.2], shuffle=True, num_workers=1)
+options = LoaderOptions(2, 0, 1, torch.device("cpu"), mean=[0.5], std=[0.2], shuffle=True, num_workers=1)
+own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, options)
 batches = iter(own)
 next(batches)
 sys.modules["keeps"] = own  # until the interpreter exits, like the frames of an exception
@@ -329,7 +326,7 @@ def test_file_that_is_damaged_after_the_check_is_named(tmp_path):
     found = dataset(root)
     os.truncate(root / names(found.test)[2], 50)
     settings = {"mean": [0.0], "std": [1.0], "shuffle": False, "num_workers": 1}
-    own = WorkerLoader(found.test, 4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings)
+    own = WorkerLoader(found.test, LoaderOptions(4, dp_rank=0, dp_size=1, device=torch.device("cpu"), **settings))
     with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded"):
         next(iter(own))
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import IGNORE, Batch
-from ddp_lab.data.mix import Mix, classes_of, draw
+from ddp_lab.data.augment import Mix, draw_mix
+from ddp_lab.data.batch import IGNORE, Batch, classes_of
 
 BATCH, SIZE, CLASSES = 24, 8, 5
 INPUTS = torch.randn(BATCH, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
@@ -27,7 +27,7 @@ def mixed(step: int, mixer: Mix, rank: int = 0, dp_size: int = 1) -> Batch:
 
 def by_hand(step: int, mixup: float, cutmix: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mixed images and targets, computed sample by sample."""
-    own, weight, top, bottom, left, right = draw(mixup, cutmix, SIZE, 3, step)
+    own, weight, top, bottom, left, right = draw_mix(mixup, cutmix, SIZE, 3, step)
     images, targets = INPUTS.clone(), torch.zeros(BATCH, CLASSES)
     for i in range(BATCH):
         partner = (i + BATCH // 2) % BATCH
@@ -67,14 +67,14 @@ def test_partial_last_batch_stays_unmixed():
 
 
 def test_draw_depends_on_step_and_seed_only():
-    assert draw(0.4, 1.0, SIZE, 3, 5) == draw(0.4, 1.0, SIZE, 3, 5)
-    others = [draw(0.4, 1.0, SIZE, 3, 6), draw(0.4, 1.0, SIZE, 4, 5)]
-    assert draw(0.4, 1.0, SIZE, 3, 5) not in others
+    assert draw_mix(0.4, 1.0, SIZE, 3, 5) == draw_mix(0.4, 1.0, SIZE, 3, 5)
+    others = [draw_mix(0.4, 1.0, SIZE, 3, 6), draw_mix(0.4, 1.0, SIZE, 4, 5)]
+    assert draw_mix(0.4, 1.0, SIZE, 3, 5) not in others
     assert others[0] != others[1]
 
 
 def test_mixup_weights_have_the_moments_of_the_beta_distribution():
-    weights = [draw(0.4, 0, SIZE, 0, step)[0] for step in range(2000)]
+    weights = [draw_mix(0.4, 0, SIZE, 0, step)[0] for step in range(2000)]
     assert mean(weights) == pytest.approx(0.5, abs=0.03)
     assert mean((weight - 0.5) ** 2 for weight in weights) == pytest.approx(1 / (4 * (2 * 0.4 + 1)), abs=0.01)
 
@@ -82,7 +82,7 @@ def test_mixup_weights_have_the_moments_of_the_beta_distribution():
 def test_cutmix_weight_is_the_area_that_remains():
     areas = []
     for step in range(500):
-        own, weight, top, bottom, left, right = draw(0, 1.0, 32, 0, step)
+        own, weight, top, bottom, left, right = draw_mix(0, 1.0, 32, 0, step)
         assert 0 <= top <= bottom <= 32
         assert 0 <= left <= right <= 32
         assert weight == 1
@@ -93,7 +93,7 @@ def test_cutmix_weight_is_the_area_that_remains():
 
 
 def test_either_of_both_is_drawn_for_about_half_of_the_steps():
-    cut = mean(draw(0.4, 1.0, 32, 0, step)[1] == 1 for step in range(1000))
+    cut = mean(draw_mix(0.4, 1.0, 32, 0, step)[1] == 1 for step in range(1000))
     assert cut == pytest.approx(0.5, abs=0.05)
 
 

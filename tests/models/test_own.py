@@ -16,7 +16,7 @@ from worlds import run_world
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.own import build_model, key_of, require_chain
+from ddp_lab.models.make import build_model, key_of, require_chain
 from ddp_lab.strategies import pipeline
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.split import Split

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ddp_lab.models.own import build_model
+from ddp_lab.models.make import build_model
 from ddp_lab.models.read_weights import read_outside
 
 READ = {"1.attention.out_proj", "1.again", "2.self_attn.out_proj"}

@@ -12,8 +12,7 @@ from worlds import run_world
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.models.make import make_model
-from ddp_lab.models.own import build_model
+from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.torchvision_models import download, find_weights, rename, torchvision_model
 from ddp_lab.strategies.units import units
 from ddp_lab.world.runtime import Runtime

@@ -13,7 +13,7 @@ from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
-from ddp_lab.models.own import build_model
+from ddp_lab.models.make import build_model
 from ddp_lab.models.trial import freeze_unused, meta_copy, some
 from ddp_lab.run.job import prepare
 from ddp_lab.run.materialize import materialize

@@ -14,11 +14,10 @@ from torchvision.models import VisionTransformer, vit_b_16
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import make_model
-from ddp_lab.models.own import build_model
+from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.partition import Partition, cut, trace
+from ddp_lab.models.torchvision_models import from_torchvision
 from ddp_lab.models.vit import vit
-from ddp_lab.models.vit_weights import from_torchvision
 from ddp_lab.world.runtime import Runtime
 
 SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "drop_path": 0.0}

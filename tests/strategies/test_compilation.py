@@ -27,7 +27,6 @@ from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
-from ddp_lab.training.speed.batch_norm import shift_batch_norms
 from ddp_lab.training.speed.convolution import pad_convolutions
 from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
@@ -86,13 +85,12 @@ def test_models_of_equal_blocks_are_compiled_by_block(model, expected):
     assert repeats(model) == expected
 
 
-def test_sharded_layers_are_not_replaced():
+def test_sharded_convolutions_are_not_replaced():
     """fully_shard gathers the parameters into the module that it was applied to, so it must not be replaced."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     pad_convolutions(model)
-    shift_batch_norms(model)
     dist.destroy_process_group()
     assert [type(layer) for layer in model] == [nn.Conv2d, nn.BatchNorm2d]
 

@@ -11,7 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run.job import Job
@@ -102,12 +102,12 @@ class Runs(PerformanceOptions):
 
     broken: ClassVar[set[str]] = set()
     tried: ClassVar[list[tuple[bool, bool]]] = []
-    chosen: ClassVar[list[tuple[int, bool]]] = []
+    chosen: ClassVar[list[int]] = []
 
-    def build(self, step, loader, checked=False, thorough=True):
+    def build(self, step, loader, checked=False):
         self.tried.append((self.cuda_graph, self.compile))
         if self.compile:
-            self.chosen.append((torch.backends.cudnn.benchmark_limit, thorough))
+            self.chosen.append(torch.backends.cudnn.benchmark_limit)
         for key in self.broken:
             if getattr(self, key):
                 step.tally.in_graph = True
@@ -126,7 +126,7 @@ def parts(monkeypatch, tmp_path):
     optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9, fused=True)
     step = Step(strategy, optimizer, make_scheduler(optimizer, constant, 1, 5, 0))
     options = {"dp_rank": 0, "dp_size": 1, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    return step, DeviceLoader(Synthetic(48, 8, 1, 8, 10).load().train, 24, num_workers=0, **options)
+    return step, DeviceLoader(Synthetic(48, 8, 1, 8, 10).load().train, LoaderOptions(24, **options))
 
 
 def test_failed_capture_falls_back_to_eager_mode(parts, monkeypatch):
@@ -154,7 +154,7 @@ def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(parts, mon
         Runs.tried.clear()
         build_step(Runs(False, "auto", True), choose("auto", LEFT, GPU), *parts, steps)
         assert Runs.tried == tried
-    assert Runs.chosen == [(0, True), (LIMITED, False)], "40 s are too short for all of cuDNN's kernels"
+    assert Runs.chosen == [0, LIMITED], "40 s are too short for all of cuDNN's kernels"
 
 
 @pytest.mark.parametrize(("answer", "tried"), [("yes", [(False, True)]), ("no", [])])

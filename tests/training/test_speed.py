@@ -2,49 +2,40 @@
 
 import json
 import shutil
-import threading
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
-from cases import CLIPPED, RECIPE, assert_equal, ddp, scratch
+from cases import RECIPE, assert_equal, ddp, scratch
 from launches import SMALL, finish, launch, main_in_world, read_metrics, start
 from omegaconf import OmegaConf
 from PIL import Image
 from torch import nn
 from torch.nn.utils import spectral_norm, weight_norm
 from torch.nn.utils.prune import l1_unstructured
-from training import OFF, Case, run_cases
+from torch.utils.data import DistributedSampler
+from training import Case, run_cases
 from worlds import run_world
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.device_loader import DeviceLoader
-from ddp_lab.data.sharding import Shard
+from ddp_lab.data.loader import DeviceLoader, LoaderOptions, Shard
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.strategies.all_reduce import flatten, unflatten
-from ddp_lab.strategies.batch_norm import SyncBatchNorm
 from ddp_lab.strategies.buckets import Buckets, MiB
-from ddp_lab.strategies.performance import PerformanceSupport
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
-from ddp_lab.training.speed import cuda_graph, kernel_choice, options
-from ddp_lab.training.speed.batch_norm import ShiftedBatchNorm, shift_batch_norms
 from ddp_lab.training.speed.convolution import PaddedConv2d, as_product, pad_convolutions
 from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep, compile_step
-from ddp_lab.training.speed.kernel_choice import NewThread
 from ddp_lab.training.speed.options import PerformanceOptions
-from ddp_lab.training.speed.switches import compiling, cudnn_benchmark, cudnn_guesses
+from ddp_lab.training.speed.switches import compiling
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import LONGEST, Tally
 from ddp_lab.world.runtime import Runtime
@@ -70,36 +61,6 @@ def test_compiled_steps_produce_the_same_weights(case, size):
     assert_equal(outcome, expected)
 
 
-BATCH_NORM = {"model": "narrow", "init": "default", "dtype": torch.float64, "lr": 0.1, "performance": COMPILED}
-
-
-def run_replaced(cases: list[Case]) -> dict:
-    """Run compiled cases with the layers that a GPU would have."""
-    plain = PerformanceSupport.compile
-
-    def compile_replaced(strategy, fuse):
-        pad_convolutions(strategy.module)
-        shift_batch_norms(strategy.module)
-        assert {PaddedConv2d, ShiftedBatchNorm} <= {type(layer) for layer in strategy.module.modules()}
-        return plain(strategy, fuse)
-
-    PerformanceSupport.compile = compile_replaced
-    return run_cases(cases)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "size"),
-    [(Case(Single, accumulate=3, **CLIPPED, **BATCH_NORM), 1), (ddp(accumulate=2, **CLIPPED, **BATCH_NORM), 2)],
-    ids=["single", "ddp"],
-)
-def test_replaced_layers_produce_the_same_weights(case, size):
-    plain = replace(case, performance=OFF)
-    outcome = run_world(size, run_replaced, [case], timeout=240)[0][case]
-    assert_equal(outcome, run_world(size, run_cases, [plain])[0][plain], tolerance=1e-12)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -115,189 +76,6 @@ def test_unsupported_performance_option_is_disabled_and_logged(line, message, tm
     code, output = launch(line, *SMALL, "epochs=1", f"runs_dir={tmp_path}")
     assert code == 0, output
     assert output.count(message) == 1, output
-
-
-ELSEWHERE = [scratch("flat"), scratch("bucketed"), ddp(view=False), ddp(accumulate=3, max_grad_norm=0.5)]
-
-
-def train_elsewhere(cases: list[Case]) -> dict:
-    """Take every step in another thread, because a step is captured in the thread with the fastest kernels."""
-    torch.cuda.current_stream, torch.cuda.set_stream = lambda: None, lambda stream: None  # CPUs have no streams
-    thread, compute, threads = NewThread(), Step.compute, set()
-
-    def elsewhere(step: Step, batch) -> None:
-        threads.add(threading.get_ident())
-        compute(step, batch)
-
-    Step.compute = lambda step, batch: thread(partial(elsewhere, step, batch))
-    outcomes = run_cases(cases)
-    assert len(threads - {threading.get_ident()}) == 1
-    return outcomes
-
-
-def test_step_in_another_thread_produces_the_same_weights():
-    one, other = run_world(2, train_elsewhere, ELSEWHERE)
-    for case in ELSEWHERE:
-        assert_equal(one[case], run_world(1, run_cases, [case.reference()])[0][case.reference()])
-        assert one[case].digest == other[case].digest
-
-
-class StandIn:
-    """A stand-in for CUDA graphs, whose replays take `milliseconds[index of the graph]`, as other work takes `work`.
-
-    Attributes:
-        replays: number of replays of all graphs.
-        cleared: how often cuBLAS's workspaces were freed.
-    """
-
-    milliseconds: ClassVar[list[float]]
-    work: ClassVar[float]
-    made: ClassVar[list["StandIn"]]
-    replays: ClassVar[int]
-    cleared: ClassVar[int]
-
-    def __init__(self):
-        self.thread, self.cleared_before = threading.get_ident(), StandIn.cleared
-        self.made.append(self)
-
-    def replay(self) -> None:
-        StandIn.replays += 1
-
-    @classmethod
-    def clear(cls) -> None:
-        cls.cleared += 1
-
-    @classmethod
-    def duration(cls, work, times: int = 1) -> float:
-        for _ in range(times):
-            work()
-        return cls.milliseconds[cls.made.index(work.__self__)] * times
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Let `fastest_thread` work without a GPU."""
-    for name, value in {"made": [], "replays": 0, "milliseconds": [], "cleared": 0}.items():
-        monkeypatch.setattr(StandIn, name, value, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", StandIn.clear, raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandIn)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(kernel_choice, "capturing", lambda graph, pool: nullcontext())
-    monkeypatch.setattr(kernel_choice, "duration", StandIn.duration)
-    return StandIn
-
-
-@pytest.mark.parametrize("best", [0, 2, kernel_choice.MOST_THREADS - 1])
-def test_fastest_thread_keeps_the_thread_with_the_fastest_kernels(best, graphs):
-    count, before = kernel_choice.MOST_THREADS, threading.active_count()
-    graphs.milliseconds = [0.5 if place == best else 1.0 for place in range(count)]
-    worked = []
-    thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
-    recorded = [graph.thread for graph in graphs.made]
-    assert recorded == list(dict.fromkeys(recorded))
-    assert len(recorded) == count
-    assert threading.get_ident() not in recorded, "it may have the first guesses of an eager step"
-    first, *others = recorded
-    assert worked == [first, first, *others, *others], "in each thread before the capture, and for it"
-    assert thread(threading.get_ident) == recorded[best]
-    assert threading.active_count() == before + 1
-    # The first thread works and captures; then all others work, and then all others capture.
-    assert [graph.cleared_before for graph in graphs.made] == [1, *range(count + 1, 2 * count)]
-    assert graphs.cleared == 2 * count, "cuBLAS's workspaces are freed after each thread's work and after its capture"
-    thread.close()
-
-
-def test_kernels_of_long_work_are_chosen_once(graphs):
-    graphs.milliseconds = [kernel_choice.LONGEST + 1]
-    worked, before = [], threading.active_count()
-    thread = kernel_choice.fastest_thread(lambda: worked.append(threading.get_ident()), seconds=60)
-    assert set(worked) == {thread(threading.get_ident)} != {threading.get_ident()}
-    assert threading.active_count() == before + 1
-    assert graphs.replays == 2, "the only candidate is not compared with itself"
-    thread.close()
-
-
-def test_no_thread_is_started_after_the_time_for_choosing(graphs):
-    graphs.milliseconds = [0.5] * kernel_choice.MOST_THREADS
-    kernel_choice.fastest_thread(lambda: None, seconds=1e-9).close()
-    assert len(graphs.made) == 1
-
-
-def test_new_thread_has_the_callers_stream_and_context_and_runs_backward_passes_itself(graphs, monkeypatch):
-    streams, context = [], ContextVar("context", default="default")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "side")
-    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    context.set("callers")
-    thread = NewThread()
-    assert thread(context.get) == "callers"
-    assert streams == ["side"]
-    assert torch._C._is_multithreading_enabled()
-    assert not thread(torch._C._is_multithreading_enabled)
-    thread.close()
-
-
-@pytest.mark.parametrize(
-    ("collective", "choosing", "guessing", "expected"),
-    [
-        (False, None, True, [("warm-up", True), ("capture", "here")]),
-        (False, 0.0, True, [("warm-up", False), ("choose", 0.0), ("capture", "elsewhere")]),
-        (False, 2.0, True, [("warm-up", False), ("choose", 2.0), ("capture", "elsewhere")]),
-        (False, 2.0, False, [("warm-up", True), ("choose", 2.0), ("capture", "elsewhere")]),
-        (True, 2.0, True, [("warm-up", True), ("capture", "here")]),
-    ],
-    ids=["not compiled", "one choice", "several choices", "tuned", "collectives"],
-)
-def test_compiled_step_is_captured_in_a_thread_that_chooses_kernels(collective, choosing, guessing, expected, monkeypatch):
-    events, places = [], ["here"]
-
-    def elsewhere(task):
-        places.append("elsewhere")
-        return task()
-
-    def choose(work, seconds):
-        events.append(("choose", seconds))
-        return elsewhere
-
-    monkeypatch.setattr(cuda_graph, "warm_up", lambda *_: events.append(("warm-up", torch.backends.cudnn.benchmark)))
-    monkeypatch.setattr(cuda_graph, "unchanged", lambda step: nullcontext())
-    monkeypatch.setattr(cuda_graph, "compiling", nullcontext)
-    monkeypatch.setattr(cuda_graph, "fastest_thread", choose)
-    monkeypatch.setattr(GraphStep, "_capture", lambda *_: events.append(("capture", places[-1])))
-    monkeypatch.setattr(GraphStep, "_first_batch", lambda *_: None)
-    strategy = SimpleNamespace(device=torch.device("cpu"), collective_passes=collective)
-    step = SimpleNamespace(strategy=strategy, tally=SimpleNamespace(), optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]))
-    loader = SimpleNamespace(set_epoch=lambda epoch: None, turns=lambda: [1])
-    with cudnn_benchmark():
-        GraphStep(step, loader).capture(choosing, "warming up", guessing=guessing)
-    assert events == expected
-
-
-def test_choice_in_no_time_is_left_to_the_first_use(graphs):
-    worked = []
-    thread = kernel_choice.fastest_thread(lambda: worked.append(0), seconds=0)
-    assert thread(threading.get_ident) != threading.get_ident()
-    assert worked == graphs.made == []
-    thread.close()
-
-
-@pytest.mark.parametrize(("compiled", "guessing"), [(True, True), ("tuned", False)])
-def test_tuned_convolutions_are_compared_with_kernels_that_cudnn_has_timed(compiled, guessing, monkeypatch):
-    given = []
-    captured = SimpleNamespace(capture=lambda *_, **named: given.append(named))
-    monkeypatch.setattr(options, "compile_step", lambda *_: "the complete model")
-    monkeypatch.setattr(options, "GraphStep", lambda step, loader: captured)
-    assert PerformanceOptions(True, compiled, False).build(SimpleNamespace(), object.__new__(DeviceLoader)) is captured
-    assert given == [{"guessing": guessing}]
-
-
-@pytest.mark.parametrize("milliseconds", [0.01, 1.0, 15.0])
-def test_comparison_of_graphs_ends_in_time(milliseconds, graphs):
-    graphs.milliseconds = [milliseconds] * 4
-    kernel_choice.quickest([graphs() for _ in range(4)])
-    assert graphs.replays >= 4 * (1 + 5)
-    assert graphs.replays * milliseconds <= kernel_choice.COMPARING + 4 * milliseconds
 
 
 @pytest.mark.parametrize(
@@ -353,24 +131,19 @@ def test_convolution_of_an_empty_batch_is_empty():
 
 
 @pytest.mark.parametrize(
-    ("change", "layer"),
+    "layer",
     [
-        (pad_convolutions, nn.Conv2d(8, 16, 3)),
-        (pad_convolutions, nn.Conv2d(20, 50, 3, groups=5)),
-        (pad_convolutions, nn.Conv2d(3, 4, 3, padding="same")),
-        (pad_convolutions, nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
-        (pad_convolutions, nn.LazyConv2d(4, 3)),
-        (shift_batch_norms, nn.BatchNorm2d(3, affine=False)),
-        (shift_batch_norms, nn.BatchNorm2d(3, momentum=None)),
-        (shift_batch_norms, nn.BatchNorm2d(3, track_running_stats=False)),
-        (shift_batch_norms, nn.BatchNorm1d(3)),
-        (shift_batch_norms, SyncBatchNorm(3)),
+        nn.Conv2d(8, 16, 3),
+        nn.Conv2d(20, 50, 3, groups=5),
+        nn.Conv2d(3, 4, 3, padding="same"),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.LazyConv2d(4, 3),
     ],
-    ids=lambda value: str(value) if isinstance(value, nn.Module) else value.__name__,
+    ids=str,
 )
-def test_unsupported_layers_keep_their_class(change, layer):
+def test_unsupported_convolutions_keep_their_class(layer):
     before = type(layer)
-    change(nn.Sequential(layer))
+    pad_convolutions(nn.Sequential(layer))
     assert type(layer) is before
 
 
@@ -386,99 +159,17 @@ def test_pad_convolutions_keeps_parameters_and_their_names():
     assert all(after[name] is parameter for name, parameter in before.items())
 
 
-def normalised(model: nn.Module, images: torch.Tensor, compiled: bool = False) -> dict[str, torch.Tensor]:
-    """Return outputs, gradients and buffers of a copy of `model` after one pass."""
-    torch._dynamo.reset()
-    model, inputs = deepcopy(model), images.clone().requires_grad_()
-    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    with torch.autocast("cpu", torch.bfloat16, enabled=images.dtype == torch.bfloat16):
-        outputs = forward(inputs)
-    targets = torch.linspace(-1, 1, outputs.numel(), dtype=torch.float64).view_as(outputs)
-    gradients = torch.autograd.grad((outputs * targets).sum(), [inputs, *model.parameters()])
-    names = ["inputs", *dict(model.named_parameters())]
-    return {"outputs": outputs, **dict(zip(names, gradients, strict=True)), **dict(model.named_buffers())}
-
-
-@pytest.mark.parametrize("mean", [0.0, 3.0, 1000.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_batch_norm_rounds_like_torchs(dtype, mean):
-    """Errors against float64, in units of rounding. Unshifted sums would have no digit right at a mean of 1000."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm2d(6, momentum=0.3)).to(torch.float64)
-    nn.init.normal_(model[0].weight)
-    nn.init.normal_(model[0].bias)
-    images = (mean + torch.randn(16, 6, 9, 9)).to(dtype).contiguous(memory_format=torch.channels_last)
-    exact = normalised(model, images.double())
-    model.to(torch.promote_types(dtype, torch.float32))
-    theirs = normalised(model, images, compiled=True)
-    shift_batch_norms(model)
-    assert isinstance(model[0], ShiftedBatchNorm)
-    ours = normalised(model, images, compiled=True)
-    assert ours["outputs"].dtype == theirs["outputs"].dtype
-    assert ours["outputs"].stride() == theirs["outputs"].stride()
-    for name, wanted in exact.items():
-        scale = wanted.double().norm() * torch.finfo(torch.promote_types(ours[name].dtype, torch.bfloat16)).eps
-        torchs, shifted = (((got[name].double() - wanted).norm() / scale).item() for got in (theirs, ours))
-        assert shifted <= 1.5 * torchs + 32, name
-
-
-def test_batch_norm_in_eager_mode_is_torchs():
-    torch.manual_seed(0)
-    model, images = nn.Sequential(nn.BatchNorm2d(3)), torch.randn(4, 3, 5, 5)
-    for training in (True, False):
-        model.train(training)
-        expected = normalised(model, images)
-        replaced = deepcopy(model)
-        shift_batch_norms(replaced)
-        got = normalised(replaced, images)
-        assert all(torch.equal(got[name], wanted) for name, wanted in expected.items())
-        if not training:
-            assert all(torch.equal(value, expected[name]) for name, value in normalised(replaced, images, True).items())
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [((1, 3, 1, 1), "Expected more than 1 value per channel when training"), ((2, 3, 4), "expected 4D input")],
-)
-def test_compiled_batch_norm_refuses_what_torchs_refuses(shape, message):
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    shift_batch_norms(model)
-    with pytest.raises(Exception, match=message):
-        normalised(model, torch.randn(shape), compiled=True)
-
-
-def test_compiled_batch_norm_of_an_empty_batch_keeps_the_statistics():
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    images = torch.randn(0, 3, 4, 4)
-    expected = normalised(model, images)
-    shift_batch_norms(model)
-    got = normalised(model, images, compiled=True)
-    assert all(torch.equal(got[name], wanted) for name, wanted in expected.items())
-
-
-def test_shift_batch_norms_keeps_parameters_and_buffers():
-    model = resnet18(1, 28, 10, None).eval()
-    before = dict(model.state_dict(keep_vars=True))
-    shift_batch_norms(model)
-    after = model.state_dict(keep_vars=True)
-    assert list(after) == list(before)
-    assert all(after[name] is tensor for name, tensor in before.items())
-    assert sum(isinstance(layer, ShiftedBatchNorm) for layer in model.modules()) == 20
-    assert not any(layer.training for layer in model.modules())
-
-
-@pytest.mark.parametrize("change", [pad_convolutions, shift_batch_norms])
-def test_replaced_layers_keep_hooks_names_and_containers(change):
+def test_padded_convolutions_keep_hooks_names_and_containers():
     """A stage of a pipeline, a list of the user's model and a second name refer to the same layer."""
     layers, called = [nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20)], []
     for layer in layers:
         layer.register_forward_hook(lambda layer, inputs, outputs: called.append(type(layer)))
     model, stage = nn.Sequential(*layers, nn.Sequential(*layers)), nn.Sequential(*layers)
-    change(model)
+    pad_convolutions(model)
     assert list(model)[:2] == list(model[2]) == list(stage) == layers
     stage(torch.randn(2, 1, 5, 5))
     assert called == [type(layer) for layer in layers]
-    assert {PaddedConv2d, ShiftedBatchNorm} & set(called)
+    assert PaddedConv2d in called
     model.eval()
     assert not any(layer.training for layer in stage.children())
 
@@ -493,12 +184,12 @@ def test_pad_convolutions_leaves_computed_weights(wrapped):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_compile_step_sets_inductor_options_and_replaces_layers_on_cuda(device):
+def test_compile_step_sets_inductor_options_and_pads_convolutions_on_cuda(device):
     fuses, model = [], nn.Sequential(nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20))
     strategy = SimpleNamespace(device=torch.device(device), module=model, compile=fuses.append)
     compile_step(SimpleNamespace(strategy=strategy), None, tuned=False, channels_last=True)
     assert fuses[0].keywords["options"] == COMBO | CHANNELS_LAST
-    assert [isinstance(model[0], PaddedConv2d), isinstance(model[1], ShiftedBatchNorm)] == [device == "cuda"] * 2
+    assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
 
 
 @pytest.mark.parametrize(
@@ -513,8 +204,6 @@ def test_switches_are_set_for_training_and_restored(performance):
         assert switches() == ((True, 64, "eager_on_recompile") if performance.compile else before)
         with compiling():
             assert switches() == ((True, 64, "default") if performance.compile else before)
-        with cudnn_guesses():
-            assert not torch.backends.cudnn.benchmark
         assert torch.backends.cudnn.benchmark == bool(performance.compile)
     assert switches() == before == (False, 8, "default")
 
@@ -538,24 +227,6 @@ def test_cuda_graph_runs_on_a_side_stream_until_the_switches_are_left(monkeypatc
     assert events == ["side"], "the default stream must wait for the training"
 
 
-@needs_compiler
-def test_compiled_function_runs_in_a_new_thread(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    layer, inputs = torch.nn.Linear(3, 2), torch.ones(4, 3)
-    forward = torch.compile(layer, dynamic=False, options=CHANNELS_LAST)
-
-    def gradient() -> torch.Tensor:
-        layer.zero_grad()
-        forward(inputs).square().sum().backward()
-        return layer.weight.grad
-
-    expected, thread = gradient(), NewThread()
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert torch.equal(thread(gradient), expected)
-    thread.close()
-
-
 @pytest.mark.parametrize("hook", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_comm_hook_changes_the_result_slightly(hook, tmp_path):
     """PowerSGD starts after ten of the twenty steps."""
@@ -571,48 +242,46 @@ def test_comm_hook_changes_the_result_slightly(hook, tmp_path):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_shard_indices_equal_those_of_distributed_sampler(size, ranks, shuffle):
     for rank in range(ranks):
-        shard = Shard(range(size), ranks, rank, shuffle=shuffle, seed=3)
-        shard.set_epoch(5)
-        assert shard.indices().tolist() == list(shard)
-        shard.start = 1
-        assert shard.indices().tolist() == list(shard)
+        sampler = DistributedSampler(range(size), ranks, rank, shuffle=shuffle, seed=3)
+        sampler.set_epoch(5)
+        assert Shard(size, rank, ranks, shuffle, seed=3).order(5).tolist() == list(sampler)
 
 
 @pytest.mark.parametrize("augmented", [False, True])
-def test_look_ahead_draws_the_next_epoch(augmented, monkeypatch):
+def test_prefetch_epoch_draws_the_next_epoch(augmented, monkeypatch):
     expected = taken(augmented)
     expected.set_epoch(4)
-    expected.deal()
+    expected.start_epoch()
     loader = taken(augmented)
     loader.set_epoch(3, 48)
-    loader.look_ahead()
+    loader.prefetch_epoch()
     loader.set_epoch(4)
     for name in ("randperm", "randint"):
         monkeypatch.setattr(torch, name, None)
-    loader.deal()
-    for turn in loader.turns():
-        assert all(map(torch.equal, loader.take(turn.size), expected.take(turn.size)))
+    loader.start_epoch()
+    for size in loader.batch_sizes():
+        assert all(map(torch.equal, loader.next_batch(size)[:2], expected.next_batch(size)[:2]))
 
 
 def taken(augmented: bool) -> DeviceLoader:
     data = Synthetic(101, 8, 1, 8, 10).load().train
     options = {"dp_rank": 1, "dp_size": 2, "device": torch.device("cpu"), "mean": [0.5], "std": [0.2], "shuffle": True}
-    return DeviceLoader(data, 24, num_workers=0, **options, **({"crop_padding": 2, "flip": True} if augmented else {}))
+    return DeviceLoader(data, LoaderOptions(24, **options, **({"crop_padding": 2, "flip": True} if augmented else {})))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("samples", [0, 48])
-def test_take_returns_the_batches_of_iterating(samples, augmented):
+def test_next_batch_returns_the_batches_of_iterating(samples, augmented):
     """A graph reads the same batches as the eager loop, also from the middle of an epoch."""
     loader = taken(augmented)
     loader.set_epoch(3, samples)
     eager = list(loader)
-    loader.deal()
-    turns = list(loader.turns())
-    assert len(turns) == len(eager) == 5 - samples // 24
-    for turn, batch in zip(turns, eager, strict=True):
-        inputs, targets = loader.take(turn.size)
-        assert turn.count == batch.count
+    loader.start_epoch()
+    sizes = list(loader.batch_sizes())
+    assert len(sizes) == len(eager) == 5 - samples // 24
+    for size, batch in zip(sizes, eager, strict=True):
+        inputs, targets, count = loader.next_batch(size)
+        assert count == batch.count
         assert torch.equal(inputs, batch.inputs)
         assert torch.equal(targets, batch.targets)
 
@@ -701,16 +370,18 @@ def test_partial_of_a_config_is_functools_partial():
 
 
 @needs_compiler
-def test_take_is_compiled_once_for_all_epochs():
+def test_next_batch_is_compiled_once_for_all_epochs():
     """The options are those of `compile_step`. Each epoch writes its sample order to the same memory."""
     loader = taken(augmented=True)
     loader.compile(partial(torch.compile, dynamic=False, fullgraph=True))
     for epoch in (1, 2):
         loader.set_epoch(epoch)
-        loader.deal()
-        for turn, batch in zip(loader.turns(), list(loader), strict=True):
+        loader.start_epoch()
+        expected = list(loader)
+        loader.start_epoch()
+        for size, batch in zip(loader.batch_sizes(), expected, strict=True):
             with torch.compiler.set_stance("default" if epoch == 1 else "fail_on_recompile"):
-                inputs, targets = loader.take(turn.size)
+                inputs, targets, _ = loader.next_batch(size)
             assert torch.allclose(
                 inputs, batch.inputs, rtol=0, atol=1e-6
             )  # the compiler may fuse a multiplication and an addition
@@ -718,7 +389,7 @@ def test_take_is_compiled_once_for_all_epochs():
 
 
 def test_fault_injects_nan_into_a_step_that_gathers_its_batches(tmp_path):
-    """No graph is captured in this test, so all turns are computed in eager mode."""
+    """No graph is captured in this test, so all batches are computed in eager mode."""
     runtime, loader = Runtime("cpu"), taken(augmented=False)
     strategy = Single(runtime)
     strategy.setup(simple_cnn(1, 8, 10))
@@ -728,8 +399,8 @@ def test_fault_injects_nan_into_a_step_that_gathers_its_batches(tmp_path):
     fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)
     loader.set_epoch(1)
     first_bad = []
-    for turn in fault.batches(loader):
-        fault(turn)
+    for size in fault.batches(loader):
+        fault(size)
         first_bad.append(graph.tally.first_bad(fault.taken).item())
     assert first_bad[:3] == [float("inf"), float("inf"), 3]
 

@@ -21,7 +21,7 @@ from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
 TIMED = 10  # steps
-# In shorter runs cuDNN times LIMITED kernels for each convolution, and once. To time all of them takes 2 to 3 s more for
+# In shorter runs cuDNN times LIMITED kernels for each convolution. To time all of them takes 2 to 3 s more for
 # ResNet-18, and saves about 2 % of a step in bf16 and nothing in float32 (an H200, torch 2.11, 2026-11-23).
 LONG, LIMITED = 600.0, 10  # seconds, kernels
 
@@ -96,7 +96,7 @@ def try_to_compile(
         choices: by config key.
         step: the step in eager mode.
         loader: of the training set.
-        thorough: whether cuDNN times all its kernels, and repeatedly.
+        thorough: whether cuDNN times all its kernels.
     """
     fused = choices["optimizer.fused"]
     if options.cuda_graph and fused.automatic and compiles_optimizer(step.optimizer):
@@ -104,7 +104,7 @@ def try_to_compile(
     compiled, checked = options._replace(compile=True), choices["cuda_graph"].automatic
     torch.compiler.set_stance("eager_on_recompile")  # until `PerformanceOptions.switches` ends
     with fresh_compiler(), cudnn_benchmark(0 if thorough else LIMITED):
-        built, problem = attempt(step.strategy.runtime, lambda: compiled.build(step, loader, checked, thorough))
+        built, problem = attempt(step.strategy.runtime, lambda: compiled.build(step, loader, checked))
     if built is not None:
         return built
     log.info(f"compile: off, because the step cannot be compiled: {problem}")

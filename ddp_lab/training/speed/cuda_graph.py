@@ -7,20 +7,17 @@ The values that change from step to step, the batch and the learning rate, are r
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from operator import call
 from typing import Any, cast
 
 import torch
 
-from ddp_lab.data.batch import Batch, Turn
-from ddp_lab.data.device_loader import DeviceLoader
+from ddp_lab.data.batch import Batch, BatchSize
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.strategies.compilation import Fuse
-from ddp_lab.training.speed.batch_norm import shift_batch_norms
 from ddp_lab.training.speed.convolution import pad_convolutions
-from ddp_lab.training.speed.kernel_choice import Thread, capturing, fastest_thread
 from ddp_lab.training.speed.notice import working
-from ddp_lab.training.speed.switches import compiling, cudnn_guesses, end_choosing
-from ddp_lab.training.speed.warm_up import refusing_to_wait, try_out, unchanged, warm_up
+from ddp_lab.training.speed.switches import compiling, end_choosing
+from ddp_lab.training.speed.warm_up import refusing_to_wait, unchanged, warm_up
 from ddp_lab.training.step import Step
 
 WARM_UP = 11  # steps before a capture: DDP rebuilds its buckets in the first ones
@@ -44,41 +41,30 @@ class GraphStep:
         self.tally.in_graph = True
         fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
         self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
-        self.graphs: dict[Turn, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
 
     @property
     def lr(self) -> float:
         """The learning rate of the last step."""
         return self.step.lr
 
-    def capture(self, choosing: float | None, first: str, checked: bool = False, guessing: bool = True) -> None:
+    def capture(self, compiled: bool, first: str, checked: bool = False) -> None:
         """Warm up, then capture a graph for each batch size. Collective; called within `PerformanceOptions.switches`.
 
         Args:
-            choosing: seconds in which cuDNN chooses its kernels repeatedly, in new threads, unless passes contain collectives;
-                0: it chooses once. None: the step is not compiled.
+            compiled: whether the step is compiled.
             first: text of the notice about the first steps, which compile or warm up.
             checked: whether a step that waits for the GPU raises an error before the capture begins.
-            guessing: whether cuDNN need not choose for the first steps, if it will choose in new threads.
         """
         self.loader.set_epoch(1)
-        turns = sorted(set(self.loader.turns()), reverse=True)
-        # Backward uses its caller's thread and its kernels.
+        sizes = sorted(set(self.loader.batch_sizes()), reverse=True)
+        # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
-            # Warm up in this thread first: torch.compile compiles only in the thread that imported it (asserted in torch 2.11).
-            elsewhere = None if self.step.strategy.collective_passes else choosing
-            with (
-                working(first),
-                nullcontext() if choosing is None else compiling(),
-                cudnn_guesses() if guessing and elsewhere is not None else nullcontext(),
-            ):
-                warm_up(self.step, [partial(self._first_batch, turns[0])], WARM_UP)
-            self.thread: Thread = call  # an attribute, because the thread must live as long as its kernels are used
-            if elsewhere is not None:
-                with working("choosing cuDNN's kernels"), unchanged(self.step):
-                    self.thread = fastest_thread(partial(try_out, self.step, self._first_batch(turns[0])), elsewhere)
+            with working(first), compiling() if compiled else nullcontext():
+                warm_up(self.step, [partial(self._first_batch, sizes[0])], WARM_UP)
             with working("capturing the training step as a CUDA graph"):
-                self.thread(partial(self._capture, turns, checked))
+                end_choosing()
+                self._capture(sizes, checked)
 
     @contextmanager
     def _rate_on_device(self) -> Generator[None]:
@@ -93,20 +79,18 @@ class GraphStep:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _capture(self, turns: list[Turn], checked: bool) -> None:
-        first = partial(self._first_batch, turns[0])
-        warm_up(self.step, [first], WARM_UP)
-        end_choosing()
-        warm_up(self.step, [partial(self._first_batch, turn) for turn in turns[1:]], WARM_UP)
+    def _capture(self, sizes: list[BatchSize], checked: bool) -> None:
+        warm_up(self.step, [partial(self._first_batch, size) for size in sizes[1:]], WARM_UP)
         if checked:
-            batch = first()
+            batch = self._first_batch(sizes[0])
             with unchanged(self.step), refusing_to_wait():
                 self.step.compute(batch)
         pool = torch.cuda.graph_pool_handle()
-        for turn in turns:
-            self.graphs[turn] = torch.cuda.CUDAGraph()
-            with capturing(self.graphs[turn], pool):
-                self.step.compute(self.gather(turn))
+        for size in sizes:
+            self.graphs[size] = torch.cuda.CUDAGraph()
+            # Other threads, such as NCCL's, may call CUDA during the capture.
+            with torch.cuda.graph(self.graphs[size], pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.step.compute(self.gather(size))
 
     def seconds(self, most: int) -> float:
         """Return the duration of a step of the largest batch size. Collective.
@@ -115,44 +99,44 @@ class GraphStep:
             most: number of steps that are timed, if an epoch has as many.
         """
         self.loader.set_epoch(1)
-        turns = list(self.loader.turns())
-        times = min(most, turns.count(max(turns)))
+        sizes = list(self.loader.batch_sizes())
+        times = min(most, sizes.count(max(sizes)))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with unchanged(self.step):
             for _ in range(2):  # the first time is a warm-up
-                self.loader.deal()
+                self.loader.start_epoch()
                 start.record()
                 for _ in range(times):
-                    self.graphs[max(turns)].replay()
+                    self.graphs[max(sizes)].replay()
                 end.record()
             end.synchronize()
         return start.elapsed_time(end) / 1000 / times
 
-    def batches(self, loader: DeviceLoader) -> Iterator[Turn]:
+    def batches(self, loader: Loader) -> Iterator[BatchSize]:
         """Yield the sizes of the remaining batches of the epoch, then draw the next epoch's sample order."""
-        loader.deal()
-        yield from loader.turns()
-        loader.look_ahead()
+        loader.start_epoch()
+        yield from loader.batch_sizes()
+        loader.prefetch_epoch()
 
-    def __call__(self, turn: Turn | Batch) -> None:
-        """Replay the graph of a turn. Compute a batch, which `Fault` has already gathered, in eager mode."""
-        if isinstance(turn, Batch):
-            self.step(turn)
-        elif turn in self.graphs:
+    def __call__(self, size: BatchSize | Batch) -> None:
+        """Replay the graph of a batch size. Compute a batch, which `Fault` has already gathered, in eager mode."""
+        if isinstance(size, Batch):
+            self.step(size)
+        elif size in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.step.prepare()
-            self.graphs[turn].replay()
+            self.graphs[size].replay()
             self.step.advance()
         else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
-            self.step(self.gather(turn))
+            self.step(self.gather(size))
 
-    def gather(self, turn: Turn) -> Batch:
-        """Return the next batch, which has the sizes `turn`."""
-        return Batch(*self.loader.take(turn.size), turn.count)
+    def gather(self, size: BatchSize) -> Batch:
+        """Return the next batch, which has these sizes."""
+        return self.loader.next_batch(size)
 
-    def _first_batch(self, turn: Turn) -> Batch:
-        self.loader.deal()
-        return self.gather(turn)
+    def _first_batch(self, size: BatchSize) -> Batch:
+        self.loader.start_epoch()
+        return self.gather(size)
 
 
 # Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
@@ -166,7 +150,7 @@ CHANNELS_LAST = {"force_layout_optimization": True}
 
 
 def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_last: bool) -> str:
-    """Compile a step, except its collectives, for the shape of the first batch. On a GPU, replace layers by faster ones.
+    """Compile a step, except its collectives, for the shape of the first batch. On a GPU, pad the channels of convolutions.
 
     Other batch sizes and evaluation run in eager mode, because compiling them would take as long again.
 
@@ -184,7 +168,6 @@ def compile_step(step: Step, loader: DeviceLoader | None, tuned: bool, channels_
     fuse = cast(Fuse, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
-        shift_batch_norms(step.strategy.module)
     what = step.strategy.compile(fuse)
     if loader is not None:
         loader.compile(fuse)

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from ddp_lab.data.device_loader import DeviceLoader
-from ddp_lab.data.loader import Loader
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.on_shards import can_be_fused, has_shards
@@ -22,7 +21,6 @@ from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
 FEW = 1_000_000  # elements
-CHOOSING = 2.0  # seconds for choosing cuDNN's kernels, if the step is compiled, which takes longer anyway
 
 
 class PerformanceOptions(NamedTuple):
@@ -98,14 +96,13 @@ class PerformanceOptions(NamedTuple):
                 group["fused"] = True
         return optimizer
 
-    def build(self, step: Step, loader: Loader, checked: bool = False, thorough: bool = True) -> Step | GraphStep:
+    def build(self, step: Step, loader: Loader, checked: bool = False) -> Step | GraphStep:
         """Return the step to train with, compiled and captured according to these options. Collective.
 
         Args:
             step: the step in eager mode.
             loader: of the training set.
             checked: whether a step that would wait for the GPU raises an error before its capture begins.
-            thorough: whether cuDNN's choice of kernels for a compiled step is repeated, which takes CHOOSING seconds.
         """
         device_loader = loader if isinstance(loader, DeviceLoader) else None
         assert device_loader is not None or not self.cuda_graph, "cuda_graph needs data.loader=device (see `supported`)"
@@ -116,8 +113,7 @@ class PerformanceOptions(NamedTuple):
             notice = f"compiling the training step (compile={str(self.compile).lower()}): {what}"
         if self.cuda_graph and device_loader is not None:
             graph = GraphStep(step, device_loader)
-            # Inductor compares its own convolutions with the best of cuDNN's, not with a guess.
-            graph.capture(CHOOSING * thorough if self.compile else None, notice, checked, guessing=self.compile != "tuned")
+            graph.capture(bool(self.compile), notice, checked)
             return graph
         if self.compile:
             loader.set_epoch(1)

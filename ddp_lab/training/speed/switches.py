@@ -57,16 +57,6 @@ def cudnn_benchmark(most: int = 0) -> Generator[None]:
         cudnn.benchmark, cudnn.benchmark_limit = before
 
 
-@contextmanager
-def cudnn_guesses() -> Generator[None]:
-    """Let cuDNN use its first guess for every new convolution, within `cudnn_benchmark`."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
 def end_choosing() -> None:
     """Let cuDNN use what it has chosen in the current `cudnn_benchmark`, and its first guess for other shapes.
 
