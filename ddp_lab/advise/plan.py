@@ -113,10 +113,8 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     job = Job(cfg, runtime, with_weights=False)
-    job.dataset, job.made = (
-        dataset,
-        BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), []),
-    )  # the strategy changes its model
+    job.dataset = dataset
+    job.made = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes it
     _ = job.plan
     job.partition()
     job.check_optimizer()

@@ -65,7 +65,7 @@ class ShapesOnly:
                 module, _, name = path.rpartition(".")
                 setattr(blocks.get_submodule(module), name, blocks.get_parameter(first))
 
-    def give(self, state: dict[str, torch.Tensor]) -> None:
+    def set_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Do nothing: there are no weights to replace."""
 
 
