@@ -67,6 +67,11 @@ class Planned(NamedTuple):
         return sum(self.peak.values())
 
     @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients, optimizer, averages and buffers on the device."""
+        return sum(size for kind, size in self.held.items() if not (self.host and kind in STATE))
+
+    @property
     def total(self) -> float:
         return self.allocated + self.outside
 
@@ -75,9 +80,7 @@ class CannotPlan(RuntimeError):
     """A step cannot be taken without values."""
 
 
-def plan_ranks(
-    cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Callable[[int], PlannedRuntime]
-) -> tuple[Job, list[Planned]]:
+def plan_ranks(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> tuple[Job, list[Planned]]:
     """Return the job of rank 0, and the plans of the ranks or devices that differ.
 
     They are rank 0, which has the largest shards, and one rank of each stage of a pipeline.
@@ -86,16 +89,16 @@ def plan_ranks(
         cfg: a config of train.py, checked.
         dataset: of which the sizes are enough.
         model: the complete model, on any device; it is copied without its weights.
-        runtime: returns the runtime of a rank.
+        runtime: of rank 0.
 
     Raises:
         ConfigError: the strategy cannot be laid out, or the model or the batch cannot be divided.
         CannotPlan: the model reads values in its forward pass, or an operation fails on fake tensors.
     """
-    job = Job(cfg, runtime(0))
+    job = Job(cfg, runtime.of_rank(0))
     job.dataset = dataset
     _ = job.plan
-    return job, [plan for rank in places(job.strategy) for plan in plan_rank(cfg, dataset, model, runtime(rank))]
+    return job, [plan for rank in places(job.strategy) for plan in plan_rank(cfg, dataset, model, runtime.of_rank(rank))]
 
 
 def places(strategy: Strategy) -> list[int]:

@@ -52,6 +52,12 @@ class PlannedRuntime(Runtime):
         self.devices = [torch.device(kind, index) for index in range(gpus)]
         self.device = torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
 
+    def of_rank(self, rank: int) -> "PlannedRuntime":
+        """Return another rank of the launch."""
+        return PlannedRuntime(
+            self.world_size, self.local_world_size, self.precision, rank, len(self.devices), self.free, self.kind
+        )
+
     def free_memory(self) -> int:
         return self.free
 
