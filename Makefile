@@ -10,7 +10,7 @@ QUICK := config data/test_data.py data/test_decode.py data/test_mix.py models/te
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-quick test-slow test-all test-versions test-oldest test-newest constraints lint compare bench soak tensorboard
+.PHONY: help train test test-quick test-slow test-all test-versions test-oldest test-newest constraints lint compare bench tensorboard
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -57,10 +57,6 @@ compare: .venv/installed ## compare all strategies on the same work and write a 
 bench: .venv/installed ## measure what the training loop costs, against the same step in plain PyTorch
 	mkdir -p runs
 	$(BIN)/python scripts/bench.py --json runs/bench.json
-
-soak: .venv/installed ## start 20 launches of one torchrun and 20 of two, with random faults
-	$(BIN)/python scripts/soak.py
-	$(BIN)/python scripts/soak.py --agents 2
 
 tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost

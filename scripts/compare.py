@@ -6,8 +6,8 @@ python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh 
 
 A value of --strategies is the name of a strategy, with overrides of its options. Arguments after -- are Hydra overrides of
 train.py and apply to all strategies. All have the same seed, hence the same initial weights, and the same GLOBAL batch, hence
-the same samples in every step. `--out` gets a run directory per strategy (`tensorboard --logdir OUT` compares them), report.md,
-report.html (self-contained) and the plots.
+the same samples in every step. `--out` gets a run directory per strategy (`tensorboard --logdir OUT` compares them), report.md
+and its plots.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
@@ -34,9 +34,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launch.torchrun import new_folder  # noqa: E402
-from scripts.comparison.plots import draw  # noqa: E402
-from scripts.comparison.report import diagnoses, headline, report, rows  # noqa: E402
-from scripts.comparison.runs import choose, entries, run  # noqa: E402
+from scripts.comparison import choose, diagnoses, draw, entries, headline, report, rows, run  # noqa: E402
 
 
 def main() -> None:
@@ -81,8 +79,9 @@ def main() -> None:
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    print("\n" + report(rows(results), head, headline(results) + notes + diagnoses(results), out))
-    print(f"{out}/report.html   tensorboard --logdir {out}")
+    text = report(rows(results), head, headline(results) + notes + diagnoses(results))
+    (out / "report.md").write_text(text)
+    print(f"\n{text}\n{out}/report.md   tensorboard --logdir {out}")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ Work on the same queue (a stream) runs in the order of issue. Work on different 
 
 1. Matrix multiplications on two devices. Sequential: the host waits for the first device before it issues the second's work.
 Concurrent: the host issues both, then waits; this should take as long as one device. Exercise: when is the work too small for a
-second device? When the host takes longer to issue the work than the device takes to compute it. The ratio of sequential to
-concurrent time is near 2 for large matrices and falls to 1. With one GPU, two of its streams are used instead; large
-multiplications fill the GPU, so their ratio is 1.
+second device (--size)? When the host takes longer to issue the work than the device takes to compute it. With one GPU, two of
+its streams are used instead; large multiplications fill the GPU, so they gain nothing.
 
 2. Matrix multiplications, and a copy of each result to the host. Three conditions let copy i overlap with multiplication i+1.
 `non_blocking=True`: otherwise the host waits for copy i before it issues multiplication i+1. Pinned memory: the copy engine
@@ -17,82 +16,145 @@ needs pages that do not move; to pageable memory the driver copies through a pin
 meanwhile. A second stream: on the compute stream, multiplication i+1 would run after copy i. On the second stream copy i must
 wait for the event recorded after multiplication i, or it would copy incomplete data; the script checks all copies.
 
-3. Exercise: do independent operations run in parallel on one device? Not on one stream. On several streams they do, if they are
-too small to fill the device and are queued faster than they run. Eight chains of small multiplications run on 1 to 8 streams.
-`queued` issues them while a gate runs, a long multiplication that all chains wait for. It counts from the gate's end, so it
-measures the device alone. `issued` counts from the first call. It shows what remains of the gain when Python issues the
-multiplications one by one.
-
 Without a GPU torch's calls are synchronous. A thread with one core then takes the place of a device or stream, and copies are
 plain copies.
 """
 
 import argparse
-import statistics
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.observe.plot import Boxes, Curve, bars, beside, curves, timeline
-from scripts.lanes import Lane, Run, Work, lane, once, repeated
+from ddp_lab.observe.plot import Boxes, beside, timeline
 
-CHAINS, LINKS, SMALL = 8, 32, 128  # number of independent chains, multiplications per chain, size of their matrices
-GATE = 4  # number of multiplications of the default size; they must take longer than issuing all chains
+Work = Callable[[], object]
+Box = tuple[float, float, str]  # start and end in seconds, and a label
 SIZE = {"cuda": 4096, "cpu": 512}
 
 
-def median(lanes: list[Lane], variant: Work, repeat: int) -> Run:
-    """Return the run with the median time, so that the number and the timeline are of the same run."""
-    return repeated(lanes, variant, repeat)[repeat // 2]
+class Run(NamedTuple):
+    """One timed run: its seconds, and a timeline of the host and of each lane, in seconds since the first call."""
+
+    seconds: float
+    rows: dict[str, Boxes]
 
 
-def load(where: Lane, size: int, boxes: int, each: int, label: str = "matmul") -> Callable[..., object]:
-    """Return a function that issues matrix multiplications to a lane; memory is allocated here, outside the timed run.
+class Lane:
+    """A queue of work, which runs in the order of issue and may overlap with that of other lanes: a CUDA stream or a thread.
 
-    Args:
-        where: the lane.
-        size: rows and columns of the matrices.
-        boxes: number of calls of `issue`, each a box of the timeline.
-        each: multiplications per call.
-        label: label of the boxes.
-
-    Returns:
-        A function that takes the handle after which the work may start, and returns the handle of the last call.
+    Attributes:
+        host: when Python issued and waited.
+        queued: the work: futures of boxes, or pairs of events with a label.
     """
-    matrix = torch.randn(size, size, device=where.device)
-    result = torch.empty_like(matrix)
 
-    def work() -> None:
-        for _ in range(each):
-            torch.mm(matrix, matrix, out=result)
+    def __init__(self, name: str, device: torch.device):
+        self.name, self.device = name, device
+        self.host: Boxes = []
+        self.queued: list[Any] = []
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+        else:
+            self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
-    return lambda after=None: [where.issue(label, work, after) for _ in range(boxes)][-1]
+    def begin(self) -> None:
+        """Clear the record. On an idle GPU an event happens when it is recorded, which relates its clock to the host's."""
+        self.host, self.queued = [], []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.zero, self.moment = self._mark(), time.perf_counter()
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def issue(self, label: str, work: Work, after: Any = None) -> Any:
+        """Queue work, which starts after that of the handle `after`; return a handle of it."""
+        start = time.perf_counter()
+        done = self._on_stream(label, work, after) if self.device.type == "cuda" else self._on_thread(label, work, after)
+        self.host.append((start, time.perf_counter(), "issue"))
+        return done
+
+    def _on_stream(self, label: str, work: Work, after: torch.cuda.Event | None) -> torch.cuda.Event:
+        with torch.cuda.stream(self.stream):  # its device becomes the current one as well
+            if after is not None:
+                self.stream.wait_event(after)
+            start = self._mark()
+            work()
+            end = self._mark()
+        self.queued.append((start, end, label))
+        return end
+
+    def _on_thread(self, label: str, work: Work, after: Future[Box] | None) -> Future[Box]:
+        def run() -> Box:
+            if after is not None:
+                after.result()
+            start = time.perf_counter()
+            work()
+            return start, time.perf_counter(), label
+
+        self.queued.append(self.pool.submit(run))
+        return self.queued[-1]
+
+    def wait(self) -> None:
+        """Wait until all issued work is done."""
+        start = time.perf_counter()
+        if self.device.type == "cuda":
+            self.stream.synchronize()
+        else:
+            for future in self.queued:
+                future.result()
+        self.host.append((start, time.perf_counter(), "wait"))
+
+    def ran(self) -> Boxes:
+        """Return what ran, by the host's clock; on a GPU accurate to some microseconds."""
+        if self.device.type != "cuda":
+            return [future.result() for future in self.queued]
+        times = [(self.zero.elapsed_time(start), self.zero.elapsed_time(end), label) for start, end, label in self.queued]
+        return [(self.moment + start / 1000, self.moment + end / 1000, label) for start, end, label in times]
 
 
-def on_two(pair: list[Lane], size: int, boxes: int, each: int) -> dict[str, Work]:
-    """Return the variants of part 1: `boxes` times `each` multiplications on each of two lanes."""
-    first, second = (load(where, size, boxes, each) for where in pair)
+def once(lanes: list[Lane], variant: Work) -> Run:
+    """Call `variant`, which issues work to the lanes, and wait for all of it."""
+    for lane in lanes:
+        lane.begin()
+    start = time.perf_counter()
+    variant()
+    for lane in lanes:
+        lane.wait()
+    seconds = time.perf_counter() - start
+    rows = {"host": sorted(box for lane in lanes for box in lane.host)} | {lane.name: lane.ran() for lane in lanes}
+    return Run(seconds, {name: [(a - start, b - start, label) for a, b, label in row] for name, row in rows.items() if row})
+
+
+def median(lanes: list[Lane], variant: Work, repeat: int) -> Run:
+    """Return the run with the median time of `repeat`, after two warm-up runs; its timeline is that of its time."""
+    return sorted([once(lanes, variant) for _ in range(repeat + 2)][2:], key=lambda run: run.seconds)[repeat // 2]
+
+
+def on_two(pair: list[Lane], size: int, matmuls: int) -> dict[str, Work]:
+    """Return the variants of part 1. Memory is allocated here, outside the timed runs."""
+
+    def load(lane: Lane) -> Work:
+        matrix = torch.randn(size, size, device=lane.device)
+        work = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
+        return lambda: [lane.issue("matmul", work) for _ in range(matmuls)]
+
+    first, second = (load(lane) for lane in pair)
     return {
         f"{pair[0].name} alone": first,
         f"{pair[1].name} alone": second,
         "sequential": lambda: (first(), pair[0].wait(), second()),
         "concurrent": lambda: (first(), second()),
     }
-
-
-def sweep(pair: list[Lane], size: int, matmuls: int, repeat: int) -> dict[int, tuple[float, float]]:
-    """Return the sequential and concurrent seconds by size. All multiplications are one box, to record only two events."""
-    found: dict[int, tuple[float, float]] = {}
-    for one in [size >> k for k in (5, 4, 3, 2, 1) if size >> k >= 8] + [size]:
-        variants = on_two(pair, one, 1, matmuls)
-        sequential, concurrent = (median(pair, variants[name], repeat).seconds for name in ("sequential", "concurrent"))
-        found[one] = sequential, concurrent
-    return found
 
 
 def with_copies(lanes: list[Lane], size: int, matmuls: int, repeat: int) -> dict[str, Run]:
@@ -111,8 +173,8 @@ def with_copies(lanes: list[Lane], size: int, matmuls: int, repeat: int) -> dict
     def matmul(i: int) -> object:
         return compute.issue("matmul", partial(torch.mm, matrix, matrix, out=results[i]))
 
-    def copied(i: int, where: Lane = compute, host: list[torch.Tensor] = pinned, after: object = None) -> None:
-        where.issue("copy", partial(host[i].copy_, results[i], non_blocking=True), after)
+    def copied(i: int, lane: Lane = compute, host: list[torch.Tensor] = pinned, after: object = None) -> None:
+        lane.issue("copy", partial(host[i].copy_, results[i], non_blocking=True), after)
 
     variants: dict[str, Work] = {
         "matmuls alone": lambda: [matmul(i) for i in every],
@@ -127,64 +189,16 @@ def with_copies(lanes: list[Lane], size: int, matmuls: int, repeat: int) -> dict
     for tensor in (*results, *pinned):
         tensor.zero_()
     once(lanes, variants["two streams"])
-    assert all(torch.equal(result.cpu(), host) for result, host in zip(results, pinned, strict=True)), (
-        "a copy started too early"
-    )
+    right = (torch.equal(result.cpu(), host) for result, host in zip(results, pinned, strict=True))
+    assert all(right), "a copy started too early"
     return found
 
 
-def after_gate(run: Run) -> float:
-    """Return the seconds from the end of the gate to the end of all work."""
-    boxes = [box for name, row in run.rows.items() if name != "host" for box in row]
-    return max(end for _, end, _ in boxes) - next(end for _, end, label in boxes if label == "gate")
-
-
-def by_streams(device: torch.device, repeat: int) -> dict[int, tuple[float, float]]:
-    """Return the seconds `queued` and `issued` of part 3, by the number of streams."""
-    lanes = [lane(f"{device} {i}", device) for i in range(CHAINS)]
-    found: dict[int, tuple[float, float]] = {}
-    gate = load(lanes[0], SIZE[device.type], 1, GATE, "gate")
-    for count in (1, 2, 4, 8):
-        chains = [load(lanes[i % count], SMALL, 1, LINKS) for i in range(CHAINS)]
-
-        def queued(chains=chains) -> None:
-            opened = gate()
-            for chain in chains:
-                chain(opened)
-
-        def issued(chains=chains) -> None:
-            for chain in chains:
-                chain()
-
-        alone = statistics.median(after_gate(run) for run in repeated(lanes[:count], queued, repeat))
-        found[count] = alone, median(lanes[:count], issued, repeat).seconds
-    return found
-
-
-def show(title: str, columns: list[str], rows: dict[str, list[float]]) -> None:
-    """Print a table."""
-    print(f"\n{title}\n" + " " * 24 + "".join(f"{name:>14}" for name in columns))
-    for name, values in rows.items():
-        print(f"{name:<24}" + "".join(f"{value:>14.3f}" for value in values))
-
-
-def rows_of(runs: dict[str, Run]) -> dict[str, Boxes]:
-    """Return the rows of one timeline for several runs."""
-    return {f"{variant}: {name}": row for variant, run in runs.items() for name, row in run.rows.items()}
-
-
-def checked(arguments: argparse.Namespace) -> Path:
-    """Return the path of the picture. Wrong arguments end the script with a one-line message before anything is measured."""
-    for name in ("size", "matmuls", "repeat"):
-        if getattr(arguments, name) < 1:
-            sys.exit(f"error: --{name} {getattr(arguments, name)}: must be at least 1")
-    try:
-        picture = Path(arguments.out).with_suffix(".png")
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.touch()
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: --out {arguments.out}: the picture cannot be written there: {error}")
-    return picture
+def show(title: str, runs: dict[str, Run]) -> None:
+    """Print the milliseconds of runs as a table."""
+    print(f"\n{title}\n{'':<24}{'ms':>14}")
+    for name, run in runs.items():
+        print(f"{name:<24}{1000 * run.seconds:>14.3f}")
 
 
 def main() -> None:
@@ -192,52 +206,33 @@ def main() -> None:
     kind = "cuda" if gpus else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="runs/lab_overlap", help="path of the picture without its suffix: OUT.png is written")
-    parser.add_argument(
-        "--size", type=int, default=SIZE[kind], help="rows and columns of a matrix; default: 4096, on a CPU 512"
-    )
+    parser.add_argument("--size", type=int, default=SIZE[kind], help="rows and columns of a matrix; default: 4096, CPU: 512")
     parser.add_argument("--matmuls", type=int, default=10, help="matrix multiplications on each device")
     parser.add_argument("--repeat", type=int, default=10)
     arguments = parser.parse_args()
-    picture = checked(arguments)
+    for name in ("size", "matmuls", "repeat"):
+        if getattr(arguments, name) < 1:
+            sys.exit(f"error: --{name} {getattr(arguments, name)}: must be at least 1")
+    picture = Path(arguments.out).with_suffix(".png")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    size, matmuls, repeat = arguments.size, arguments.matmuls, arguments.repeat
     devices = [torch.device(kind, i % gpus) if gpus else torch.device(kind) for i in range(2)]
     names = [str(device) if gpus > 1 else f"{'stream' if gpus else 'thread'} {i}" for i, device in enumerate(devices)]
     if gpus < 2:
         print(f"{'one GPU: two of its streams' if gpus else 'no GPU: two threads of one core each'} stand for two devices")
-    try:
-        measure([lane(name, device) for name, device in zip(names, devices, strict=True)], arguments, picture)
-    except RuntimeError as error:
-        # On a CPU torch raises a plain RuntimeError, which only its text distinguishes from others.
-        if "out of memory" not in str(error) and "allocate memory" not in str(error):
-            raise
-        sys.exit(f"error: --size {arguments.size} --matmuls {arguments.matmuls}: {str(error).splitlines()[0]}")
 
-
-def measure(pair: list[Lane], arguments: argparse.Namespace, picture: Path) -> None:
-    """Measure the three parts, print their tables and draw them."""
-    size, matmuls, repeat = arguments.size, arguments.matmuls, arguments.repeat
-    device, what = pair[0].device, f"{matmuls} matmuls of {size} x {size}"
-    twice = {name: median(pair, variant, repeat) for name, variant in on_two(pair, size, matmuls, 1).items()}
-    show(f"1. {what} on each of two devices", ["ms"], {name: [1000 * run.seconds] for name, run in twice.items()})
-    sizes = {one: (1000 * a, 1000 * b, a / b) for one, (a, b) in sweep(pair, size, matmuls, repeat).items()}
-    columns = ["sequential ms", "concurrent ms", "ratio"]
-    show(f"{matmuls} matmuls by size", columns, {f"{one} x {one}": list(row) for one, row in sizes.items()})
-
-    copies = with_copies([lane("compute", device), lane("copy", device)], size, matmuls, repeat)
-    title = f"2. {what} on {device}, each copied to the host"
-    show(title, ["ms"], {name: [1000 * run.seconds] for name, run in copies.items()})
+    pair = [Lane(name, device) for name, device in zip(names, devices, strict=True)]
+    twice = {name: median(pair, variant, repeat) for name, variant in on_two(pair, size, matmuls).items()}
+    show(f"1. {matmuls} matmuls of {size} x {size} on each of two devices", twice)
+    copies = with_copies([Lane("compute", devices[0]), Lane("copy", devices[0])], size, matmuls, repeat)
+    show(f"2. {matmuls} matmuls of {size} x {size} on {devices[0]}, each copied to the host", copies)
     print("every copy is correct")
-
-    streams = {count: [1000 * value for value in row] for count, row in by_streams(device, repeat).items()}
-    title = f"3. {CHAINS} independent chains of {LINKS} matmuls of {SMALL} x {SMALL} on {device}"
-    show(title, ["queued ms", "issued ms"], {f"streams: {count}": row for count, row in streams.items()})
-    lines = [Curve(name, [(n, row[i]) for n, row in streams.items()]) for i, name in enumerate(("queued", "issued"))]
-    plots = [
-        timeline("Matrix multiplications on two devices", rows_of(twice)),
-        timeline("Matrix multiplications and copies to the host", rows_of(copies)),
-        bars("Sequential / concurrent time, by size", "ratio", {str(one): row[2] for one, row in sizes.items()}),
-        curves(f"{CHAINS} chains of small matmuls", "streams", "ms", lines, zero=True),
-    ]
-    beside(plots, picture)
+    titles = {"Matrix multiplications on two devices": twice, "Matrix multiplications and copies to the host": copies}
+    by_lane = {
+        title: {f"{variant}: {name}": row for variant, run in runs.items() for name, row in run.rows.items()}
+        for title, runs in titles.items()
+    }
+    beside([timeline(title, rows) for title, rows in by_lane.items()], picture)
     print(f"\n{picture}")
 
 

@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import warm
 from launches import ROOT, finish
 from wheels import copy_tree
@@ -127,23 +126,3 @@ def test_blocks_have_known_kinds_and_python_excerpts_exist():
         if block.info == "python":
             named, _, excerpt = block.text.partition("\n")
             assert excerpt in (ROOT / named.removeprefix("# ")).read_text(), named
-
-
-@pytest.mark.parametrize(
-    ("shown", "real", "line"),
-    [
-        ("a\n...\nloss 0.5017 in 1.20 s\n", "a\nb\nloss 0.5019 in 7.00 s\n", None),
-        ("a\nloss 0.5017 in 1.20 s\n", "a\nb\nloss 0.5017 in 1.20 s\n", "loss 0.5017 in 1.20 s"),
-        ("loss 0.5017\n", "loss 0.5117\n", "loss 0.5017"),
-        ("| ... | 0.92 |...\n", "| 0.4 | 12 | 0.92 | 7 |\n", None),
-        ("2 ranks\n", "4 ranks\n", "2 ranks"),
-        ("resumed ... step 40\n", "resumed from there, step 40\n", None),
-        ("resumed ... step 40\n", "resumed from there, step 41\n", "resumed ... step 40"),
-        ("differs by 1.2e-07\n", "differs by 3.4e-08\n", None),
-        ("differs by 1.2e-07\n", "differs by 1.2e-03\n", "differs by 1.2e-07"),
-        ("a\n", "a\nb\n", "(the end, before 'b')"),
-        ("a\n...\n", "a\nb\n", None),
-    ],
-)
-def test_missing_returns_the_first_line_that_differs(shown, real, line):
-    assert missing(shown, real) == line

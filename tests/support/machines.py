@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 from launches import start
-
-from scripts.namespaces import ADDRESSES, cable, ip
+from namespaces import ADDRESSES, cable, ip
 
 SET_UP = 'hostname "$1" && mount -t tmpfs none /dev/shm && mount --bind "$2" /etc/hosts && echo ready && exec sleep infinity'
 

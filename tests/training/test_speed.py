@@ -1,6 +1,5 @@
 """Performance options keep the results, and are disabled with a reason if not supported. On GPUs: test_gpu.py."""
 
-import json
 import shutil
 from contextlib import contextmanager
 from copy import deepcopy
@@ -10,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import RECIPE, assert_equal, ddp, scratch
-from launches import SMALL, finish, launch, main_in_world, read_metrics, start
+from launches import SMALL, launch, main_in_world, read_metrics
 from omegaconf import OmegaConf
-from PIL import Image
 from torch import nn
 from torch.nn.utils import spectral_norm, weight_norm
 from torch.nn.utils.prune import l1_unstructured
@@ -416,21 +414,3 @@ def test_tally_returns_the_first_step_that_is_not_finite(start, in_graph):
     assert tally.first_bad(start + 10).item() == start + 5
     tally.add(torch.ones(3, dtype=torch.float64))
     assert tally.first_bad(start + 11).item() == float("inf")
-
-
-@pytest.mark.slow
-def test_bench_measures_and_draws(tmp_path):
-    line = (
-        "python scripts/bench.py --gpus 0 --models lenet --repeats 2 --steps 8 --patience 100 --strategies ddp --loops tutorial"
-    )
-    process = start(line, "accelerate", "stock eager", "ours eager", "kernels", "--json", str(tmp_path / "b.json"))
-    code, output = finish(process, timeout=240)
-    assert code == 0, output
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [(row["devices"], row["loop"]) for row in rows] == [
-        (devices, loop) for devices in (1, 2) for loop in ("tutorial", "accelerate", "stock eager", "ours eager", "kernels")
-    ]
-    assert all(row["rate"] > 0 for row in rows if row["loop"] in ("tutorial", "stock eager", "ours eager"))
-    assert all(row["skipped"] == "CUDA graphs need a GPU" for row in rows if row["loop"] == "kernels")
-    assert "| lenet | 2 | ours eager | ddp |" in output
-    assert Image.open(tmp_path / "b.png").width > 700

@@ -1,0 +1,222 @@
+"""The training loops that scripts/bench.py measures train.py against: as an expert writes them with torch alone."""
+
+import itertools
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ddp_lab.models.lenet import lenet  # noqa: E402
+from ddp_lab.models.resnet import resnet18  # noqa: E402
+
+CLASSES = 10
+LR = 1e-4  # so low that the weights hardly change: with dead ReLUs or denormal numbers a CPU takes longer
+WARM_UP = 3  # exchanges of two loops that do not count
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Step = Callable[[], None]
+
+
+class Model(NamedTuple):
+    """A model to measure, and the made-up images that it is trained on."""
+
+    make: Callable[[], nn.Module]
+    overrides: list[str]
+    channels: int
+    size: int
+
+
+MODELS = {
+    "lenet": Model(lambda: lenet(1, 28, CLASSES, None), ["model=lenet"], 1, 28),
+    "resnet18": Model(lambda: resnet18(1, 28, CLASSES), ["model=resnet18"], 1, 28),
+    "resnet50": Model(
+        lambda: torchvision.models.resnet50(num_classes=CLASSES), ["model=torchvision", "model.name=resnet50"], 3, 224
+    ),
+}
+
+
+def made_up(count: int, model: Model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random images in uint8 and their classes."""
+    generator = torch.Generator().manual_seed(0)
+    shape = count, model.channels, model.size, model.size
+    return torch.randint(256, shape, dtype=torch.uint8, generator=generator), torch.randint(
+        CLASSES, (count,), generator=generator
+    )
+
+
+def wrapped(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
+    """Return the model in DistributedDataParallel, if there are several ranks."""
+    if not dist.is_initialized():
+        return model
+    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+
+
+def resident(model: Model, device: torch.device, arguments: Namespace) -> Batches:
+    """Yield this rank's batches, gathered on the device from normalised images, in a random order."""
+    images, targets = (tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model))
+    inputs = (images.float() / (255 * 0.5) - 1).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    inputs = inputs.contiguous(memory_format=torch.channels_last)
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    while True:
+        for index in torch.randperm(len(targets), generator=generator).to(device).split(arguments.batch):
+            yield inputs[index], targets[index]
+
+
+def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | None, inside: bool = False) -> Step:
+    """Return the step of an expert: images on the device, bf16 and channels_last (float32 on a CPU), fused SGD.
+
+    Args:
+        model: the model.
+        device: of this rank.
+        arguments: of the command line.
+        mode: of torch.compile, for the forward pass and the loss; None: eager mode.
+        inside: compile the model inside of DistributedDataParallel in place of around it.
+    """
+    cuda = device.type == "cuda"
+    torch.backends.cudnn.benchmark = True
+    fuse: Callable[[Any], Any] = partial(torch.compile, mode=mode) if mode else lambda function: function
+    plain = model.make().to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LR, momentum=0.9, fused=cuda or None)
+    module = wrapped(fuse(plain) if inside else plain, device, broadcast_buffers=False, gradient_as_bucket_view=True)
+    batches = resident(model, device, arguments)
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext():
+            return F.cross_entropy(module(inputs), targets)
+
+    forward = loss_of if inside else fuse(loss_of)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        forward(inputs, targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def bare(model: Model, device: torch.device, arguments: Namespace) -> Step:
+    """Return a step in eager mode and float32 on images on the device: the kernels of `ours eager` and nothing else."""
+    images, targets = (tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model))
+    scale, shift = torch.tensor(1 / (255 * 0.5), device=device), torch.tensor(1.0, device=device)
+    module = wrapped(model.make().to(device), device, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    order = itertools.cycle(torch.randperm(len(targets)).to(device).split(arguments.batch))
+
+    def step() -> None:
+        index = next(order)
+        wanted = targets[index]
+        logits = module(images[index] * scale - shift)
+        loss = F.cross_entropy(logits, wanted, reduction="sum")
+        (loss / len(index)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        correct = (logits.argmax(1) == wanted).sum()
+        totals.add_(torch.stack([loss.detach().double(), correct.double(), torch.full_like(loss, len(index)).double()]))
+
+    return step
+
+
+LOOPS: dict[str, Callable[[Model, torch.device, Namespace], Step]] = {
+    "bare": bare,
+    "stock eager": partial(stock, mode=None),
+    "stock compile": partial(stock, mode="default"),
+    "stock overhead": partial(stock, mode="reduce-overhead"),
+    "stock compile inside": partial(stock, mode="default", inside=True),
+    "stock overhead inside": partial(stock, mode="reduce-overhead", inside=True),
+}
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device and for the other ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class Alternating(torch.optim.SGD):
+    """An SGD for train.py that runs steps of `bare` between those of train.py, and measures both.
+
+    After every `turn` steps of train.py come as many of `bare`, so that what else the machine does slows both.
+
+    Args:
+        params, lr, momentum, weight_decay, nesterov: as of torch's SGD.
+        bench: a JSON object with `model`, `batch`, `steps`, `turn`, `seconds`, how long to measure, and `out`, the file for the
+            measured pairs: seconds of train.py's steps and of the others, then the same in CPU time. Then the process ends.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float, weight_decay: float, nesterov: bool, bench: str):
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+        self.bench, self.steps, self.other = Namespace(**json.loads(bench)), 0, None
+        self.pairs: list[tuple[float, float, float, float]] = []
+        self.clocks = 0.0, 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        done = super().step(closure)
+        self.steps += 1
+        if self.steps % self.bench.turn == 0:
+            self.take_turn(self.param_groups[0]["params"][0].device)
+        return done
+
+    def take_turn(self, device: torch.device) -> None:
+        """Measure the steps since the last turn, then run and measure the other loop's."""
+        mine, bench = self.passed(device), self.bench
+        if self.other is None:
+            self.other, self.end = bare(MODELS[bench.model], device, bench), time.monotonic() + bench.seconds
+        for _ in range(bench.turn):
+            self.other()
+        others = self.passed(device)
+        self.pairs.append((mine[0], others[0], mine[1], others[1]))
+        if time.monotonic() > self.end:
+            Path(bench.out).write_text(json.dumps(self.pairs[WARM_UP:]))
+            os._exit(0)
+
+    def passed(self, device: torch.device) -> tuple[float, float]:
+        """Return the seconds and the CPU time since the last call."""
+        wait(device)
+        before, self.clocks = self.clocks, (time.perf_counter(), time.process_time())
+        return self.clocks[0] - before[0], self.clocks[1] - before[1]
+
+
+def main(arguments: Namespace) -> None:
+    """Run one loop on this rank and, on rank 0, write its images per second by repeat, the first of which does not count."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", rank) if arguments.gpus else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        dist.init_process_group("nccl" if arguments.gpus else "gloo")
+    torch.manual_seed(0)
+    step, rates = LOOPS[arguments.loop](MODELS[arguments.model], device, arguments), list[float]()
+    for _ in range(arguments.repeats + 1):
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(arguments.steps):
+            step()
+        wait(device)
+        rates.append(arguments.steps * arguments.batch * ranks / (time.perf_counter() - start))
+    if rank == 0:
+        Path(arguments.out).write_text(json.dumps(rates[1:]))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Namespace(**json.loads(sys.argv[1])))

@@ -1,0 +1,291 @@
+"""The runs of scripts/compare.py, one strategy each by train.py, and their table, report and plots."""
+
+import itertools
+import json
+import re
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_lab.advise.measure import train
+from ddp_lab.observe.figure import short
+from ddp_lab.observe.plot import Curve, bars, beside, curves, stacked
+from ddp_lab.observe.profile_report import mean_split
+
+SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
+EARLY = 5  # steps after which weights still agree up to rounding
+
+
+class Entry(NamedTuple):
+    """A strategy to run.
+
+    Attributes:
+        name: name of the strategy.
+        overrides: Hydra overrides that it needs.
+        ranks: number of processes; None runs train.py without torchrun.
+        devices: number of devices it uses.
+        why_not: why it cannot run on this machine; None if it can.
+        options: further overrides of the strategy, which the user named.
+    """
+
+    name: str
+    overrides: list[str]
+    ranks: int | None
+    devices: int
+    why_not: str | None = None
+    options: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The strategy's name, with the options that the user named."""
+        return " ".join([self.name, *(option.removeprefix("strategy.") for option in self.options)])
+
+    @property
+    def label(self) -> str:
+        """The name of the strategy's directory, bar and curve."""
+        title = re.sub(r"\W+", "_", self.title)
+        return title if self.ranks is None else f"{title}-{self.ranks}"
+
+
+def entries(counts: list[int], gpus: int) -> list[Entry]:
+    """Return all strategies but mesh; those of several processes once for each number of ranks."""
+    one = "cuda:0" if gpus else "cpu"
+    alone = [
+        Entry("single", [f"device={one}"], None, 1),
+        Entry("dp", [], None, max(1, gpus), None if gpus else "without GPUs it has only one replica"),
+        Entry("split", [], None, max(2, gpus) if gpus else 1, "needs two GPUs" if gpus == 1 else None),
+    ]
+    return alone[:1] + [entry for ranks in counts for entry in of_ranks(ranks)] + alone[1:]
+
+
+def choose(values: list[str], counts: list[int], gpus: int) -> list[Entry]:
+    """Return the entries of `--strategies`, after single.
+
+    Args:
+        values: names of strategies, with overrides of their options after them, for example "mesh strategy.tp=2".
+        counts: numbers of ranks.
+        gpus: number of GPUs.
+
+    Raises:
+        ValueError: there is no such strategy, or an override is not one of a strategy's options.
+    """
+    known = entries(counts, gpus) + [Entry("mesh", [], ranks, ranks) for ranks in counts]
+    chosen = known[:1]
+    for name, *options in (value.split() for value in values):
+        found = [entry._replace(options=tuple(options)) for entry in known if entry.name == name]
+        if not found:
+            names = ", ".join(dict.fromkeys(entry.name for entry in known))
+            raise ValueError(f"--strategies {name}: no such strategy; allowed: {names}. Put overrides of train.py after --")
+        for option in options:
+            if not re.match(r"strategy\.\w+=", option):
+                raise ValueError(
+                    f"--strategies '{name} {option}': must be strategy.KEY=VALUE, for example 'mesh strategy.tp=2'"
+                )
+        chosen += found
+    return list({entry.label: entry for entry in chosen}.values())
+
+
+def of_ranks(ranks: int) -> list[Entry]:
+    """Return the strategies of several processes for one number of ranks."""
+    pairs = None if ranks % 2 == 0 else f"needs an even number of ranks, got {ranks}"
+    fours = None if ranks >= 4 and ranks % 2 == 0 else f"needs an even number of at least 4 ranks, got {ranks}"
+    plain = [Entry(name, [], ranks, ranks) for name in ("scratch", "ddp", "fsdp", "pipeline")]
+    return [
+        *plain,
+        Entry("ddp_pipeline", ["strategy.pp=2"], ranks, ranks, fours),
+        Entry("tp", ["strategy.tp=2"], ranks, ranks, pairs),
+    ]
+
+
+class Result(NamedTuple):
+    """The outcome of one strategy: its epochs in metrics.jsonl and its checkpoints, or why it did not run."""
+
+    entry: Entry
+    records: list[dict[str, Any]]
+    checkpoints: dict[int, Path]  # by step
+    problem: str | None
+    profile: dict[str, Any] | None = None
+    refused: bool = False  # train.py ended with a config error
+
+    @property
+    def name(self) -> str:
+        return self.entry.label
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of an epoch. The first epoch, which allocates and tunes, counts only if it is the only one."""
+        return statistics.median(record["seconds"] for record in self.records[1:] or self.records)
+
+    @property
+    def rate(self) -> float:
+        """Median samples per second, without the first epoch unless it is the only one."""
+        return statistics.median(record["samples_per_second"] for record in self.records[1:] or self.records)
+
+    def differences(self, other: "Result") -> dict[int, float]:
+        """Return the largest absolute difference of a weight from another strategy's, by step."""
+        return {step: largest_difference(path, other.checkpoints[step]) for step, path in self.checkpoints.items()}
+
+
+@cache
+def largest_difference(one: Path, other: Path) -> float:
+    """Return the largest absolute difference of a weight between two checkpoints."""
+    mine, others = (torch.load(path, weights_only=True)["model"] for path in (one, other))
+    weights = [name for name, tensor in others.items() if tensor.is_floating_point()]  # without num_batches_tracked
+    return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
+
+
+def run(entry: Entry, overrides: list[str], out: Path) -> Result:
+    """Run train.py under one strategy and read what it wrote."""
+    if entry.why_not:
+        return Result(entry, [], {}, entry.why_not)
+    given = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
+    given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
+    done = train(given, entry.ranks, out, entry.label)
+    files = {int(path.stem.removeprefix("step_")): path for path in (out / entry.label / "checkpoints").glob("step_*.pt")}
+    return Result(entry, done.records, dict(sorted(files.items())), done.problem, done.profile, done.refused)
+
+
+COLUMNS = (
+    "strategy",
+    "devices",
+    "s/epoch",
+    "samples/s",
+    "speed-up",
+    "efficiency",
+    "memory a device",
+    "sent a step",
+    "test accuracy",
+    f"difference after {EARLY} steps",
+    "difference at the end",
+)
+
+NOTES = (
+    f"difference: the largest difference of any weight from single's. After {EARLY} steps it is expected below 1e-6, as in the "
+    "tests: strategies add the same float32 numbers in other orders, which rounds differently. Then it grows by a factor with "
+    "every step, because each gradient depends on all weights, and by more with a larger learning rate (see the plot by step). "
+    "Under BatchNorm each rank normalises its local batch, which is a different function (docs/strategies.md).",
+    "throughput: the median of the epochs after the first, in which steps are profiled; for a run of one epoch, that epoch.",
+    "memory: peak memory allocated on one GPU; without GPUs, peak resident size of one process, PyTorch included.",
+)
+
+
+def rows(results: list[Result]) -> list[tuple[str, ...]]:
+    """Return the cells of the table as text. The row of a strategy that did not run ends with the reason."""
+    single = results[0]
+    table: list[tuple[str, ...]] = []
+    for result in results:
+        entry = result.entry
+        if result.problem:
+            table.append((entry.title, str(entry.devices), f"not run: {result.problem}"))
+            continue
+        speed_up = result.rate / single.rate if not single.problem else float("nan")
+        found = {} if single.problem else result.differences(single)
+        differences = [f"{found[step]:.1e}" if found else "" for step in ends(found)]
+        table.append(
+            (
+                entry.title,
+                str(entry.devices),
+                f"{result.seconds:.2f}",
+                f"{result.rate:,.0f}",
+                f"{speed_up:.2f}",
+                f"{speed_up / entry.devices:.0%}",
+                *used(result.profile),
+                f"{result.records[-1]['test_accuracy']:.4f}",
+                *differences,
+            )
+        )
+    return table
+
+
+def ends(found: dict[int, float]) -> tuple[int, int]:
+    """Return the last of the first steps, and the last step, of differences by step."""
+    return max((step for step in found if step <= EARLY), default=0), max(found, default=0)
+
+
+def headline(results: list[Result]) -> list[str]:
+    """Return a line on how far the weights are from single's after the first steps and at the end; [] if it is unknown."""
+    found = {} if results[0].problem else {r.name: r.differences(results[0]) for r in results[1:] if not r.problem}
+    if not found:
+        return []
+    first, last = ends(next(iter(found.values())))
+    worst, at_end = (max(found, key=lambda name: found[name][step]) for step in (first, last))
+    return [
+        f"Largest difference of a weight from single's after {first} steps: {found[worst][first]:.1e} ({worst}); without "
+        f"BatchNorm it is expected below 1e-6. Rounding grows in training: {found[at_end][last]:.1e} after {last} ({at_end})."
+    ]
+
+
+def used(profile: dict[str, Any] | None) -> tuple[str, str]:
+    """Return peak memory and bytes sent per step as text."""
+    if profile is None:
+        return "not measured", "not measured"
+    sent = profile["bytes_per_step"]
+    return (
+        f"{max(profile['peak_memory_bytes']) / 2**20:,.0f} MiB",
+        "not measured" if None in sent else f"{short(float(f'{max(sent):.3g}'))}B",
+    )
+
+
+def diagnoses(results: list[Result]) -> list[str]:
+    """Return the diagnosis of each profiled run as one line."""
+    return [f"{result.name}: {'. '.join(result.profile['diagnosis'])}" for result in results if result.profile]
+
+
+def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) -> str:
+    """Return the text of report.md: lines above the table, its cells without the header, and lines below it."""
+    return "\n".join(
+        [
+            "# Every strategy on the same work",
+            "",
+            *head,
+            "",
+            f"| {' | '.join(COLUMNS)} |",
+            "|---" * len(COLUMNS) + "|",
+            *(f"| {' | '.join([*row, *[''] * (len(COLUMNS) - len(row))])} |" for row in table),
+            "",
+            *(f"- {line}" for line in diagnosis),
+            "",
+            *(f"*{note}*\n" for note in NOTES),
+            "![accuracy and speed](plots.png)",
+            "",
+        ]
+    )
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Draw accuracy, throughput, scaling and time split of the strategies that ran."""
+    ran = [result for result in results if not result.problem]
+    by_epoch: list[Curve] = []
+    by_time: list[Curve] = []
+    for result in ran:
+        accuracy = [record["test_accuracy"] for record in result.records]
+        clock = itertools.accumulate([result.seconds, *(record["seconds"] for record in result.records[1:])])
+        by_epoch.append(Curve(result.name, [(record["epoch"], record["test_accuracy"]) for record in result.records]))
+        by_time.append(Curve(result.name, list(zip(clock, accuracy, strict=True))))
+    plots = [
+        curves("Test accuracy by epoch", "epoch", "accuracy", by_epoch),
+        curves("Test accuracy by seconds of training", "s", "accuracy", by_time),
+        bars("Throughput", "samples/s", {result.name: result.rate for result in ran}),
+        curves("Throughput by devices", "devices", "samples/s", scaling(ran), zero=True),
+    ]
+    if not results[0].problem:
+        growth = {result.name: result.differences(results[0]).items() for result in ran if result is not results[0]}
+        lines = [Curve(name, [(step, value) for step, value in found if value > 0]) for name, found in growth.items()]
+        if any(line.points for line in lines):
+            plots.append(curves("Largest difference of a weight from single's", "step", "difference", lines, log=True))
+    split = {result.name: mean_split(result.profile) for result in ran if result.profile}
+    plots += [stacked("Where a step's time goes", "ms", split)] if split else []
+    beside(plots, path)
+
+
+def scaling(ran: list[Result]) -> list[Curve]:
+    """Return throughput by devices: a line from single's point for each strategy of several processes, and the ideal line."""
+    start = [(1, result.rate) for result in ran if result.name == "single"]
+    most = max(result.entry.devices for result in ran)
+    lines = [Curve("ideal", [(1, start[0][1]), (most, most * start[0][1])], dashed=True)] if start and most > 1 else []
+    for name in dict.fromkeys(result.entry.title for result in ran if result.entry.ranks is not None):
+        lines.append(Curve(name, start + [(r.entry.devices, r.rate) for r in ran if r.entry.title == name]))
+    return lines or [Curve("single", start or [(result.entry.devices, result.rate) for result in ran])]
