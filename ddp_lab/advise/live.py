@@ -56,7 +56,6 @@ class Live(TorchDispatchMode):
 
     Attributes:
         on_host: whether parameters, gradients, optimizer and averages are in host memory.
-        held: bytes of each kind of HELD by place, when the optimizer's step begins.
         peaks: bytes of each kind of PARTS by place, when most bytes lived there.
         calls, sent: number of calls, and bytes that this rank sends, by collective.
         flops: FLOPs by place, with torch's formulas (torch.utils.flop_counter), of this rank's shards.
@@ -69,7 +68,7 @@ class Live(TorchDispatchMode):
         self.modules = strategy.modules_by_device()
         self.on_host = bool(getattr(strategy, "offload", False))
         self.owned = [list(module.parameters()) for module in self.modules]
-        self.held: list[dict[str, int]] = []
+        self._gradients: list[int] = []  # their bytes by place, when the optimizer's step begins
         self.peaks: dict[int, dict[str, float]] = {}
         self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
         self.multiplies = self._looking = False
@@ -108,6 +107,10 @@ class Live(TorchDispatchMode):
             "averages": [averages.averages[name] for name, own in averaged if averages and id(own) in names],
             "buffers": buffers,
         }
+
+    def held(self, place: int) -> dict[str, int]:
+        """Return the bytes that a device holds by kind, when the optimizer's step begins."""
+        return {kind: nbytes(tensors) for kind, tensors in self.tensors(place).items()} | {"gradients": self._gradients[place]}
 
     def track(self, tensors: Iterable[object]) -> None:
         """Count the storages of tensors."""
@@ -179,7 +182,7 @@ class Live(TorchDispatchMode):
 
     def _begin_update(self) -> None:
         places = range(len(self.modules))
-        self.held = [{kind: nbytes(tensors) for kind, tensors in self.tensors(place).items()} for place in places]
+        self._gradients = [nbytes(self.tensors(place)["gradients"]) for place in places]
         self._place = HOST if self.on_host else 0
 
     def _follow(self) -> None:

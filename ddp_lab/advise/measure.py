@@ -43,9 +43,9 @@ class Run(NamedTuple):
     refused: bool = False
 
     @property
-    def rate(self) -> float:
-        """Median samples per second of the epochs; the first, which tunes and is profiled, counts only if it is the only one."""
-        return statistics.median(record["samples_per_second"] for record in self.records[1:] or self.records)
+    def rates(self) -> list[float]:
+        """Samples per second of the epochs; the first, which tunes and is profiled, counts only if it is the only one."""
+        return [record["samples_per_second"] for record in self.records[1:] or self.records]
 
 
 def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, seconds: float | None = None) -> Run:
@@ -123,13 +123,13 @@ def short_run(advisor: Advisor, row: Row) -> list[str]:
 
 def is_stable(runs: list[Run]) -> bool:
     """Return whether two runs or more lie close to each other."""
-    rates = [run.rate for run in runs]
+    rates = [statistics.median(run.rates) for run in runs]
     return len(rates) > 1 and max(rates) - min(rates) <= SPREAD * statistics.median(rates)
 
 
 def summary(advisor: Advisor, row: Row, runs: list[Run]) -> dict[str, Any]:
     """Return what the runs of a strategy found, as plain values; on CPUs only the rate, which is all that is known."""
-    rate = statistics.median(run.rate for run in runs)
+    rate = statistics.median(each for run in runs for each in run.rates)
     found = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}
     if advisor.devices.kind == "cuda":
         profiles = [run.profile for run in runs if run.profile]

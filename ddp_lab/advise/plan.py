@@ -48,7 +48,7 @@ class Planned(NamedTuple):
         host: what the rank keeps in host memory.
         calls, sent: number of calls, and bytes that the rank sends, by collective of a step.
         flops: of a step.
-        order: what the ranks of its pipeline compute in each time slot; empty for other strategies.
+        order: start, length, kind and micro-batch of each pass in its pipeline, by rank; empty for other strategies.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Planned(NamedTuple):
     calls: dict[Collective, int]
     sent: dict[Collective, int]
     flops: int
-    order: dict[int, list[str]]
+    order: dict[int, list[tuple[int, int, str, int]]]
 
     @property
     def allocated(self) -> float:
@@ -185,7 +185,7 @@ def batch_of(job: Job) -> Batch:
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:
     """Return the plan of a device after the steps."""
-    held, peak, options = live.held[place], live.peaks[place], job.options
+    held, peak, options = live.held(place), live.peaks[place], job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
     copied = {*HELD} - {"gradients"} if again else {"parameters", "buffers", "averages"} if options.compile else set[str]()
@@ -195,5 +195,5 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         peak["workspaces"] = 2 * WORKSPACE * live.multiplies
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     host = live.on_host * sum(held[kind] for kind in STATE)
-    order = job.strategy.pipeline_order()
+    order = job.strategy.time_slots()
     return Planned(runtime.rank, place, held, peak, outside, host, live.calls, live.sent, live.flops[place], order)

@@ -1,5 +1,6 @@
 """The rank of a launch that is only planned: its place among the others, a fake process group, bf16 as on a GPU, the model."""
 
+import copy
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -54,9 +55,9 @@ class PlannedRuntime(Runtime):
 
     def of_rank(self, rank: int) -> "PlannedRuntime":
         """Return another rank of the launch."""
-        return PlannedRuntime(
-            self.world_size, self.local_world_size, self.precision, rank, len(self.devices), self.free, self.kind
-        )
+        other = copy.copy(self)
+        other.rank, other.local_rank = rank, rank % self.local_world_size
+        return other
 
     def free_memory(self) -> int:
         return self.free

@@ -16,7 +16,7 @@ from ddp_lab.observe.plot import COLOURS, GREY, ROW, Plot, beside, figure, legen
 
 PLANNED = ("strategy", "GPUs", "GiB/GPU", "state", "activations", "others", "sent/step", "FLOPs/step", "step takes at least")
 MEASURED = ("images/s", "MFU", "exposed", "torch's peak: planned", "measured")
-PASSES = {"F": ("forward", 1), "B": ("backward", 2), "I": ("backward of inputs", 1), "W": ("backward of weights", 1)}
+PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 def head(advisor: Advisor) -> list[str]:
@@ -134,8 +134,8 @@ def page(advisor: Advisor) -> str:
     for row in (row for row in advisor.rows if len(row.plans) > 1):
         places = {f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan for plan in row.plans}
         plots.append(memory_plot(advisor, f"{row.name}, by rank", places))
-        if order := row.plans[0].order:
-            plots.append(schedule_plot(f"{row.name}: a step, if stages are equal and a backward pass is two forward ones", order))
+        if slots := row.plans[0].order:
+            plots.append(schedule_plot(f"{row.name}: a step, if stages are equal and backward takes twice as long", slots))
     file = io.StringIO()
     figure(plots).savefig(file, format="svg")
     picture = file.getvalue()
@@ -152,49 +152,18 @@ def page(advisor: Advisor) -> str:
     )
 
 
-def schedule_plot(title: str, order: dict[int, list[str]]) -> Plot:
+def schedule_plot(title: str, slots: dict[int, list[tuple[int, int, str, int]]]) -> Plot:
     """Return the timeline of a pipeline: a row for each rank, a box with its number for each pass of a micro-batch."""
-    boxes = timeline(order)
-    kinds = dict.fromkeys(PASSES[kind][0] for row in boxes.values() for _, _, kind, _ in row)
-    colours = dict(zip(kinds, COLOURS, strict=False))
+    names = {kind: PASSES[kind] for boxes in slots.values() for _, _, kind, _ in boxes}
+    colours = dict(zip(names, COLOURS, strict=False))
 
     def draw(axes: Any) -> None:
-        for number, row in enumerate(boxes.values()):
-            for start, length, kind, label in row:
-                axes.barh(number, length, left=start, height=0.8, color=colours[PASSES[kind][0]], edgecolor="white")
-                axes.text(start + length / 2, number, label, ha="center", va="center", color="white", fontsize=7)
-        name_rows(axes, [f"rank {rank}" for rank in boxes])
+        for place, boxes in enumerate(slots.values()):
+            for start, length, kind, number in boxes:
+                axes.barh(place, length, left=start, height=0.8, color=colours[kind], edgecolor="white")
+                axes.text(start + length / 2, place, str(number), ha="center", va="center", color="white", fontsize=7)
+        name_rows(axes, [f"rank {rank}" for rank in slots])
         axes.set_xlabel("time slots of a forward pass")
-        legend_below(axes, colours)
+        legend_below(axes, {names[kind]: colour for kind, colour in colours.items()})
 
-    return Plot(title, ROW * len(boxes) + legend_height(colours) + 1.5, draw)
-
-
-def timeline(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, str]]]:
-    """Return start, length, kind and micro-batch of each pass by rank: each begins when its rank and its input are ready.
-
-    Args:
-        order: as in `Strategy.pipeline_order`. A stage takes the micro-batches in ascending order, so they are counted: torch
-            2.15 numbers some of 1f1b wrongly.
-    """
-    queues = {rank: [re.fullmatch(r"(\d+)([FBIW])\d+", action) for action in actions] for rank, actions in order.items()}
-    left = {rank: [(int(found[1]), found[2]) for found in queue if found] for rank, queue in queues.items()}
-    last = max(stage for queue in left.values() for stage, _ in queue)
-    boxes: dict[int, list[tuple[int, int, str, str]]] = {rank: [] for rank in order}
-    ends, counts = dict[tuple[str, int, int], int](), dict[tuple[int, str], int]()
-    while any(left.values()):
-        for rank, queue in left.items():
-            while queue:
-                stage, kind = queue[0]
-                number = counts.get((stage, kind), 0)
-                needs = {"F": [("F", stage - 1)] if stage else [], "W": [("B", stage)]}.get(kind)
-                needs = [("B", stage + 1) if stage < last else ("F", stage)] if needs is None else needs
-                if not all((pas, at, number) in ends for pas, at in needs):
-                    break
-                free = boxes[rank][-1][0] + boxes[rank][-1][1] if boxes[rank] else 0
-                start = max([free, *(ends[pas, at, number] for pas, at in needs)])
-                boxes[rank].append((start, PASSES[kind][1], kind, str(number)))
-                ends["B" if kind == "I" else kind, stage, number] = start + PASSES[kind][1]
-                counts[stage, kind] = number + 1
-                queue.pop(0)
-    return boxes
+    return Plot(title, ROW * len(slots) + legend_height(names.values()) + 1.5, draw)

@@ -79,7 +79,10 @@ class RunConfig(Keys):
 
     seed: Seed = Field(description="Seed of the initial weights, the sample order and the augmentation.")
     epochs: Count = Field(description="Number of passes over the training set.")
-    batch_size: Count = Field(description="Number of samples in the global batch, over all ranks (see scaling).")
+    batch_size: Count | Literal["auto"] = Field(
+        description="Number of samples in the global batch, over all ranks (see scaling); auto: the largest that the plan of a "
+        "step says fits on the devices, checked by a real step. A run that is resumed keeps it."
+    )
     scaling: Literal["strong", "weak"] = Field(
         description="What batch_size counts: the global batch (strong) or the batch of each replica (weak)."
     )
@@ -88,8 +91,13 @@ class RunConfig(Keys):
     )
     lr_base_batch_size: Count = Field(description="Global batch size for which optimizer.lr is tuned.")
     warmup_epochs: NonNegative = Field(description="Epochs of linear learning-rate warm-up; may be a fraction.")
-    accumulate: Count = Field(
-        description="Gradient-accumulation steps per batch on each rank, to save memory; the result is the same."
+    accumulate: Count | Literal["auto"] = Field(
+        description="Gradient-accumulation steps per batch on each rank, to save memory; the result is the same. auto: as few as "
+        "fit on the devices."
+    )
+    memory_limit: Positive | None = Field(
+        description="GiB of a device that batch_size=auto, accumulate=auto and the check of the state may count on; null: the "
+        "memory of the GPU, of a CPU rank its part of the host's."
     )
     max_grad_norm: Positive | None = Field(
         description="Maximum L2 norm of the whole model's gradient; null disables gradient clipping."

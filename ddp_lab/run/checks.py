@@ -23,12 +23,19 @@ from ddp_lab.run.selection import criterion
 from ddp_lab.world.runtime import Runtime
 
 
-def check_and_prepare(cfg: DictConfig, runtime: Runtime, check_memory: Callable[[Job], object]) -> tuple[Job, list[Finding]]:
+Settle = Callable[[DictConfig, Runtime, Path | None], str]
+
+
+def check_and_prepare(
+    cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[Job], object]
+) -> tuple[Job, list[Finding]]:
     """Return the prepared job and the findings of the preflight checks. The run directory is not created.
 
     Args:
         cfg: The config.
         runtime: The ranks.
+        settle_batch: Replaces batch_size=auto in the config by a number, given the directory of the run that is resumed, and
+            returns a line for the log. Collective.
         check_memory: Raises a ConfigError if the state of a prepared job does not fit on its GPUs. Collective.
 
     Raises:
@@ -37,7 +44,9 @@ def check_and_prepare(cfg: DictConfig, runtime: Runtime, check_memory: Callable[
     findings = check_network(runtime)
     launch = runtime.launch
     progress = runtime.agree("progress", partial(find_progress, cfg, launch))
+    settled = settle_batch(cfg, runtime, run_of(progress) if progress else None)
     job = prepare(cfg, runtime, with_weights=progress is None)
+    job.notes.extend([settled] * bool(settled))
     if progress:
         other_files = runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))
         seen = runtime.agree("held out", partial(compare_held_out, run_of(progress), job.dataset, resumes=True))

@@ -20,6 +20,7 @@ from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_host_name, check_master
 from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
+from ddp_lab.run.checks import Settle
 from ddp_lab.run.job import Job
 from ddp_lab.run.selection import criterion
 from ddp_lab.strategies.base import Strategy
@@ -54,7 +55,7 @@ class Findings(list[Finding]):
         return result
 
 
-def diagnose(cfg: DictConfig, check_memory: Callable[[Job], str]) -> None:
+def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[Job], str]) -> None:
     """Print one line per finding about the machines and the config, on one rank. Collective.
 
     Raises:
@@ -71,7 +72,9 @@ def diagnose(cfg: DictConfig, check_memory: Callable[[Job], str]) -> None:
         if runtime.world_size > 1 and reached is None:  # the ranks cannot exchange their findings
             conclude(findings, show=runtime.local_rank == 0)
         findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime), as_it_is)
-        examine(cfg, runtime, findings, check_memory)
+        auto = [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]
+        if not auto or findings.look(f"{auto[0]}", lambda: settle_batch(cfg, runtime, None), str) is not None:
+            examine(cfg, runtime, findings, check_memory)
         everyone = runtime.collect("findings", json.dumps(findings))
     if everyone is not None:  # the other ranks exit with code 0: otherwise torchrun would end rank 0 before it reports
         conclude(merge([Finding(*finding) for mine in everyone for finding in json.loads(mine)]), show=True)

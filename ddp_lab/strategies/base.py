@@ -159,11 +159,8 @@ class Strategy(PerformanceSupport, SavedState, ABC):
         """
         return None
 
-    def pipeline_order(self) -> dict[int, list[str]]:
-        """Return what each rank of a pipeline computes in each time slot, {} without one. Called after a step.
-
-        "1F0" is the forward pass of stage 1 and micro-batch 0; B a backward pass, or I and W its halves; "" is an idle slot.
-        """
+    def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
+        """Return when each rank of a pipeline computes what, as in schedules.py; {} without one. Called after a step."""
         return {}
 
     def total(self, *sums: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.block_times import Balance, cut_by_time
 from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.saved_state import gather_states, merge
-from ddp_lab.strategies.schedules import Schedule, count_stages, describe, expected_bubble
+from ddp_lab.strategies.schedules import Schedule, count_stages, describe, expected_bubble, time_slots
 from ddp_lab.strategies.shardable import require_whole
 from ddp_lab.strategies.stage import MicroBatchLoss, Stage
 from ddp_lab.strategies.sums import add_up
@@ -159,12 +159,12 @@ class Pipeline(Strategy):
     def bubble(self) -> float | None:
         return expected_bubble(self.axes["pp"], self.num_stages, self.num_microbatches)
 
-    def pipeline_order(self) -> dict[int, list[str]]:
+    def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
         schedule: Any = next((made for (_, training), made in self.schedules.made.items() if training), None)
         if schedule is None:  # a mesh without pp
             return {}
         order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
-        return {rank: [str(action or "") for action in actions] for rank, actions in order.items()}
+        return time_slots({rank: [str(action) for action in actions] for rank, actions in order.items()})
 
     def describe(self) -> str:
         p = self.axes["pp"]

@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from training import Case, config_of, default_dtype
 from worlds import once, run_world
 
-from ddp_lab.advise.advisor import Advisor, find_devices
+from ddp_lab.advise.advisor import Advisor
+from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.launch.command_line import compose_config
