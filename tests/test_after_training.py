@@ -26,7 +26,7 @@ from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import DataRecord
 from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import find_writer, write_pt2
-from ddp_lab.run.job import Job, prepare
+from ddp_lab.run.job import build
 from ddp_lab.run.predict import Predictor, find_images, short_side
 from ddp_lab.run.recorded_config import read_config
 from ddp_lab.run.trained import find_checkpoint, load_model
@@ -196,7 +196,7 @@ def test_damaged_run_directory_is_reported_in_one_message(name, content, message
 def reference(folder: Path) -> tuple[nn.Module, torch.Tensor, torch.Tensor, list[str]]:
     """Return the trained model, the test images as they are and normalised by the loader, and the classes."""
     cfg = read_config(folder, ["strategy=single", "batch_size=50"], None)
-    job = prepare(cfg, Runtime("cpu"))
+    job = build(cfg, Runtime("cpu"))
     model = load_model(folder, cfg, find_checkpoint(folder, "last", Runtime("cpu")))
     return model, job.dataset.test.images, next(iter(job.loaders["test"])).inputs, job.dataset.classes
 
@@ -254,7 +254,7 @@ def test_predict_resizes_as_the_data_of_the_run_are_resized(overrides, size):
 def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
     root = write_folder(tmp_path / "images", {"train": 3, "test": 6})
     cfg = config("data=folder", f"data.root={root}", "data.image_size=24", "data.num_workers=0", "batch_size=6")
-    job, seen = Job(cfg, Runtime("cpu")), []
+    job, seen = build(cfg, Runtime("cpu")), []
     data = DataRecord(job.dataset.model_shape(), job.dataset.classes)
 
     class Seeing(nn.Module):

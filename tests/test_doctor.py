@@ -32,7 +32,7 @@ from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
-CHECKS += ["partition", "loader", "loss"]
+CHECKS += ["loss", "partition", "loader"]
 NOWHERE = "no-such-host.invalid"
 
 

@@ -25,7 +25,7 @@ from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.resilience.checkpoint_folder import result_in
-from ddp_lab.run.checks import check_and_prepare
+from ddp_lab.run.checks import check_and_build
 from ddp_lab.run.recorded_config import read_config
 from ddp_lab.run.trained import find_checkpoint
 from ddp_lab.training.progress import Progress
@@ -154,7 +154,7 @@ def test_resume_that_holds_out_other_samples_is_refused(given, shown, chosen):
     cfg = config(*RUN, "strategy=single", f"runs_dir={chosen.parent}", given)
     recorded = f"{chosen} was trained with data.val_fraction=0.2 data.val_seed=0 of 125 samples, and a run cannot be resumed"
     with pytest.raises(ConfigError, match=re.escape(f"{shown}{recorded} with another validation set. Use the recorded values")):
-        check_and_prepare(cfg, Runtime("cpu"), lambda job: None)
+        check_and_build(cfg, Runtime("cpu"), lambda cfg, job: None)
 
 
 def test_refused_resume_exits_with_code_2_and_leaves_the_record(chosen):

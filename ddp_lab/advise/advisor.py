@@ -18,7 +18,7 @@ from ddp_lab.data.samples import Dataset
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.run.data_shape import sizes_of
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import load_dataset
 from ddp_lab.strategies.batch_norm import is_batch_norm
 
 RULE = "the simplest that fits and uses all GPUs, in the order of the table"
@@ -124,7 +124,7 @@ class Advisor:
             raise ConfigError("device and strategy.devices: plans are made for all devices that --gpus names; leave them out")
         if auto := [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]:
             raise ConfigError(f"{auto[0]}=auto: is chosen when training starts; use a number for plans")
-        dataset = sizes_of(cfg.data) or Job(cfg, PlannedRuntime(1, 1, cfg.precision)).dataset
+        dataset = sizes_of(cfg.data) or load_dataset(cfg, PlannedRuntime(1, 1, cfg.precision))
         of_strategy = [override for override in overrides if re.match(r"(\+\+?|~)?strategy[.=]", override)]
         common = ["--config-dir", config_dir] if config_dir is not None else []
         common += [override for override in overrides if override not in of_strategy]
@@ -151,15 +151,15 @@ class Advisor:
         alone = get_object(cfg.strategy["_target_"]).one_process
         ranks = 1 if alone else devices.number
         gpus = devices.per_node if alone and devices.kind == "cuda" else 1
-        free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
-        runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, 0, gpus, free, devices.kind)
-        job, plans = plan_ranks(cfg, self.dataset, self.model, runtime)
+        runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
+        runtime.free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
+        plans, strategy, images = plan_ranks(cfg, self.dataset, self.model, runtime)
         return Row(
             overrides,
             plans,
-            devices=job.strategy.num_devices if ranks > 1 else len(plans),
+            devices=strategy.num_devices if ranks > 1 else len(plans),
             ranks=ranks,
-            images=job.plan.global_batch_size,
+            images=images,
             fits=max(plan.total for plan in plans) <= devices.memory,
             bound=self.bound(plans),
             launch=devices.launch([*self.common, *overrides], ranks),
@@ -193,7 +193,9 @@ class Advisor:
             raise ConfigError(f"no strategy can be planned on these devices. {name}: {self.refused[name]}")
         images, size = max(row.images for row in self.rows), self.dataset.train.size
         if images > size:
-            self.notes.append(f"batches of {images:,} are planned, but the dataset has {size:,} samples: real steps are smaller")
+            self.notes.append(
+                f"batches of {images:,} are planned, but the dataset has {size:,} samples: real steps are smaller"
+            )
         return self
 
     @property

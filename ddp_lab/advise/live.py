@@ -56,10 +56,8 @@ class Live(TorchDispatchMode):
 
     Attributes:
         on_host: whether parameters, gradients, optimizer and averages are in host memory.
-        peaks: bytes of each kind of PARTS by place, when most bytes lived there.
         calls, sent: number of calls, and bytes that this rank sends, by collective.
         flops: FLOPs by place, with torch's formulas (torch.utils.flop_counter), of this rank's shards.
-        multiplies: whether a matrix multiplication was among the operations.
     """
 
     def __init__(self, training: Training):
@@ -69,15 +67,16 @@ class Live(TorchDispatchMode):
         self.on_host = bool(getattr(strategy, "offload", False))
         self.owned = [list(module.parameters()) for module in self.modules]
         self._gradients: list[int] = []  # their bytes by place, when the optimizer's step begins
-        self.peaks: dict[int, dict[str, float]] = {}
         self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
-        self.multiplies = self._looking = False
+        self._looking = False
         self._place = 0  # where the operation computes
         self._places: dict[int, int] = {}  # of storages
         self._storages = WeakValueDictionary[int, torch.UntypedStorage]()
         self._in_flight: set[int] = set()  # storages that a collective read or wrote
         self._most = [0] * len(self.modules)  # bytes at the peaks
-        self._sizes: dict[int, dict[int, int]] = {}  # of all storages at a new peak, by place
+        self._sizes: dict[int, dict[int, int]] = {}  # of the storages at the peak, by place
+        self._kinds: dict[int, dict[int, str]] = {}  # of those that are not state
+        self._new: dict[int, bool] = {}  # whether the peak has just been reached
         training.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
         training.optimizer.register_step_post_hook(lambda *_: setattr(self, "_place", 0))
         if len(self.modules) > 1:
@@ -88,10 +87,10 @@ class Live(TorchDispatchMode):
         self.track(tensor for place in range(len(self.modules)) for kind in self.tensors(place).values() for tensor in kind)
         self.training.job.strategy.train()
         self.training.step(batch)
+        self._settle()
         self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
         self._data, self._looking = [key_of(tensor) for tensor in batch[:2]], True
         self.training.step(batch)
-        self.peaks |= {place: self._parts(place, sizes) for place, sizes in self._sizes.items()}
 
     def tensors(self, place: int) -> dict[str, list[torch.Tensor]]:
         """Return what a device holds by kind; of a sharded model the shards."""
@@ -115,7 +114,11 @@ class Live(TorchDispatchMode):
     def track(self, tensors: Iterable[object]) -> None:
         """Count the storages of tensors."""
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and (key := key_of(tensor)) not in self._storages:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.device.type != "meta"
+                and (key := key_of(tensor)) not in self._storages
+            ):
                 self._storages[key], self._places[key] = local(tensor).untyped_storage(), self._place
                 self._in_flight.discard(key)  # of an earlier storage at this address
 
@@ -131,7 +134,6 @@ class Live(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops[self._place] += formula(*args, **(kwargs or {}), out_val=out)
-            self.multiplies |= "mm" in func._schema.name
         if self._looking and not func.is_view:
             self._look()
         return out
@@ -147,31 +149,34 @@ class Live(TorchDispatchMode):
         collective = Collective(kind, group_of(args))
         self.calls[collective] += 1
         self.sent[collective] += round(SENT[kind](nbytes(tensors), len(collective.ranks)))
+        if self.on_host:
+            self._settle()
 
     def _look(self) -> None:
         """Keep the sizes of what lives now, if it is more than ever before in this step."""
         sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
-        several = self.on_host or len(self.modules) > 1
-        if several:
-            self._settle()
         for place, most in enumerate(self._most):
-            here = (size for key, size in sizes.items() if self._places[key] == place) if several else sizes.values()
-            if (now := sum(here)) > most:
-                self._most[place], self._sizes[place] = now, sizes
-            elif place in self._sizes:  # just after the peak
-                self.peaks[place] = self._parts(place, self._sizes.pop(place))
+            here = {key: size for key, size in sizes.items() if self._places[key] == place}
+            if (now := sum(here.values())) > most:
+                self._most[place], self._sizes[place], self._new[place] = now, here, True
+            elif self._new.pop(place, False):
+                self._kinds[place] = self._transient(place)
 
-    def _parts(self, place: int, sizes: dict[int, int]) -> dict[str, float]:
-        """Return the bytes at a place by kind, of storages with these sizes."""
-        gathered = list(self.modules[place].parameters())  # of a sharded model, those that are gathered now
-        gradients = [parameter.grad for parameter in gathered if parameter.grad is not None]
-        kinds = dict.fromkeys([*self._in_flight, *map(key_of, gathered)], "in flight")
-        kinds |= dict.fromkeys(map(key_of, gradients), "gradients") | dict.fromkeys(self._data, "data")
+    def _transient(self, place: int) -> dict[int, str]:
+        """Return the kinds of storages that do not live as long as the training. It is called just after each new peak."""
+        now = list(self.modules[place].parameters())  # of a sharded model, those that are gathered now
+        gradients = [parameter.grad for parameter in (*self.owned[place], *now) if parameter.grad is not None]
+        kinds = dict.fromkeys([*self._in_flight, *map(key_of, now)], "in flight")
+        return kinds | dict.fromkeys(map(key_of, gradients), "gradients")
+
+    def peak(self, place: int) -> dict[str, float]:
+        """Return the bytes of each kind of PARTS that lived on a device when most did."""
+        kinds = self._kinds.get(place) or self._transient(place)
         kinds |= {key_of(tensor): kind for kind, tensors in self.tensors(place).items() for tensor in tensors}
+        kinds |= dict.fromkeys(self._data, "data")
         parts = dict.fromkeys(PARTS, 0.0)
-        for key, size in sizes.items():
-            if self._places[key] == place:
-                parts[kinds.get(key, "activations")] += size
+        for key, size in self._sizes[place].items():
+            parts[kinds.get(key, "activations")] += size
         return parts
 
     def _settle(self) -> None:
@@ -183,6 +188,7 @@ class Live(TorchDispatchMode):
     def _begin_update(self) -> None:
         places = range(len(self.modules))
         self._gradients = [nbytes(self.tensors(place)["gradients"]) for place in places]
+        self._settle()
         self._place = HOST if self.on_host else 0
 
     def _follow(self) -> None:

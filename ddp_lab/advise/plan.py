@@ -6,24 +6,23 @@ first creates the optimizer's state, and at the peak of the second it is recorde
 
 import logging
 import math
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.tensor import _redistribute, debug
 
 from ddp_lab.advise.live import HELD, STATE, Collective, Live
 from ddp_lab.advise.planned import PlannedRuntime
-from ddp_lab.config.build import for_cpu
+from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.samples import Dataset
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.strategies.base import Strategy
@@ -34,7 +33,6 @@ from ddp_lab.training.speed.auto import AUTO
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
 COMMUNICATOR = 0.82 * 2**30  # NCCL's buffers, for each group of ranks
 WORKSPACE = 32 * 2**20  # cuBLAS, for each of the two threads that compute
-MOST_STAGES = 8  # of a pipeline whose ranks are all planned; of more, the first and last ones and one between
 
 
 class Planned(NamedTuple):
@@ -80,8 +78,10 @@ class CannotPlan(RuntimeError):
     """A step cannot be taken without values."""
 
 
-def plan_ranks(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> tuple[Job, list[Planned]]:
-    """Return the job of rank 0, and the plans of the ranks or devices that differ.
+def plan_ranks(
+    cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime
+) -> tuple[list[Planned], Strategy, int]:
+    """Return the plans of the ranks or devices that differ, the strategy of rank 0, and the size of the global batch.
 
     They are rank 0, which has the largest shards, and one rank of each stage of a pipeline.
 
@@ -95,19 +95,19 @@ def plan_ranks(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Pla
         ConfigError: the strategy cannot be laid out, or the model or the batch cannot be divided.
         CannotPlan: the model reads values in its forward pass, or an operation fails on fake tensors.
     """
-    job = Job(cfg, runtime.of_rank(0))
-    job.dataset = dataset
-    _ = job.plan
-    return job, [plan for rank in places(job.strategy) for plan in plan_rank(cfg, dataset, model, runtime.of_rank(rank))]
+    strategy = build(cfg.strategy, runtime.of_rank(0))
+    images = make_plan(cfg, strategy, dataset).global_batch_size
+    plans = [plan for rank in places(strategy) for plan in plan_rank(cfg, dataset, model, runtime.of_rank(rank))]
+    return plans, strategy, images
 
 
 def places(strategy: Strategy) -> list[int]:
     """Return the ranks to plan: one of each stage of a pipeline, else rank 0."""
-    stages = 1 if strategy.one_process else strategy.axes.get("pp", 1)
     names, sizes = list(strategy.axes), list(strategy.axes.values())
-    stride = math.prod(sizes[names.index("pp") + 1 :]) if stages > 1 else 1
-    chosen = range(stages) if stages <= MOST_STAGES else sorted({*range(4), stages // 2, *range(stages - 3, stages)})
-    return [stage * stride for stage in chosen]
+    if strategy.one_process or "pp" not in names:
+        return [0]
+    place = names.index("pp")
+    return [stage * math.prod(sizes[place + 1 :]) for stage in range(sizes[place])]
 
 
 def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> list[Planned]:
@@ -115,48 +115,31 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    job = Job(cfg, runtime, with_weights=False)
-    job.dataset = dataset
-    job.made = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes it
-    _ = job.plan
-    job.partition()
-    job.check_optimizer()
-    if job.strategy.name == "dp":
+    strategy = build(cfg.strategy, runtime)
+    built = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes it
+    job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built)
+    check_optimizer(cfg, strategy)
+    if strategy.name == "dp":
         raise CannotPlan("nn.DataParallel copies the model to every GPU in every step; use strategy=ddp")
-    with silent(), torch.random.fork_rng(devices=[]):
-        _ = job.options  # decided for the device of the plan, before its tensors are fake ones of the CPU
-        try:
+    logs = logging.root.manager.disable  # errors of fake tensors are logged, and raised as well
+    logging.disable(logging.CRITICAL)
+    try:
+        with torch.random.fork_rng(devices=[]):
             live = Live(begin(job))
             with fake, live:
                 live.take_steps(batch_of(job))
-            return [planned(job, runtime, live, place) for place in live.peaks]
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise CannotPlan(f"a step on tensors without values failed: {describe_error(error)}") from error
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-                forget_meshes()
-
-
-def forget_meshes() -> None:
-    """Clear what DTensor remembers of layouts: it refers to the groups of the plan, and the next mesh of this size is equal."""
-    from torch.distributed.tensor import _redistribute, debug  # there is no public function
-
-    debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
-    _redistribute._gen_transform_infos.cache_clear()  # pyright: ignore[reportPrivateUsage]
-
-
-@contextmanager
-def silent() -> Generator[None]:
-    """Discard log messages: those of a run that is only planned, and errors of fake tensors, which are raised as well."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
+            return [planned(job, runtime, live, place) for place in range(len(live.modules))]
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise CannotPlan(f"a step on tensors without values failed: {describe_error(error)}") from error
     finally:
-        logging.disable(before)
+        logging.disable(logs)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            # DTensor remembers layouts, which refer to the groups of the plan; the next mesh of this size would be equal.
+            debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
+            _redistribute._gen_transform_infos.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 
 def begin(job: Job) -> Training:
@@ -176,7 +159,7 @@ def begin(job: Job) -> Training:
 
 def batch_of(job: Job) -> Batch:
     """Return a local batch. Call it within the fake mode."""
-    size = job.plan.samples_at_once * job.cfg.accumulate
+    size = job.plan.samples_at_once * job.recipe.accumulate
     images = torch.empty(size, *job.dataset.train.shape)
     if job.options.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
@@ -185,14 +168,14 @@ def batch_of(job: Job) -> Batch:
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:
     """Return the plan of a device after the steps."""
-    held, peak, options = live.held(place), live.peaks[place], job.options
+    held, peak, options = live.held(place), live.peak(place), job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
     copied = {*HELD} - {"gradients"} if again else {"parameters", "buffers", "averages"} if options.compile else set[str]()
     peak["copies"], outside = sum(held[kind] for kind in copied), 0.0
     if runtime.kind == "cuda":
         peak["data"] += (job.choices["data.loader"].value == "device") * (bytes_of(job.dataset) or 0)
-        peak["workspaces"] = 2 * WORKSPACE * live.multiplies
+        peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     host = live.on_host * sum(held[kind] for kind in STATE)
     order = job.strategy.time_slots()

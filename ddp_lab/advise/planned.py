@@ -30,28 +30,20 @@ class PlannedRuntime(Runtime):
         world_size: number of ranks.
         per_node: number of ranks, or of GPUs, of each machine.
         precision: "float32" or "bf16".
-        rank: which of the ranks it is.
         gpus: number of GPUs that the strategies of one process may use.
-        free: free bytes of each GPU before the run, on which speed=auto depends.
         kind: "cuda" or "cpu", for which strategies and options decide; tensors are fake ones of the CPU in any case.
+
+    Attributes:
+        free: free bytes of each GPU before the run, on which speed=auto depends.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        per_node: int,
-        precision: str,
-        rank: int = 0,
-        gpus: int = 1,
-        free: int = 0,
-        kind: str = "cuda",
-    ):
-        self.rank, self.world_size = rank, world_size
-        self.local_rank, self.local_world_size = rank % per_node, min(per_node, world_size)
+    def __init__(self, world_size: int, per_node: int, precision: str, gpus: int = 1, kind: str = "cuda"):
+        self.rank, self.world_size = 0, world_size
+        self.local_rank, self.local_world_size = 0, min(per_node, world_size)
         self.precision, self.timeout = precision, timedelta(seconds=600)
-        self.kind, self.free = kind, free
+        self.kind, self.free = kind, 0
         self.devices = [torch.device(kind, index) for index in range(gpus)]
-        self.device = torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
+        self.device = self.devices[0] if kind == "cuda" else torch.device(kind)
 
     def of_rank(self, rank: int) -> "PlannedRuntime":
         """Return another rank of the launch."""

@@ -3,7 +3,6 @@
 import html
 import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,9 @@ def table(advisor: Advisor) -> str:
     """Return the plans as lines of text, and the recommendation below them."""
     rows = cells(advisor)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last]) for first, *between, last in rows]
+    lines = [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last]) for first, *between, last in rows
+    ]
     lines = [*head(advisor), "", *(line.rstrip() for line in lines), *advisor.notes, *refusals(advisor), ""]
     return "\n".join([*lines, advisor.conclusion])
 
@@ -91,7 +92,9 @@ def gib(size: float) -> str:
 
 def as_json(advisor: Advisor) -> dict[str, Any]:
     """Return the plans as plain values: bytes, seconds and FLOPs."""
-    rows = [vars(row) | {"name": row.name, "plans": [plan_as_json(advisor, plan) for plan in row.plans]} for row in advisor.rows]
+    rows = [
+        vars(row) | {"name": row.name, "plans": [plan_as_json(advisor, plan) for plan in row.plans]} for row in advisor.rows
+    ]
     recommended = advisor.ranked[0].overrides if advisor.ranked else None
     shown = {"head": head(advisor), "own": advisor.own, "rows": rows, "refused": advisor.refused, "notes": advisor.notes}
     return shown | {"recommended": recommended, "conclusion": advisor.conclusion}
@@ -140,10 +143,14 @@ def page(advisor: Advisor) -> str:
     figure(plots).savefig(file, format="svg")
     picture = file.getvalue()
     rows = [tuple(html.escape(cell) for cell in row) for row in cells(advisor)]
-    lines = ["".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)]
+    lines = [
+        "".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)
+    ]
     above, below = head(advisor), [*advisor.notes, *refusals(advisor), advisor.conclusion]
     style = "body{font:15px sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:right}td{border-top:1px solid #ddd}"
-    style += "td:first-child,th:first-child,td:last-child{text-align:left}svg{max-width:100%;height:auto}p{white-space:pre-wrap}"
+    style += (
+        "td:first-child,th:first-child,td:last-child{text-align:left}svg{max-width:100%;height:auto}p{white-space:pre-wrap}"
+    )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>What a run needs</title><style>{style}</style>"
         f"<h1>What a run needs</h1>{''.join(f'<p>{html.escape(line)}</p>' for line in above)}"

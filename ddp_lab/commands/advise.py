@@ -25,7 +25,9 @@ def arguments() -> argparse.Namespace:
     parser.add_overrides("Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
     parser.add_argument("--gpus", default="here", metavar="NxCARD|here", help="GPUs of each machine, for example 2xH100")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
-    parser.add_argument("--link", type=float, default=50, metavar="GB/s", help="what a GPU sends to another machine; default: 50")
+    parser.add_argument(
+        "--link", type=float, default=50, metavar="GB/s", help="what a GPU sends to another machine; default: 50"
+    )
     parser.add_argument("--measure", action="store_true", help="measure each strategy that fits, on the devices here")
     parser.add_argument("--minutes", type=float, default=10, metavar="N", help="time limit of --measure (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans to this file, too")

@@ -51,7 +51,9 @@ def train_rank(cfg: DictConfig) -> float | None:
     from ddp_lab.world.runtime import Runtime
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
-        status, run_dir = train(cfg, runtime, settle_batch, check_memory)  # after it returns, no object refers to the process group
+        status, run_dir = train(
+            cfg, runtime, settle_batch, check_memory
+        )  # after it returns, no object refers to the process group
     # Under torchrun a non-zero exit code would restart the ranks.
     code = 0 if runtime.under_torchrun else EXIT_CODES.get(status, 0)
     runtime.exit_if_abandoned(code)

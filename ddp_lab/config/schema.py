@@ -92,8 +92,8 @@ class RunConfig(Keys):
     lr_base_batch_size: Count = Field(description="Global batch size for which optimizer.lr is tuned.")
     warmup_epochs: NonNegative = Field(description="Epochs of linear learning-rate warm-up; may be a fraction.")
     accumulate: Count | Literal["auto"] = Field(
-        description="Gradient-accumulation steps per batch on each rank, to save memory; the result is the same. auto: as few as "
-        "fit on the devices."
+        description="Gradient-accumulation steps per batch on each rank, to save memory; the result is the same. auto: as few "
+        "as fit on the devices."
     )
     memory_limit: Positive | None = Field(
         description="GiB of a device that batch_size=auto, accumulate=auto and the check of the state may count on; null: the "

@@ -110,7 +110,6 @@ class Mix:
         batch_size: samples in the GLOBAL batch.
         dp_size: number of local batches that it consists of.
         num_classes: number of classes of the dataset.
-        device: device of the batches.
 
     Raises:
         ConfigError: local batches have an odd number of samples.
@@ -123,7 +122,6 @@ class Mix:
     image_size: int
     num_classes: int
     seed: int
-    device: torch.device
 
     def __post_init__(self) -> None:
         local = self.batch_size // self.dp_size
@@ -135,7 +133,12 @@ class Mix:
                 f"mixup={self.mixup:g}, cutmix={self.cutmix:g}: mix the samples of a local batch in pairs, but a global batch "
                 f"of {self.batch_size} has local batches of {local}; use a global batch of {nearest}, or mixup=0 cutmix=0"
             )
-        self._drawn = torch.zeros(6, device=self.device)  # a CUDA graph captures its address
+        self._drawn = torch.zeros(6)
+
+    def to(self, device: torch.device) -> "Mix":
+        """Mix batches on another device, and return this object."""
+        self._drawn = self._drawn.to(device)  # a CUDA graph captures its address
+        return self
 
     def prepare(self, step: int) -> None:
         """Draw how the batch of the next step is mixed; `step` is its number since the beginning of the run."""

@@ -27,7 +27,7 @@ class BuiltModel(NamedTuple):
     """The complete model of a run.
 
     Attributes:
-        model: on the CPU, the same on every rank if their random states are; on the meta device with `init=by_block`.
+        model: on the CPU, the same on every rank; on the meta device with `init=by_block`.
         initial_weights: of its blocks, with `init=by_block`; else None, because the model has its weights.
         notes: lines for the log.
     """
@@ -35,6 +35,13 @@ class BuiltModel(NamedTuple):
     model: nn.Module
     initial_weights: InitialWeights | None
     notes: list[str]
+
+    def set_weights(self, state: dict[str, torch.Tensor]) -> None:
+        """Give the complete model these weights in place of its initial ones, before a strategy places it."""
+        if self.initial_weights is None:
+            self.model.load_state_dict(state)
+        else:
+            self.initial_weights.set_weights(state)
 
 
 def make_model(
@@ -45,12 +52,13 @@ def make_model(
     Args:
         node: the config group `model`.
         shape: in_channels, image_size and num_classes of the data.
-        seed: the run's seed.
+        seed: the run's seed; torch's random state is set by it.
         with_weights: whether to load the file `node.weights`.
 
     Raises:
         ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on these images.
     """
+    torch.manual_seed(seed)
     target, weights = node["_target_"], node.get("weights")
     of_torchvision, notes = get_object(target) is torchvision_model, list[str]()
     if node.get("init") == "by_block":

@@ -3,40 +3,61 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.folder import listed
+from ddp_lab.data.samples import Dataset
 from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_network
 from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_storage
+from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import compare_data, compare_held_out
-from ddp_lab.run.job import Job, prepare
-from ddp_lab.run.selection import criterion
+from ddp_lab.run.job import Job, build, check_optimizer, criterion
 from ddp_lab.world.runtime import Runtime
 
+# By the set that a metric needs: how it is called, and what to use without it.
+NEEDED = {
+    "val": ("validation", "data.val_fraction=0.1, or with data=folder a folder val/"),
+    "test": ("test", "val_loss or val_accuracy, or add a test set"),
+}
 
 Settle = Callable[[DictConfig, Runtime, Path | None], str]
 
 
-def check_and_prepare(
-    cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[Job], object]
-) -> tuple[Job, list[Finding]]:
-    """Return the prepared job and the findings of the preflight checks. The run directory is not created.
+class Checked(NamedTuple):
+    """A run that may begin.
+
+    Attributes:
+        job: the run.
+        findings: of the preflight checks.
+        may_have_seen: whether the checkpoint to resume from may have been trained on samples that are now held out.
+    """
+
+    job: Job
+    findings: list[Finding]
+    may_have_seen: bool
+
+
+def check_and_build(
+    cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[DictConfig, Job], object]
+) -> Checked:
+    """Construct a run and check everything that can be checked before its directory is created. Collective.
 
     Args:
         cfg: The config.
         runtime: The ranks.
         settle_batch: Replaces batch_size=auto in the config by a number, given the directory of the run that is resumed, and
             returns a line for the log. Collective.
-        check_memory: Raises a ConfigError if the state of a prepared job does not fit on its GPUs. Collective.
+        check_memory: Raises a ConfigError if the state of a job does not fit on its GPUs. Collective.
 
     Raises:
         ConfigError: The config cannot be used, or a machine cannot take part in the run.
@@ -45,19 +66,23 @@ def check_and_prepare(
     launch = runtime.launch
     progress = runtime.agree("progress", partial(find_progress, cfg, launch))
     settled = settle_batch(cfg, runtime, run_of(progress) if progress else None)
-    job = prepare(cfg, runtime, with_weights=progress is None)
+    job = build(cfg, runtime, with_weights=progress is None)
     job.notes.extend([settled] * bool(settled))
+    check_selection(cfg, job.dataset)
+    if cfg.profile:
+        check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
+    may_have_seen = False
     if progress:
         other_files = runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))
         seen = runtime.agree("held out", partial(compare_held_out, run_of(progress), job.dataset, resumes=True))
-        job.may_have_seen = seen is not None
+        may_have_seen = seen is not None
         findings += [Finding("warning", "dataset", text) for text in (other_files, seen) if text]
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
         findings.append(Finding("warning", "strategy", text))
-    job.check_optimizer()
-    check_memory(job)
+    check_optimizer(cfg, job.strategy)
+    check_memory(cfg, job)
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
         loaders, ranks = job.loaders.values(), runtime.local_world_size
         runtime.agree("shared_memory", lambda: str(check_shared_memory(loaders, ranks)), per_node=True)
@@ -70,7 +95,21 @@ def check_and_prepare(
     if cfg.resume not in ("auto", "never"):
         problem = damage_of_shards(Path(cfg.resume), runtime) if is_sharded(cfg.resume) else None
         runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes, problem))
-    return job, findings
+    return Checked(job, findings, may_have_seen)
+
+
+def check_selection(cfg: DictConfig, dataset: Dataset) -> None:
+    """Check that the sets exist whose metrics are to choose the best checkpoint, the result of a sweep, and the last epoch.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    wanted = {"checkpoint.best": cfg.checkpoint.best, "optimize": cfg.optimize, "patience": cfg.patience}
+    for key, value in wanted.items():
+        name = "val" if key == "patience" and value else str(value).partition("_")[0]
+        if name in NEEDED and name not in dataset.sets:
+            what, remedy = NEEDED[name]
+            raise ConfigError(f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}")
 
 
 def find_progress(cfg: DictConfig, launch: str) -> str | None:

@@ -20,9 +20,9 @@ from ddp_lab.launch.preflight.finding import Finding
 from ddp_lab.launch.preflight.network import check_host_name, check_master
 from ddp_lab.launch.preflight.shared_memory import check_shared_memory
 from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
+from ddp_lab.models.make import make_model
 from ddp_lab.run.checks import Settle
-from ddp_lab.run.job import Job
-from ddp_lab.run.selection import criterion
+from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_loss, make_mix, make_plan
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.device import list_devices
@@ -55,7 +55,7 @@ class Findings(list[Finding]):
         return result
 
 
-def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[Job], str]) -> None:
+def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[DictConfig, Job], str]) -> None:
     """Print one line per finding about the machines and the config, on one rank. Collective.
 
     Raises:
@@ -72,8 +72,8 @@ def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[Job]
         if runtime.world_size > 1 and reached is None:  # the ranks cannot exchange their findings
             conclude(findings, show=runtime.local_rank == 0)
         findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime), as_it_is)
-        auto = [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]
-        if not auto or findings.look(f"{auto[0]}", lambda: settle_batch(cfg, runtime, None), str) is not None:
+        auto = "auto" in (cfg.batch_size, cfg.accumulate)
+        if not auto or findings.look("auto", lambda: settle_batch(cfg, runtime, None), str) is not None:
             examine(cfg, runtime, findings, check_memory)
         everyone = runtime.collect("findings", json.dumps(findings))
     if everyone is not None:  # the other ranks exit with code 0: otherwise torchrun would end rank 0 before it reports
@@ -98,41 +98,53 @@ def conclude(findings: list[Finding], show: bool) -> None:
         raise NodeError(f"{errors} of {len(findings)} findings would stop this launch; see above")
 
 
-def examine(cfg: DictConfig, runtime: Runtime, findings: Findings, check_memory: Callable[[Job], str]) -> None:
+def examine(cfg: DictConfig, runtime: Runtime, findings: Findings, check_memory: Callable[[DictConfig, Job], str]) -> None:
     """Construct the parts of a run one by one, and append the findings. A check whose part is missing is skipped."""
-    choices, job = HydraConfig.get().runtime.choices, Job(cfg, runtime)
-    strategy = findings.look("strategy", lambda: job.strategy, describe_strategy)
-    dataset = findings.look("dataset", lambda: job.dataset, partial(describe_dataset, choices["data"]))
+    choices = HydraConfig.get().runtime.choices
+    strategy: Strategy | None = findings.look("strategy", lambda: build(cfg.strategy, runtime), describe_strategy)
+    dataset = findings.look("dataset", lambda: load_dataset(cfg, runtime), partial(describe_dataset, choices["data"]))
     if dataset is None:
         return
-    model = findings.look(
+    built = findings.look(
         "model",
-        lambda: job.model,
-        lambda model: f"{choices['model']}, {sum(parameter.numel() for parameter in model.parameters()):,} parameters",
+        lambda: make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed),
+        lambda built: f"{choices['model']}, {sum(parameter.numel() for parameter in built.model.parameters()):,} parameters",
     )
     root, checkpoint = Path(cfg.runs_dir), cfg.checkpoint
-    if model is not None and runtime.rank == 0 and root.is_dir():
-        size = checkpoint_bytes(build(cfg.optimizer), model, cfg.ema is not None)
+    if built is not None and runtime.rank == 0 and root.is_dir():
+        size = checkpoint_bytes(build(cfg.optimizer), built.model, cfg.ema is not None)
         rest = checkpoint.keep, criterion(cfg, dataset) is not None, checkpoint.on_error
         findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest), as_it_is)
     if strategy is None:
         return
-    plan = findings.look("batch", lambda: job.plan, describe_plan)
-    if model is not None and plan is not None:
-        findings.look(
-            "partition",
-            lambda: (job.partition(), job.check_optimizer()),
-            lambda _: f"{strategy.name} can distribute {choices['model']} and {plan.samples_at_once} samples at once",
-        )
-        partitioned = all(finding.about != "partition" or finding.level == "ok" for finding in findings)
-        if strategy.device.type == "cuda" and partitioned:
-            findings.look("memory", lambda: check_memory(job), str)
-        if partitioned:
-            mine = findings if runtime.local_rank == 0 else Findings()  # the free bytes change while the ranks look
-            mine.look("loader", lambda: check_shared_memory(job.loaders.values(), runtime.local_world_size), as_it_is)
-    if plan is not None:
-        mixing = f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}"
-        findings.look("loss", lambda: job.loss, lambda _: f"{choices['loss']} of a value per sample, {mixing}")
+    plan = findings.look("batch", lambda: make_plan(cfg, strategy, dataset), describe_plan)
+    if plan is None:
+        return
+    loss = findings.look(
+        "loss",
+        lambda: (make_loss(cfg, dataset), make_mix(cfg, strategy, dataset, plan)),
+        lambda _: f"{choices['loss']} of a value per sample, mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}",
+    )
+    if built is None or loss is None:
+        return
+
+    def distribute() -> Job:
+        job = arrange(cfg, strategy, dataset, plan, built)
+        check_optimizer(cfg, strategy)
+        return job
+
+    job = findings.look(
+        "partition",
+        distribute,
+        lambda _: f"{strategy.name} can distribute {choices['model']} and {plan.samples_at_once} samples at once",
+    )
+    if job is None:
+        return
+    if strategy.device.type == "cuda":
+        findings.look("memory", lambda: check_memory(cfg, job), str)
+    mine = findings if runtime.local_rank == 0 else Findings()  # the free bytes change while the ranks look
+    ranks = runtime.local_world_size
+    mine.look("loader", lambda: check_shared_memory(make_loaders(cfg, job).values(), ranks), as_it_is)
 
 
 def as_it_is(finding: Finding) -> Finding:

@@ -12,7 +12,7 @@ from ddp_lab.launch.preflight.network import check_network
 from ddp_lab.observe.log import log
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.data_record import compare_data, compare_held_out
-from ddp_lab.run.job import prepare
+from ddp_lab.run.job import build
 from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
 from ddp_lab.training.evaluation import Evaluation, evaluate
@@ -71,7 +71,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     """
     check_network(runtime)
     path = find_checkpoint(folder, checkpoint, runtime)
-    job = prepare(cfg, runtime, with_weights=False)
+    job = build(cfg, runtime, with_weights=False)
     other_files = runtime.agree("classes", partial(compare_data, folder, job.dataset))
     seen = runtime.agree("held out", partial(compare_held_out, folder, job.dataset, resumes=False))
     sets = list(job.dataset.evaluation_sets)
@@ -86,7 +86,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         progress = read_shards(job.strategy.local_model_state(), path, job.shapes)
     else:
         state, progress = read_weights(job.model, path)
-        job.give_weights(state)
+        job.built.set_weights(state)
         place(job)
     with float32_matmul(cfg.float32_matmul):
         metrics = evaluate(job.strategy, job.loaders[split])

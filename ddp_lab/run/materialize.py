@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 
-from ddp_lab.config.build import build
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job
@@ -61,7 +60,7 @@ def place(job: Job) -> None:
     if not strategy.one_process:
         job.runtime.open_group()
     strategy.loss = job.loss.to(strategy.device)
-    strategy.initial_weights = job.made.initial_weights
+    strategy.initial_weights = job.built.initial_weights
     strategy.setup(job.options.shape(job.model))
     if strategy.initial_weights is not None:
         strategy.initial_weights.set_weights({})  # the tensors of a file are not needed any more
@@ -72,17 +71,18 @@ def materialize(job: Job) -> Training:
 
     The random state is that of the replica from here on: replicas draw different dropout masks, the ranks of one the same.
     """
-    cfg, strategy, plan = job.cfg, job.strategy, job.plan
+    recipe, strategy, plan = job.recipe, job.strategy, job.plan
     place(job)
-    digest = hashlib.sha256(f"masks {cfg.seed} {strategy.dp_rank}".encode()).digest()
+    digest = hashlib.sha256(f"masks {recipe.seed} {strategy.dp_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
-    groups = strategy.param_groups(cfg.decay_norms_and_biases)
+    groups = strategy.param_groups(recipe.decay_norms_and_biases)
     fused = job.choices["optimizer.fused"].value is True
-    optimizer = job.options.settle(build(cfg.optimizer)(groups, lr=plan.lr), strategy.device, fused)
-    warmup_steps = round(cfg.warmup_epochs * plan.steps_per_epoch)
-    scheduler = make_scheduler(optimizer, job.schedule, cfg.epochs, plan.steps_per_epoch, warmup_steps)
-    ema = None if cfg.ema is None else EMA(strategy, cfg.ema)
-    drop_paths = DropPaths(strategy.module.modules(), cfg.seed)
-    skip = cfg.on_nan == "skip"
-    step = Step(strategy, optimizer, scheduler, cfg.accumulate, cfg.max_grad_norm, skip, ema, job.mix, drop_paths)
+    optimizer = job.options.settle(job.optimizer(groups, lr=plan.lr), strategy.device, fused)
+    warmup_steps = round(recipe.warmup_epochs * plan.steps_per_epoch)
+    scheduler = make_scheduler(optimizer, job.schedule, job.fit_settings.epochs, plan.steps_per_epoch, warmup_steps)
+    ema = None if recipe.ema is None else EMA(strategy, recipe.ema)
+    mix = job.mix and job.mix.to(strategy.device)
+    drop_paths = DropPaths(strategy.module.modules(), recipe.seed)
+    skip = recipe.on_nan == "skip"
+    step = Step(strategy, optimizer, scheduler, recipe.accumulate, recipe.max_grad_norm, skip, ema, mix, drop_paths)
     return Training(job, optimizer, scheduler, step, step, ema)

@@ -1,6 +1,6 @@
 """Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,16 +21,17 @@ from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.checks import Settle, check_and_prepare
+from ddp_lab.run.checks import Settle, check_and_build
 from ddp_lab.run.data_record import record_data
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.materialize import Training, materialize
-from ddp_lab.run.selection import criterion
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.speed.switches import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
+
+SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 
 
 class Outcome(NamedTuple):
@@ -40,26 +41,29 @@ class Outcome(NamedTuple):
     run_dir: Path
 
 
-def train(cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[Job], object]) -> Outcome:
+def train(
+    cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[DictConfig, Job], object]
+) -> Outcome:
     """Train according to the config. Collective.
 
     Args:
         cfg: The config.
         runtime: The ranks.
-        settle_batch, check_memory: As in `check_and_prepare`.
+        settle_batch, check_memory: As in `check_and_build`.
 
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
-    job, findings = check_and_prepare(cfg, runtime, settle_batch, check_memory)
+    checked = check_and_build(cfg, runtime, settle_batch, check_memory)
+    job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
     decisions = Decisions(runtime)
     decisions.listen()
     setup_logging(run_dir.path, runtime.rank)
-    warn(findings, runtime)
+    warn(checked.findings, runtime)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
     if job.dataset.val is not None:
@@ -68,7 +72,6 @@ def train(cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory:
         log.warning(text)
     for note in job.notes:
         log.info(note)
-    _ = job.options  # logs the options that are not supported
     if line := describe_matmul(cfg.float32_matmul, cfg.precision, job.strategy.device):
         log.info(line)
     if run_dir.failure and runtime.rank == 0:
@@ -77,30 +80,33 @@ def train(cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory:
     with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
-        return Outcome(train_guarded(training, run_dir, watchdog, decisions, choices), run_dir.path)
+        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions, checked.may_have_seen), run_dir.path)
 
 
 def train_guarded(
-    training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions, choices: Mapping[str, str]
+    cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions, may_have_seen: bool
 ) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
-    job, cfg, runtime = training.job, training.job.cfg, training.job.runtime
+    job, runtime = training.job, training.job.runtime
     folder = run_dir.path / "checkpoints"
     state = job.strategy, training.optimizer, training.scheduler
     best = criterion(cfg, job.dataset)
-    checkpoints = Checkpoints(
-        folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, best, training.ema, job.sharded
-    )
+    sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
+    checkpoints = Checkpoints(folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, best, training.ema, sharded)
     resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            record_data(run_dir.path, job.dataset, job.may_have_seen, best)  # a run of an older version does not have it
+            record_data(run_dir.path, job.dataset, may_have_seen, best)  # a run of an older version does not have it
             log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
             log.info(describe_result(run_dir.path / "metrics.jsonl", *result_of(progress, checkpoints)))
         return watchdog.end("finished", progress)
 
-    logger = open_logger(job, run_dir.path, progress, choices) if runtime.rank == 0 else Logger()
+    logger = Logger()
+    if runtime.rank == 0:
+        (run_dir.path / "config.yaml").write_text(to_record(cfg))
+        record_data(run_dir.path, job.dataset, may_have_seen, best)
+        logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
     step = training.compile(steps_left)
@@ -127,6 +133,17 @@ def train_guarded(
     if status == "finished" and runtime.rank == 0:
         logger.summary(*result_of(progress, checkpoints))
     return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
+
+
+def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
+    """Return whether checkpoints are sharded.
+
+    Args:
+        choice: the config key `checkpoint.format`.
+        ranks: number of ranks.
+        size: bytes of a checkpoint.
+    """
+    return choice == "sharded" or (choice == "auto" and ranks > 1 and size >= SHARDED_FROM)
 
 
 def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir: Path) -> Profiled | None:
@@ -161,11 +178,9 @@ def result_of(progress: Progress, checkpoints: Checkpoints) -> tuple[int, Criter
     return progress.epoch - 1, None, (checkpoints.files() or [checkpoints.folder])[-1]
 
 
-def open_logger(job: Job, run_dir: Path, progress: Progress, choices: Mapping[str, str]) -> FileLogger:
-    """Write config.yaml and data.json to the run directory and return the logger of rank 0."""
-    cfg, plan = job.cfg, job.plan
-    (run_dir / "config.yaml").write_text(to_record(cfg))
-    record_data(run_dir, job.dataset, job.may_have_seen, criterion(cfg, job.dataset))
+def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) -> FileLogger:
+    """Return the logger of rank 0."""
+    plan, choices = job.plan, HydraConfig.get().runtime.choices
     return FileLogger(
         run_dir,
         start_epoch=progress.epoch,

@@ -93,9 +93,9 @@ def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, st
     """Return start, length, kind and micro-batch of each pass by rank, if each begins when its rank and its input are ready.
 
     Args:
-        order: the actions of each rank by torch's names: "1F0" is the forward pass of stage 1 and micro-batch 0; B is a backward
-            pass, which takes two slots, and I and W are its halves. A stage takes its micro-batches in ascending order. They are
-            counted, because torch 2.15 numbers some of 1f1b wrongly.
+        order: the actions of each rank by torch's names: "1F0" is the forward pass of stage 1 and micro-batch 0; B is a
+            backward pass, which takes two slots, and I and W are its halves. A stage takes its micro-batches in ascending
+            order. They are counted, because torch 2.15 numbers some of 1f1b wrongly.
     """
     passes = {rank: [re.fullmatch(r"(\d+)([FBIW])\d+", action) for action in actions] for rank, actions in order.items()}
     left = {rank: deque((int(found[1]), found[2]) for found in row if found) for rank, row in passes.items()}

@@ -19,7 +19,7 @@ from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.launch.command_line import compose_config
-from ddp_lab.run.job import prepare
+from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.shards import local
 from ddp_lab.strategies.single import Single
@@ -69,7 +69,7 @@ def measure(runtime: Runtime, case: Case) -> Real:
     with default_dtype(case.dtype):
         gc.collect()
         others = receive_buffers()
-        training = materialize(job := prepare(config_of(case), runtime))
+        training = materialize(job := build(config_of(case), runtime))
         job.loaders["train"].set_epoch(1)
         batch, module, gradients = next(iter(job.loaders["train"])), job.strategy.module, list[int]()
         parameters = list(module.parameters())
@@ -118,8 +118,9 @@ def world(slow: bool) -> list[dict[Case, Real]]:
 def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
     with default_dtype(case.dtype):
         runtime = PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu")
-        job = prepare(config_of(case), PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu"))
-        return plan_rank(job.cfg, job.dataset, job.model, runtime)
+        cfg = config_of(case)
+        job = build(cfg, PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu"))
+        return plan_rank(cfg, job.dataset, job.model, runtime)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_plan_is_what_one_process_holds_and_needs(case):
 
 def test_split_holds_a_stage_on_each_device():
     case = split(3, 4)
-    training = materialize(prepare(config_of(case), Runtime("cpu")))
+    training = materialize(build(config_of(case), Runtime("cpu")))
     held = [nbytes(stage.parameters()) for stage in training.job.strategy.stages]
     assert [planned.held["parameters"] for planned in plan(case, 1, 0)] == held
 
@@ -189,7 +190,7 @@ def allocated(cfg: DictConfig) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     with Runtime("cuda", cfg.precision) as runtime:
-        job = prepare(cfg, runtime)
+        job = build(cfg, runtime)
         with job.options.switches(runtime):
             training = materialize(job)
             job.loaders["train"].set_epoch(1)

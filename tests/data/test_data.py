@@ -12,7 +12,7 @@ from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
 from ddp_lab.data.loader import LoaderOptions
 from ddp_lab.data.samples import LabelledImages
-from ddp_lab.run.job import LOADERS, Job
+from ddp_lab.run.job import LOADERS, build
 from ddp_lab.world.runtime import Runtime
 
 
@@ -213,7 +213,7 @@ def test_loader_leaves_images_unchanged_without_augmentation(kind):
 @pytest.mark.parametrize("kind", ["device", "workers"])
 def test_job_augments_the_training_split_only(kind):
     cfg = config("data.crop_padding=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
-    job = Job(cfg, Runtime("cpu"))
+    job = build(cfg, Runtime("cpu"))
     for loader, data, augmented in zip(job.loaders.values(), (job.dataset.train, job.dataset.test), (True, False), strict=True):
         seen = torch.cat([inputs for inputs, _, _ in loader])
         assert torch.equal(seen, loader.normalise(data.images[loader.shard.order(0)])) is not augmented

@@ -27,7 +27,7 @@ from ddp_lab.data.loader import LoaderOptions
 from ddp_lab.data.samples import Dataset
 from ddp_lab.data.tree import Names, find_images
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import build, load_dataset
 from ddp_lab.world.runtime import Runtime
 
 SIZE, SHORT = 24, 28
@@ -42,7 +42,7 @@ def root(tmp_path_factory) -> Path:
 
 def dataset(root: Path, *overrides: str) -> Dataset:
     cfg = config("data=folder", f"data.root={root}", *OPTIONS, *overrides)
-    return Job(cfg, Runtime("cpu")).dataset
+    return load_dataset(cfg, Runtime("cpu"))
 
 
 def names(found) -> list[str]:
@@ -129,7 +129,7 @@ def test_options_that_do_not_fit_are_refused(root, override, message):
 def test_loader_device_is_refused(root):
     cfg = config("data=folder", f"data.root={root}", "data.loader=device")
     with pytest.raises(ConfigError, match=r"data.loader=device: is not supported by images that are read one by one"):
-        _ = Job(cfg, Runtime("cpu")).loaders
+        build(cfg, Runtime("cpu"))
 
 
 def test_corrupt_files_are_left_out_the_same_with_and_without_a_cache(tmp_path):

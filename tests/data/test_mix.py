@@ -17,7 +17,7 @@ TARGETS = torch.randint(0, CLASSES, (BATCH,), generator=torch.Generator().manual
 
 def mix(mixup: float, cutmix: float, dp_size: int = 1, seed: int = 3) -> Mix:
     shape = {"batch_size": BATCH, "image_size": SIZE, "num_classes": CLASSES}
-    return Mix(mixup, cutmix, dp_size=dp_size, seed=seed, device=torch.device("cpu"), **shape)
+    return Mix(mixup, cutmix, dp_size=dp_size, seed=seed, **shape)
 
 
 def mixed(step: int, mixer: Mix, rank: int = 0, dp_size: int = 1) -> Batch:

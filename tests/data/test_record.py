@@ -19,7 +19,7 @@ from ddp_lab.data.decode import decode, resize
 from ddp_lab.data.record import Cached, build_record, locked
 from ddp_lab.data.space import estimate_bytes, remove_abandoned
 from ddp_lab.data.tree import Names, find_images
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 FORK = multiprocessing.get_context("fork")
@@ -124,14 +124,14 @@ def test_what_killed_builds_of_other_records_left_is_removed_but_not_what_is_bei
 def test_cache_that_does_not_fit_is_refused_before_it_is_built(tmp_path, monkeypatch):
     root = write_folder(tmp_path / "images", {"train": 110, "val": 9})
     overrides = ["data=folder", f"data.root={root}", "data.cache=disk", "data.image_size=24", "data.resize=24"]
-    make = partial(Job, config(*overrides), Runtime("cpu"))
+    make = partial(load_dataset, config(*overrides), Runtime("cpu"))
     needed = estimate_bytes(root, find_images(root), 3, 24)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(NodeError, match=r"data.cache_dir=.*: the resized images need about 0.\d MiB, but .* has 0.\d MiB free"):
-        _ = make().dataset
+        make()
     assert not list((root / ".cache").glob("*"))
     monkeypatch.undo()
-    dataset = make().dataset
+    dataset = make()
     written = sum(path.stat().st_size for path in (root / ".cache").glob("*/pixels-*.bin"))
     assert dataset.train.size == 110
     assert 0.9 * written < needed < 1.1 * written
@@ -147,5 +147,5 @@ def test_records_that_killed_launches_left_in_memory_are_removed(tmp_path, monke
     alive = f"{'b' * 16}-{os.getppid()}"
     for name in (f"{'a' * 16}-{ended.pid}", alive):
         (memory / name).mkdir(parents=True)
-    _ = Job(config("data=folder", f"data.root={root}", "data.cache=ram"), Runtime("cpu")).dataset
+    load_dataset(config("data=folder", f"data.root={root}", "data.cache=ram"), Runtime("cpu"))
     assert os.listdir(memory) == [alive]

@@ -4,25 +4,31 @@ import pytest
 import torch
 from configs import config
 from launches import main_in_world, only_run, read_metrics
+from omegaconf import DictConfig
 from worlds import run_world
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, SampleError
+from ddp_lab.data.samples import Dataset
 from ddp_lab.data.sources import check_same
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import build, load_dataset
 from ddp_lab.world.runtime import Runtime
 
 OPTIONS = ["data=own", "data.image_size=24", "data.resize=24", "data.num_workers=0"]
 
 
-def job(target: str, *overrides: str) -> Job:
+def checked(target: str, *overrides: str) -> DictConfig:
     cfg = config(*OPTIONS, f"data.dataset._target_=own_datasets.{target}", *overrides)
     check(cfg)
-    return Job(cfg, Runtime("cpu"))
+    return cfg
+
+
+def load(target: str, *overrides: str) -> Dataset:
+    return load_dataset(checked(target, *overrides), Runtime("cpu"))
 
 
 def test_split_and_classes_are_those_of_the_dataset():
-    dataset = job("Shapes", "+data.dataset.size=10").dataset
+    dataset = load("Shapes", "+data.dataset.size=10")
     assert (dataset.train.size, dataset.val.size, dataset.test) == (10, 7, None)
     assert dataset.classes == ["dark", "light", "red"]
     assert dataset.train.shape == (3, 24, 24)
@@ -30,18 +36,18 @@ def test_split_and_classes_are_those_of_the_dataset():
 
 
 def test_random_numbers_of_a_dataset_depend_on_seed_epoch_and_index():
-    (train, _), (other, _) = ((job("Shapes", f"seed={seed}").dataset.train, 0) for seed in (5, 6))
+    (train, _), (other, _) = ((load("Shapes", f"seed={seed}").train, 0) for seed in (5, 6))
     first = train.sample(1, 3)[0]
     assert torch.equal(train.sample(1, 3)[0], first)
     for changed in (train.sample(2, 3), train.sample(1, 6), other.sample(1, 3)):
         assert not torch.equal(changed[0], first)
-    val = job("Shapes").dataset.val
+    val = load("Shapes").val
     assert torch.equal(val.sample(0, 3)[0], val.sample(0, 3)[0])
 
 
 def test_float_images_are_those_of_uint8():
     numbers = "data.num_classes=2"
-    one, other = (job("Tensors", f"+data.dataset.kind={kind}", numbers).dataset.test for kind in ("uint8", "float"))
+    one, other = (load("Tensors", f"+data.dataset.kind={kind}", numbers).test for kind in ("uint8", "float"))
     assert torch.equal(one.sample(0, 3)[0], other.sample(0, 3)[0])
     assert one.sample(0, 3)[1] == 1
 
@@ -83,37 +89,37 @@ def test_float_images_are_those_of_uint8():
 )
 def test_datasets_that_cannot_be_used_are_refused(target, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        _ = job(target, "data.num_classes=2", *overrides).dataset
+        load(target, "data.num_classes=2", *overrides)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_label_that_is_wrong_in_a_later_sample_is_named(workers):
-    own = job("Later", "data.num_classes=2", f"data.num_workers={workers}").loaders["test"]
+    own = build(checked("Later", "data.num_classes=2", f"data.num_workers={workers}"), Runtime("cpu")).loaders["test"]
     with pytest.raises(SampleError, match=r"^data.dataset._target_=own_datasets.Later: the label of sample 4 is 5; .*$"):
         list(own)
 
 
 def test_splits_to_evaluate_with_may_have_other_names_or_be_held_out():
     tested = ["Tested", "data.val_split=null", "data.test_split=test"]
-    dataset = job(*tested).dataset
+    dataset = load(*tested)
     assert (dataset.train.size, dataset.val, dataset.test.size) == (20, None, 7)
-    held_out = job(*tested, "data.val_fraction=0.25").dataset
+    held_out = load(*tested, "data.val_fraction=0.25")
     assert (held_out.train.size, held_out.val.size, held_out.test.size) == (15, 5, 7)
     both = held_out.train.numbers.tolist() + held_out.val.numbers.tolist()
     assert sorted(both) == list(range(20))
     with pytest.raises(ConfigError, match=r"data.val_fraction=0.25: the dataset has a validation set already"):
-        _ = job("Shapes", "data.val_fraction=0.25").dataset
+        load("Shapes", "data.val_fraction=0.25")
 
 
 def test_dataset_with_a_parameter_train_has_a_test_set():
-    dataset = job("Tensors", "data.num_classes=2").dataset
+    dataset = load("Tensors", "data.num_classes=2")
     assert (dataset.train.size, dataset.val, dataset.test.size) == (6, None, 6)
 
 
 def test_map_style_dataset_needs_data_own():
     cfg = config("data.dataset._target_=own_datasets.Shapes")
     with pytest.raises(ConfigError, match=r"must have the methods prepare and load; .* needs data=own"):
-        _ = Job(cfg, Runtime("cpu")).dataset
+        load_dataset(cfg, Runtime("cpu"))
 
 
 def test_ranks_with_other_files_are_refused():

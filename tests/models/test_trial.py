@@ -15,7 +15,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
 from ddp_lab.models.make import build_model
 from ddp_lab.models.trial import freeze_unused, meta_copy, some
-from ddp_lab.run.job import prepare
+from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.world.runtime import Runtime
 
@@ -117,7 +117,7 @@ def drawn() -> dict[str, list[float]]:
     numbers = {}
     with Runtime("cpu", timeout=30) as runtime:
         for case in (ddp(**FROZEN), tp(2, **FROZEN)):
-            materialize(prepare(config_of(case), runtime))
+            materialize(build(config_of(case), runtime))
             numbers[case.strategy.__name__] = torch.rand(4).tolist()
     return numbers
 

@@ -3,17 +3,15 @@
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from configs import config
 from sharded import bias_in, names, resume, save_epochs, step, tiny
 
 from ddp_lab.resilience.checkpoint_folder import best_in, progress_in, result_in, steps_in
 from ddp_lab.resilience.sharded_files import STATE, damage_of_shards
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
-from ddp_lab.run.job import SHARDED_FROM, Job
+from ddp_lab.run.train import SHARDED_FROM, is_sharded_format
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -170,6 +168,4 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path):
     ],
 )
 def test_format_depends_on_size_and_ranks(choice, ranks, size, expected):
-    job = Job(config(f"checkpoint.format={choice}"), SimpleNamespace(world_size=ranks))
-    job.checkpoint_bytes = size
-    assert job.sharded == expected
+    assert is_sharded_format(choice, ranks, size) == expected

@@ -10,7 +10,7 @@ from launches import SMALL
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.run.checks import check_and_prepare
+from ddp_lab.run.checks import check_and_build
 from ddp_lab.run.data_record import compare_data, compare_held_out
 from ddp_lab.world.runtime import Runtime
 
@@ -66,4 +66,4 @@ def test_run_does_not_resume_with_other_classes(resume, classes, difference, tmp
     write_record(run, classes)
     cfg = config(*SMALL, "name=mine", f"runs_dir={tmp_path}", f"resume={resume.format(run=run)}")
     with pytest.raises(ConfigError, match=f"{run}: was trained with other classes: {difference}"):
-        check_and_prepare(cfg, Runtime("cpu"), lambda job: None)
+        check_and_build(cfg, Runtime("cpu"), lambda cfg, job: None)

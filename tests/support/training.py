@@ -24,7 +24,7 @@ from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.run.job import Job, prepare
+from ddp_lab.run.job import Job, build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
@@ -326,10 +326,10 @@ class Recorder(Hooks, Logger):
 
 
 def run_case(runtime: Runtime, case: Case) -> Outcome:
-    """Train with the functions of train.py: `prepare`, `materialize` and `fit`. Several ranks need an open process group."""
+    """Train with the functions of train.py: `build`, `materialize` and `fit`. Several ranks need an open process group."""
     with TemporaryDirectory() as own:
         root = runtime.agree("root", lambda: write_images(Path(own), case.samples)) if case.files else ""
-        job = prepare(config_of(case, root), runtime)
+        job = build(config_of(case, root), runtime)
         with job.options.switches(runtime):
             return run_job(runtime, case, job)
 
@@ -341,17 +341,17 @@ def write_images(root: Path, samples: int) -> str:
 
 
 def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
-    """Train with a job that is prepared. Its files must exist until the last rank has ended."""
+    """Train with a job. Its files must exist until the last rank has ended."""
     if case.start and runtime.rank:
         with torch.no_grad():
             for parameter in job.model.parameters():
                 parameter.add_(case.start)
     strategy, names = job.strategy, job.model.state_dict().keys()
     assert bool(held_bytes(job.model)) == (case.init == "default"), "the model does not start on the device that it should"
-    weights = job.made.initial_weights
+    weights = job.built.initial_weights
     if weights is not None:
         weights = Watched(job.model, SEED)
-        job.made = job.made._replace(initial_weights=weights)
+        job = replace(job, built=job.built._replace(initial_weights=weights))
     training = materialize(job)
     held, peak = held_bytes(job.model), weights.peak if weights else 0
     initial = hash_of(strategy.model_state()) if case.init == "by_block" else ""

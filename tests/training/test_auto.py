@@ -14,7 +14,7 @@ from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.run.job import Job
+from ddp_lab.run.job import load_dataset, make_loaders, make_plan
 from ddp_lab.run.speed import find_choices, free_bytes
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.schedule import constant, make_scheduler
@@ -375,8 +375,10 @@ def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights(parts
 @pytest.mark.parametrize(("overrides", "batch"), [([], 8 * 24), (["cuda_graph=true"], 24), (["speed=off"], 24)])
 def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(overrides, batch, monkeypatch):
     cfg = config("data=synthetic", "data.dataset.channels=1", "batch_size=24", *overrides)
-    job = Job(cfg, Runtime("cpu"))
-    job.strategy = on_gpu(job.strategy, monkeypatch)
-    job.choices = find_choices(cfg, job.strategy, job.dataset, job.model)
-    job.strategy.device = torch.device("cpu")
-    assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
+    runtime = Runtime("cpu")
+    strategy, dataset = build(cfg.strategy, runtime), load_dataset(cfg, runtime)
+    plan = make_plan(cfg, strategy, dataset)
+    choices = find_choices(cfg, on_gpu(strategy, monkeypatch), dataset, lenet(1, 28, 10, None))
+    strategy.device = torch.device("cpu")
+    job = SimpleNamespace(strategy=strategy, dataset=dataset, plan=plan, choices=choices)
+    assert [loader.batch_size for loader in make_loaders(cfg, job).values()] == [24, batch]

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.observe.logger import log
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.on_shards import can_be_fused, has_shards
 from ddp_lab.training.speed.auto import AUTO, needs_device_loader
@@ -37,8 +36,8 @@ class PerformanceOptions(NamedTuple):
     compile: bool | Literal["tuned", "auto"]
     channels_last: bool
 
-    def supported(self, strategy: Strategy, loader: str, model: nn.Module) -> "PerformanceOptions":
-        """Return the options that are supported, and log why the others are disabled.
+    def supported(self, strategy: Strategy, loader: str, model: nn.Module) -> tuple["PerformanceOptions", list[str]]:
+        """Return the options that are supported, and lines for the log about the others.
 
         Args:
             strategy: the strategy of the run.
@@ -46,10 +45,9 @@ class PerformanceOptions(NamedTuple):
             model: the model of the run.
         """
         reasons = {name: why_not(name, strategy, loader, model) for name, value in self._asdict().items() if value}
-        for name, reason in reasons.items():
-            if reason:
-                log.info(f"{name}={str(getattr(self, name)).lower()} is disabled: {reason}")
-        return self._replace(**{name: False for name, reason in reasons.items() if reason})
+        refused = {name: reason for name, reason in reasons.items() if reason}
+        notes = [f"{name}={str(getattr(self, name)).lower()} is disabled: {why}" for name, why in refused.items()]
+        return self._replace(**dict.fromkeys(refused, False)), notes
 
     @contextmanager
     def switches(self, runtime: Runtime) -> Generator[None]:
