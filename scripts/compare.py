@@ -33,8 +33,22 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.launch.torchrun import new_folder  # noqa: E402
 from scripts.comparison import choose, diagnoses, draw, entries, headline, report, rows, run  # noqa: E402
+
+
+def new_folder(path: Path) -> Path:
+    """Create the folder that a script's option --out names, and return its absolute path.
+
+    Raises:
+        SystemExit: The folder cannot be created, or contains anything, such as old runs.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            sys.exit(f"error: --out {path}: is not empty; use another folder")
+    except OSError as error:
+        sys.exit(f"error: --out {path}: cannot be created ({error.strerror}); use another folder")
+    return path.resolve()
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Write docs/configuration.md from the schema, the constructors' docstrings and conf/.
+"""Write docs/configuration.md from the schema, the constructors' docstrings, and the values and comments in conf/.
 
 python scripts/configuration.py
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,8 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.config.messages import describe_field, is_model  # noqa: E402
-from ddp_lab.config.options import options  # noqa: E402
+from ddp_lab.config.build import options  # noqa: E402
+from ddp_lab.config.check import describe_field, is_model  # noqa: E402
 from ddp_lab.config.schema import DataConfig, Keys, ModelConfig, RunConfig  # noqa: E402
 
 CONF = ROOT / "conf"
@@ -43,11 +44,45 @@ def load(path: str) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.load(CONF / path), resolve=False)
 
 
+def comments(path: str) -> dict[str, str]:
+    """Return the comments of a file in conf/ by dotted key: after a value, and continued in lines of their own."""
+    found: dict[str, str] = {}
+    section = key = ""
+    for line in (CONF / path).read_text().splitlines():
+        if entry := re.match(r"( *)(?:- )?([a-z]\w*):([^#]*)(?:# (.+))?", line):
+            section = section if entry[1] else entry[2]
+            inner = entry[1] and section != "defaults"
+            key = f"{section}.{entry[2]}" if inner else entry[2]
+            if entry[4]:
+                found[key] = entry[4]
+        elif key in found and (more := re.match(r" +# (.+)", line)):
+            found[key] += f" {more[1]}"
+        else:
+            key = ""
+    return found
+
+
+def meanings() -> dict[str, str]:
+    """Return the comments of all keys: those of the groups' options, by `group.key`, and those of config.yaml."""
+    found = {
+        f"{group}.{key}": text
+        for group in ("data", "optimizer")
+        for name in names(group)
+        for key, text in comments(f"{group}/{name}.yaml").items()
+    }
+    return found | comments("config.yaml")
+
+
 def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> Iterator[Row]:
     """Yield a row for each of `values` that the schema has; the groups within it have tables of their own."""
     for name, field in schema.model_fields.items():
         if name in values and field.annotation != dict[str, Any] and not is_model(field.annotation):
-            yield Row(code(f"{prefix}{name}"), show(values[name]), describe_field(field), field.description or "")
+            yield Row(
+                code(f"{prefix}{name}"),
+                show(values[name]),
+                describe_field(field),
+                MEANINGS.get(f"{prefix}{name}") or field.description or "",
+            )
 
 
 def option_rows(group: str, node: dict[str, Any]) -> Iterator[Row]:
@@ -99,7 +134,7 @@ def render() -> str:
     parts += ["## The run\n", table(Row._fields, *make_rows(RunConfig, run))]
     for name, field in RunConfig.model_fields.items():
         if field.annotation == dict[str, Any] or is_model(field.annotation):
-            parts += [f"## {code(name)}\n", f"{field.description}\n"]
+            parts += [f"## {code(name)}\n", f"{MEANINGS[name]}\n"]
         if is_model(field.annotation):
             parts += [table(Row._fields, *make_rows(field.annotation, run[name], f"{name}."))]
         if name == "model":
@@ -108,6 +143,8 @@ def render() -> str:
             parts += [table((name, *Row._fields), *((", ".join(having), *row) for row, having in rows.items()))]
     return "\n".join(parts)
 
+
+MEANINGS = meanings()
 
 if __name__ == "__main__":
     FILE.write_text(render())

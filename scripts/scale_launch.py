@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from scripts.scale_ranks import Spec, run
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -70,14 +70,13 @@ class Launch:
 
     Args:
         folder: of this launch; the shared directory is in it.
-        memory: a directory in memory.
 
     Attributes:
         faulty: the places on the node whose ranks are processes of their own, so that they can be killed.
         events: by name ("trains", "knows", "stops", "ends") the Unix time at which it happened, by rank.
     """
 
-    def __init__(self, ranks: int, nodes: int, folder: Path, memory: Path, step_seconds: float, timeout: float):
+    def __init__(self, ranks: int, nodes: int, folder: Path, step_seconds: float, timeout: float):
         local = ranks // nodes
         places = [Place(rank, ranks, rank % local, local, rank // local, nodes) for rank in range(ranks)]
         together = -(-nodes // PROCESSES)  # nodes in one process
@@ -85,7 +84,7 @@ class Launch:
         self.faulty = [place for place in places if place.node == nodes // 2]
         groups = [[place for place in group if place not in self.faulty] for group in [places[:local], *groups]]
         groups += [[place] for place in self.faulty]
-        self.size, self.runs_dir, self.memory = ranks, folder / "runs", memory
+        self.size, self.runs_dir = ranks, folder / "runs"
         self.events: dict[str, dict[int, float]] = {name: {} for name in ("trains", "knows", "stops", "ends")}
         self._counts: list[Counts] = []
         self._sending = threading.Lock()
@@ -101,7 +100,7 @@ class Launch:
         self.processes: list[Process] = []
         for group in filter(None, groups):
             ours, theirs = CONTEXT.Pipe()
-            spec = Spec(group, port, str(self.runs_dir), str(memory), step_seconds, timeout)
+            spec = Spec(group, port, str(self.runs_dir), step_seconds, timeout)
             process = CONTEXT.Process(target=run, args=(spec, theirs), daemon=True)
             process.start()
             theirs.close()

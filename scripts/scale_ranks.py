@@ -19,16 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ddp_lab.launch.preflight.network import check_network
-from ddp_lab.launch.preflight.storage import check_storage
+from ddp_lab.launch.preflight import check_network
+from ddp_lab.launch.storage import check_storage
 from ddp_lab.resilience.decisions import Decisions
-from ddp_lab.resilience.node_watch import BEAT
+from ddp_lab.resilience.heartbeats import wait_for_turn
 from ddp_lab.resilience.run_directory import RunDir
-from ddp_lab.resilience.unchanged import Pace
-from ddp_lab.resilience.watchdog import Watchdog
+from ddp_lab.resilience.watchdog import BEAT, Watchdog
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.tally import Tally
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 from scripts.scale_files import FileCounter
 
@@ -43,7 +42,6 @@ class Spec:
         places: of the ranks.
         port: of the store.
         runs_dir: the shared directory.
-        memory: a directory in memory, in which each node makes its own.
         step_seconds: duration of a step.
         timeout: of the watchdog.
     """
@@ -51,7 +49,6 @@ class Spec:
     places: list[Place]
     port: int
     runs_dir: str
-    memory: str
     step_seconds: float
     timeout: float
 
@@ -107,8 +104,8 @@ class SimulatedWatchdog(Watchdog):
     A thread of each watchdog, as in a real rank, would cost more processor time for waking up than for looking.
     """
 
-    def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, memory: Path, looks: "Looks"):
-        super().__init__(run_dir, runtime, timeout, memory)
+    def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, looks: "Looks"):
+        super().__init__(run_dir, runtime, timeout)
         self.peers = runtime.peers
         self._thread = cast(threading.Thread, Turn(self, looks))
 
@@ -125,8 +122,7 @@ class Looks:
         threading.Thread(target=self._run, name="looks", daemon=True).start()
 
     def _run(self) -> None:
-        pace = Pace(BEAT)
-        while not pace.wait(threading.Event()):
+        while not wait_for_turn(BEAT, threading.Event()):
             for watchdog in list(self.watching):
                 with self.lock:
                     if watchdog in self.watching and watchdog.look():
@@ -173,9 +169,7 @@ class Rank:
         runtime.agree("same dataset", lambda: None)
         check_storage(runtime, Path(spec.runs_dir), "run", checkpoint=0, keep=2, best=True, on_error="stop")
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
-        memory = Path(spec.memory) / f"node{runtime.node}"
-        memory.mkdir(parents=True, exist_ok=True)
-        watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, memory, self.looks)
+        watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, self.looks)
         watchdog.__enter__()  # leaving it would end the process
         runtime.all_reduce(torch.zeros(1))  # where the process group opens, which needs all ranks
         self.peers.send("trains", runtime.rank, time.time())
@@ -199,7 +193,7 @@ class Rank:
             self.runtime.all_reduce(torch.zeros(1))
             if self.decisions.due(step):
                 watchdog.at("deciding")
-                agreed = self.decisions.after(step, unwritten=False)
+                agreed = self.decisions.after(step, save_failed=False)
                 if agreed and agreed.preempted:
                     return step
 

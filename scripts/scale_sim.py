@@ -12,7 +12,6 @@ code 1 if a failure is not known everywhere, or another rank or node is blamed.
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_lab.resilience.node_board import memory_folder
 from scripts.scale_launch import CONTEXT, PRELOAD, Counts, Launch
 
 
@@ -96,16 +94,15 @@ class Simulation:
         step_seconds: duration of a step.
         timeout: of the watchdog.
         folder: for the launches' directories, which the ranks share.
-        memory: the same in memory.
     """
 
-    def __init__(self, ranks: int, nodes: int, seconds: float, step_seconds: float, timeout: float, folder: Path, memory: Path):
+    def __init__(self, ranks: int, nodes: int, seconds: float, step_seconds: float, timeout: float, folder: Path):
         self.ranks, self.nodes, self.seconds, self.step_seconds, self.timeout = ranks, nodes, seconds, step_seconds, timeout
-        self.folder, self.memory = folder, memory
+        self.folder = folder
 
     def start(self, name: str) -> Launch:
         """Start a launch and wait until all ranks train."""
-        launch = Launch(self.ranks, self.nodes, self.folder / name, self.memory / name, self.step_seconds, self.timeout)
+        launch = Launch(self.ranks, self.nodes, self.folder / name, self.step_seconds, self.timeout)
         launch.await_event("trains", self.ranks)
         return launch
 
@@ -123,8 +120,6 @@ class Simulation:
             end = launch.count([])
         finally:
             launch.end()
-        if left := list(launch.memory.glob("*/*")):
-            sys.exit(f"error: heartbeats were not removed: {left}")
         return Training(started, before, after.minus(before), end.minus(after), stopped, after.memory)
 
     def fail(self, fault: Fault) -> Failure:
@@ -158,13 +153,9 @@ class Simulation:
 def simulation(
     ranks: int, nodes: int, seconds: float = 60.0, step_seconds: float = 1.0, timeout: float = 10.0
 ) -> Generator[Simulation]:
-    """Return a Simulation in temporary directories, which are removed at the end."""
-    memory = Path(tempfile.mkdtemp(prefix="scale_sim-", dir=memory_folder()))
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Simulation(ranks, nodes, seconds, step_seconds, timeout, Path(folder), memory)
-    finally:
-        shutil.rmtree(memory, ignore_errors=True)
+    """Return a Simulation in a temporary directory, which is removed at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Simulation(ranks, nodes, seconds, step_seconds, timeout, Path(folder))
 
 
 def show(made: Training, seconds: float, ranks: int) -> None:

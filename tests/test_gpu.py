@@ -573,10 +573,10 @@ def decide_without_waiting() -> int:
         tally.add(sums)
         if decisions.due(step):
             exchanges += 1
-            decisions.after(step, unwritten=False)
+            decisions.after(step, save_failed=False)
     torch.cuda.set_sync_debug_mode("default")
     tally.add(sums * float("nan"))
-    assert decisions.now(301, unwritten=False).not_finite == (301, 0)
+    assert decisions.now(301, save_failed=False).not_finite == (301, 0)
     return exchanges
 
 

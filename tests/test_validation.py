@@ -16,17 +16,15 @@ from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.record import to_record
 from ddp_lab.data.batch import IGNORE
+from ddp_lab.data.dataset import hold_out
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.held_out import hold_out
 from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.resilience.checkpoint_files import write_atomically
-from ddp_lab.resilience.checkpoint_folder import result_in
 from ddp_lab.run.checks import check_and_build
-from ddp_lab.run.recorded_config import read_config
+from ddp_lab.run.recorded_config import read_config, to_record
 from ddp_lab.run.trained import find_checkpoint
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
@@ -179,31 +177,26 @@ def as_before(state: dict, loss: float) -> dict:
     return state | {"progress": progress | best}
 
 
-def test_older_run_resumes_with_a_best_of_its_own_and_is_evaluated(chosen, tmp_path, command, caplog):
-    """Its best.pt was chosen by the test set, so it is not used, and its patience begins anew."""
+def test_older_run_is_evaluated_by_its_newest_weights_and_not_resumed_with_a_validation_set(chosen, tmp_path, command, caplog):
+    """Its best.pt was chosen by the test set, so it is not used. Which samples it has trained on is unknown."""
     old = tmp_path / "mine"
     (old / "checkpoints").mkdir(parents=True)
     state = torch.load(chosen / "checkpoints" / "step_00000015.pt", weights_only=True)
     for name in ("step_00000015.pt", "best.pt"):
         write_atomically(old / "checkpoints" / name, as_before(state, loss=1e-3))
-    rows = [{key: row[key] for key in row if key not in ("kind", "step")} for row in read_metrics(chosen)]
-    (old / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    record = json.loads((chosen / "data.json").read_text())
+    (old / "data.json").write_text(json.dumps({key: record[key] for key in ("shape", "classes")}))
+    shutil.copy(chosen / "config.yaml", old)
     assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("step_00000015.pt")
-    run_world(2, main_in_world, *RUN, f"runs_dir={tmp_path}", "patience=2")
-    rows = read_metrics(old)
-    assert [(row["epoch"], row.get("kind")) for row in rows] == [(1, None), (2, None), (3, None), (4, "epoch")]
-    assert rows[-1]["val_loss"] == read_metrics(chosen)[-1]["val_loss"]
-    progress = torch.load(old / "checkpoints" / "step_00000020.pt", weights_only=True)["progress"]
-    assert progress["best"]["val_loss"] == rows[-1]["val_loss"]
-    assert result_in(old / "checkpoints", "val_loss") is not None
-    assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("best.pt")
-    # What was trained on before is unknown, in the log of this resume and from then on.
-    seen = "so its weights may have been trained on samples that now validate them"
-    assert (old / "train.log").read_text().count(seen) == 1
-    assert json.loads((old / "data.json").read_text())["may_have_seen"]
-    code, _, errors = command(evaluate.main, old, "strategy=single", "split=val")
+    code, output, errors = command(evaluate.main, old, "strategy=single", "split=val")
     assert code == 0, errors
-    assert seen in caplog.text
+    assert output.startswith(f"{old}/checkpoints/step_00000015.pt, epoch 3: val loss {read_metrics(chosen)[2]['val_loss']:.4f}")
+    assert "so its weights may have been trained on samples that now validate them" in caplog.text
+    cfg = config(*RUN, "strategy=single", f"runs_dir={tmp_path}")
+    with pytest.raises(
+        ConfigError, match=f"{old} was trained with a validation set that it has not recorded, and a run cannot"
+    ):
+        check_and_build(cfg, Runtime("cpu"), lambda cfg, job: None)
 
 
 @pytest.mark.parametrize(("folder", "fraction"), [("test", 0.0), ("val", 0.0), ("other", 0.25)])

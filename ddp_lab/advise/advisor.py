@@ -14,10 +14,10 @@ from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_ranks
 from ddp_lab.advise.planned import PlannedRuntime, plan_model
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.sources import dataset_sizes
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.run.data_shape import sizes_of
 from ddp_lab.run.job import load_dataset
 from ddp_lab.strategies.batch_norm import is_batch_norm
 
@@ -124,7 +124,7 @@ class Advisor:
             raise ConfigError("device and strategy.devices: plans are made for all devices that --gpus names; leave them out")
         if auto := [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]:
             raise ConfigError(f"{auto[0]}=auto: is chosen when training starts; use a number for plans")
-        dataset = sizes_of(cfg.data) or load_dataset(cfg, PlannedRuntime(1, 1, cfg.precision))
+        dataset = dataset_sizes(cfg.data) or load_dataset(cfg, PlannedRuntime(1, 1, cfg.precision))
         of_strategy = [override for override in overrides if re.match(r"(\+\+?|~)?strategy[.=]", override)]
         common = ["--config-dir", config_dir] if config_dir is not None else []
         common += [override for override in overrides if override not in of_strategy]

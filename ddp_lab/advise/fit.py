@@ -21,7 +21,7 @@ from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.run.job import Job, load_dataset
 from ddp_lab.run.job import build as build_job
 from ddp_lab.run.materialize import materialize

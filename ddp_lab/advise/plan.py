@@ -19,7 +19,7 @@ from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan

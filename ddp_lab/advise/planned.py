@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, key_of, make_model
 from ddp_lab.models.trial import freeze_unused

@@ -14,9 +14,8 @@ import math
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.arguments import Parser, check_folder
 from ddp_lab.launch.command import command
-from ddp_lab.launch.output import check_folder
-from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
 
 

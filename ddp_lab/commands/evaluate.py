@@ -13,9 +13,8 @@ writes nothing but the file of --json.
 import argparse
 from pathlib import Path
 
+from ddp_lab.launch.arguments import Parser, check_folder
 from ddp_lab.launch.command import command
-from ddp_lab.launch.output import check_folder
-from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
 
 

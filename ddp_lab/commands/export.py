@@ -10,15 +10,14 @@ The weights are the best ones if a validation set chose them, else those of the 
 
 import argparse
 
+from ddp_lab.launch.arguments import Parser, check_output, replacing
 from ddp_lab.launch.command import command
-from ddp_lab.launch.output import add_output, check_output, replacing
-from ddp_lab.launch.parser import Parser
 
 
 def arguments() -> argparse.Namespace:
     parser = Parser("ddp-lab export", __doc__)
     parser.add_run()
-    add_output(parser, "file to write: .safetensors, .onnx or .pt2", required=True)
+    parser.add_output("file to write: .safetensors, .onnx or .pt2", required=True)
     return parser.parse_args()
 
 

@@ -11,15 +11,14 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.arguments import Parser, check_output
 from ddp_lab.launch.command import command
-from ddp_lab.launch.output import add_output, check_output
-from ddp_lab.launch.parser import Parser
 
 
 def arguments() -> argparse.Namespace:
     parser = Parser("ddp-lab merge", __doc__)
     parser.add_run("last")
-    add_output(parser, "file to write (default: the checkpoint's name, in the run directory)", required=False)
+    parser.add_output("file to write (default: the checkpoint's name, in the run directory)", required=False)
     return parser.parse_args()
 
 

@@ -13,9 +13,8 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.arguments import Parser, check_output, replacing
 from ddp_lab.launch.command import command
-from ddp_lab.launch.output import add_output, check_output, replacing
-from ddp_lab.launch.parser import Parser
 from ddp_lab.world.process import env_int
 
 
@@ -23,7 +22,7 @@ def arguments() -> argparse.Namespace:
     parser = Parser("ddp-lab predict", __doc__)
     parser.add_run()
     parser.add_argument("images", nargs="+", help="files, folders or quoted globs")
-    add_output(parser, "CSV file to write; without it, the rows are printed", required=False)
+    parser.add_output("CSV file to write; without it, the rows are printed", required=False)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes in a row (default: 5)")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")

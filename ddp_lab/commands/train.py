@@ -13,8 +13,7 @@ from omegaconf import DictConfig
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.command import PREEMPTED, command, run_with_config
-from ddp_lab.launch.start_ranks import complete_options, split_options, start_ranks
-from ddp_lab.launch.tasks import refuse_tasks
+from ddp_lab.launch.start_ranks import complete_options, refuse_tasks, split_options, start_ranks
 
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 

@@ -1,5 +1,6 @@
 """Types of config values: what pydantic checks, and how error messages and docs/configuration.md describe it."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,9 +8,8 @@ from typing import Annotated, Any
 from annotated_types import Predicate
 from pydantic import Field
 
-from ddp_lab.config.faults import KINDS, parse
-
 SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the order in which their metrics are shown
+FAULTS = ("crash", "segfault", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")  # kinds of injected faults
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,12 @@ class Allowed:
     """A description of the allowed values of an annotated type, as the end of "must be ..."."""
 
     text: str
+
+
+def parse_fault(text: str) -> tuple[str, int, int] | None:
+    """Return kind, rank and step; None if `text` does not have this form or the kind is unknown."""
+    match = re.fullmatch(r"(\w+)@rank=(\d+),step=([1-9]\d*)", text)
+    return (match[1], int(match[2]), int(match[3])) if match and match[1] in FAULTS else None
 
 
 Count = Annotated[int, Field(ge=1), Allowed("an integer of at least 1")]
@@ -34,13 +40,13 @@ RunName = Annotated[
 ]
 Injection = Annotated[
     str,
-    Predicate(lambda value: parse(value) is not None),
-    Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(KINDS)}"),
+    Predicate(lambda value: parse_fault(value) is not None),
+    Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(FAULTS)}"),
 ]
 ClassName = Annotated[str, Allowed("the name of a class")]
 # The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
 BlockName = Annotated[str | int, Allowed("the name of a block")]
-Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by the schema of options.py
+Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by `options` of build.py
 Resume = Annotated[
     str,
     Predicate(lambda value: value in ("auto", "never") or Path(value).is_file() or Path(value, "manifest.json").is_file()),

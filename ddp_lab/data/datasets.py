@@ -1,4 +1,4 @@
-"""The datasets that are held as one uint8 tensor per split, which fits on every device."""
+"""The datasets that are held as one uint8 tensor per set, which fits on every device."""
 
 import os
 import socket
@@ -14,8 +14,19 @@ import torch.nn.functional as F
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
-from ddp_lab.data.samples import Dataset, LabelledImages
-from ddp_lab.world.network import default_timeout
+from ddp_lab.data.dataset import Dataset, LabelledImages
+from ddp_lab.world.process import default_timeout
+
+
+def unread(train: int, test: int, shape: tuple[int, ...], classes: int) -> Dataset:
+    """Return a dataset of which only the sizes are known: its tensors are on the meta device."""
+
+    def images(size: int) -> LabelledImages:
+        return LabelledImages(
+            torch.empty(size, *shape, dtype=torch.uint8, device="meta"), torch.empty(size, dtype=torch.int64, device="meta")
+        )
+
+    return Dataset(images(train), images(test), [str(label) for label in range(classes)])
 
 
 class Digits:
@@ -23,6 +34,10 @@ class Digits:
 
     def prepare(self) -> None:
         """Do nothing: there is nothing to download."""
+
+    def sizes(self) -> Dataset:
+        """Return the sizes without the images."""
+        return unread(1437, 360, (1, 28, 28), 10)
 
     def load(self) -> Dataset:
         """Read the digits from scikit-learn's file."""
@@ -57,12 +72,16 @@ class Synthetic:
     """
 
     def __init__(self, train_size: Count, test_size: Count, channels: Count, image_size: Count, num_classes: Count):
-        self.sizes = train_size, test_size
+        self.train_size, self.test_size = train_size, test_size
         self.shape = channels, image_size, image_size
         self.num_classes = num_classes
 
     def prepare(self) -> None:
         """Do nothing: there is nothing to download."""
+
+    def sizes(self) -> Dataset:
+        """Return the sizes without the images."""
+        return unread(self.train_size, self.test_size, self.shape, self.num_classes)
 
     def load(self) -> Dataset:
         """Generate the images, which are the same in every process."""
@@ -77,8 +96,7 @@ class Synthetic:
             targets = torch.randint(0, self.num_classes, (size,), generator=generator)
             return LabelledImages(noise(size) + pictures[targets], targets)
 
-        train, test = (draw(size) for size in self.sizes)
-        return Dataset(train, test, [str(label) for label in range(self.num_classes)])
+        return Dataset(draw(self.train_size), draw(self.test_size), [str(label) for label in range(self.num_classes)])
 
 
 class _Split(Protocol):
@@ -143,6 +161,11 @@ class Torchvision:
                 f"({' '.join(str(error).split())}). Put its files at {where}, or set data.root to the directory that contains "
                 f"{self.files[self.name].split('/')[0]}/, or use data=digits, which needs no download"
             ) from None
+
+    def sizes(self) -> Dataset:
+        """Return the sizes without the images."""
+        size, shape = (50000, (3, 32, 32)) if self.name == "CIFAR10" else (60000, (1, 28, 28))
+        return unread(size, 10000, shape, 10)
 
     def load(self) -> Dataset:
         """Read both splits from the files that `prepare` found or downloaded."""

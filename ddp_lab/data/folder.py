@@ -3,27 +3,24 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.data.record import Cached, Files, build_record
-from ddp_lab.data.samples import Dataset
-from ddp_lab.data.space import check_space, estimate_bytes, remove_abandoned
-from ddp_lab.data.streamed import Streamed
-from ddp_lab.data.transforms import ImageOptions
-from ddp_lab.data.tree import Names, find_images
-from ddp_lab.world.process import is_alive
+from ddp_lab.config.types import SETS
+from ddp_lab.data.cache import Pictures, build_in_memory, build_record
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.images import SUFFIXES, ImageOptions, Streamed, find_files
 
-VERSION = 1  # of what a record contains
-SHARED_MEMORY = Path("/dev/shm")
-RECORD_IN_MEMORY = re.compile(r"[0-9a-f]{16}-(\d+)")  # its key, and the process that wrote it
+VERSION = 2  # of what a record contains
+# Folders beside train that would be silently unused, though their names, in any case, say what they are.
+MEANT = {"val": ("val", "valid", "validation", "dev", "eval", "evaluation"), "test": ("test", "testing")}
 
 
 class Folder:
@@ -67,61 +64,57 @@ class Folder:
                 f"data.root={self.root}: there is no such directory on {socket.gethostname()}; it must have train/CLASS/FILE"
             )
         names = find_images(self.root)
-        folder, temporary = self._places(self._key(names))
-        where = "data.cache=ram" if self.cache == "ram" else f"data.cache_dir={self.cache_dir}"
-        remove_abandoned(folder.parent)
-        if self.cache != "none" and not folder.exists():
-            needed = estimate_bytes(self.root, names, self.images.channels, self.images.short_side)
-            check_space(folder, needed, where)
+        pictures = Pictures(self.root, np.array([os.fsencode(name) for name in names]), self.images)
         try:
-            build_record(
-                folder, temporary, self.root, names, self.images.channels, self.images.short_side, keep=self.cache != "none"
-            )
+            if self.cache == "ram":
+                record = build_in_memory(pictures)
+            else:
+                record = build_record(self.cache_dir / self._key(names), pictures, keep=self.cache == "disk")
         except OSError as error:
+            where = "data.cache=ram" if self.cache == "ram" else f"data.cache_dir={self.cache_dir}"
             raise NodeError(
-                f"{where}: cannot write {folder} on {socket.gethostname()} ({error.strerror or error}). Free some "
-                "space, or use another data.cache_dir or data.cache"
+                f"{where}: cannot write the record of the images on {socket.gethostname()} ({error.strerror or error}). Free "
+                "some space, or use a smaller data.resize, another data.cache_dir or data.cache"
             ) from None
-        corrupt: dict[str, str] = json.loads((folder / "corrupt.json").read_text())
+        corrupt: dict[str, str] = json.loads((record / "corrupt.json").read_text())
         if corrupt and self.on_corrupt == "stop":
-            self._release(folder)
+            self._release(record)
             raise NodeError(
                 f"data.root={self.root}: {len(corrupt)} of {len(names)} files cannot be decoded: {listed(corrupt)}. Remove "
                 "them, or use data.on_corrupt=skip"
             )
-        return str(folder)
+        return str(record)
 
-    def load(self, record: str) -> Dataset:
+    def load(self, prepared: str) -> Dataset:
         """Read the record that `prepare` returned."""
-        folder, images = Path(record), self.images
-        names = Names((folder / "names").read_bytes())
-        corrupt: dict[str, str] = json.loads((folder / "corrupt.json").read_text())
-        parts = [names[number].split("/", 2) for number in range(len(names))]
+        record, images = Path(prepared), self.images
+        packed = np.load(record / "names.npy")
+        names = [os.fsdecode(name) for name in packed]
+        corrupt: dict[str, str] = json.loads((record / "corrupt.json").read_text())
+        parts = [name.split("/", 2) for name in names]
         classes = sorted({name for _, name, _ in parts})
         number_of = {name: number for number, name in enumerate(classes)}
         targets = torch.tensor([number_of[name] for _, name, _ in parts])
         numbers: dict[str, list[int]] = {split: [] for split, _, _ in parts}
-        for number, (split, _, _) in enumerate(parts):
-            if names[number] not in corrupt:
-                numbers[split].append(number)
+        for number, name in enumerate(names):
+            if name not in corrupt:
+                numbers[parts[number][0]].append(number)
         if empty := [split for split, found in numbers.items() if not found]:
             raise NodeError(f"data.root={self.root}: no image in {empty[0]} can be decoded; remove the folder, or add images")
-        if self.cache == "none":
-            pictures = Files(self.root, names, targets, images.channels, images.short_side)
-        else:
-            pictures = Cached(folder, targets, images.channels)
-        sets = {name: Streamed(pictures, found, images, augment=name == "train") for name, found in numbers.items()}
-        training = sets["train"]
+        pictures = Pictures(self.root, packed, images, record if self.cache != "none" else None)
+        read = partial(read_labelled, pictures, targets)
+        sets = {name: Streamed(read, torch.tensor(found), images, augment=name == "train") for name, found in numbers.items()}
+        train = numbers["train"]
+        listing = b"\0".join([*packed.tolist(), json.dumps(sorted(corrupt)).encode()])
         return Dataset(
-            training,
+            sets["train"],
             sets.get("test"),
             classes,
             sets.get("val"),
-            lambda index: names[int(training.numbers[index])].removeprefix("train/"),
-            "",
-            hashlib.sha256(names.block + json.dumps(sorted(corrupt)).encode()).hexdigest(),
-            corrupt,
-            partial(self._release, folder),
+            names=lambda index: names[train[index]].removeprefix("train/"),
+            digest=hashlib.sha256(listing).hexdigest(),
+            skipped=corrupt,
+            release=partial(self._release, record),
         )
 
     def _key(self, names: list[str]) -> str:
@@ -135,29 +128,72 @@ class Folder:
                 key.update(os.fsencode(f"{name}\0missing\0"))
         return key.hexdigest()[:16]
 
-    def _places(self, key: str) -> tuple[Path, Path]:
-        """Return the path of the record and of the folder in which it is built."""
-        if self.cache != "ram":
-            return self.cache_dir / key, self.cache_dir / f"building-{key}"
-        if not SHARED_MEMORY.is_dir():
-            raise NodeError(f"data.cache=ram: {socket.gethostname()} has no {SHARED_MEMORY}; use data.cache=disk")
-        parent = SHARED_MEMORY / f"ddp_lab-{os.getuid()}"
-        parent.mkdir(mode=0o700, exist_ok=True)
-        if parent.stat().st_uid != os.getuid():
-            raise NodeError(f"data.cache=ram: {parent} belongs to another user; use data.cache=disk")
-        for left in parent.iterdir():
-            record = RECORD_IN_MEMORY.fullmatch(left.name)
-            if record and not is_alive(int(record[1])):  # its launch was killed before all ranks had opened it
-                shutil.rmtree(left, ignore_errors=True)
-        return parent / f"{key}-{os.getpid()}", parent / f"building-{key}"
-
-    def _release(self, folder: Path) -> None:
+    def _release(self, record: Path) -> None:
         """Remove a record in shared memory: its memory is freed when the last process that maps it exits, however it exits."""
         if self.cache == "ram":
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(record, ignore_errors=True)
+
+
+def read_labelled(pictures: Pictures, targets: torch.Tensor, number: int) -> tuple[torch.Tensor, int]:
+    """Return an image by its number, and its class."""
+    return pictures[number], int(targets[number])
 
 
 def listed(reasons: dict[str, str], most: int = 5) -> str:
     """Return the first of some reasons, and how many more there are."""
     more = len(reasons) - most
     return "; ".join(list(reasons.values())[:most]) + (f"; and {more} more" if more > 0 else "")
+
+
+def find_images(root: Path) -> list[str]:
+    """Return the names SPLIT/CLASS/FILE of all images below `root`, in the order of their code points.
+
+    SPLIT is train and, if there are such folders, val and test. FILE may be in subfolders (`find_files`).
+
+    Raises:
+        NodeError: the directories do not have this form, the folders have different classes, a class of the training set has no
+            image, two classes are links to the same directory, or a folder is meant to be val or test, but called otherwise.
+    """
+    key = f"data.root={root}"
+    if not (root / "train").is_dir():
+        raise NodeError(
+            f"{key}: has no folder train; expected {root}/train/CLASS/FILE, and {root}/val and {root}/test if there are such "
+            "images"
+        )
+    for entry in sorted(entry.name for entry in root.iterdir() if entry.is_dir()):
+        if entry not in SETS and (meant := [name for name, others in MEANT.items() if entry.lower() in others]):
+            raise NodeError(
+                f"{key}: the folder {entry} would not be used; it must be called {meant[0]}. Rename it to {meant[0]}, or move "
+                "it to another directory"
+            )
+    found = {name: find_set(root, name) for name in SETS if (root / name).is_dir()}
+    if empty := [name for name, classes in found.items() if not any(classes.values())]:
+        raise NodeError(f"{key}: no image in {empty[0]}; remove the folder, or add {', '.join(SUFFIXES)} files")
+    if empty := [name for name, files in found["train"].items() if not files]:
+        raise NodeError(
+            f"{key}: no image in train/{empty[0]} ({len(empty)} of {len(found['train'])} classes have none); expected "
+            f"{', '.join(SUFFIXES)} files. Remove the folder, or add images"
+        )
+    for name in found:
+        if different := sorted(found["train"].keys() ^ found[name].keys()):
+            where = "train" if different[0] in found["train"] else name
+            raise NodeError(
+                f"{key}: train and {name} must have the same classes, but {different[0]} is in {where} only "
+                f"({len(different)} such classes)"
+            )
+    return sorted(name for classes in found.values() for files in classes.values() for name in files)
+
+
+def find_set(root: Path, split: str) -> dict[str, list[str]]:
+    """Return the names of the images of train, val or test, by class."""
+    classes = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        raise NodeError(
+            f"data.root={root}: {split} has no folders; expected a folder for each class, {root}/{split}/CLASS/FILE"
+        )
+    real: dict[str, str] = {}
+    for name in classes:
+        first = real.setdefault(os.path.realpath(root / split / name), name)
+        if first != name:
+            raise NodeError(f"data.root={root}: the classes {first} and {name} of {split} are the same directory")
+    return {name: list(find_files(str(root / split / name), f"{split}/{name}", set())) for name in classes}

@@ -4,7 +4,7 @@ import math
 import mmap
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.data.loader import Loader, LoaderOptions, Shard
-from ddp_lab.data.samples import Samples
+from ddp_lab.data.dataset import Samples
+from ddp_lab.data.loader import Loader, LoaderOptions
 from ddp_lab.world.process import REQUESTS
 
 TARGET = 8  # bytes of a sample's class, an int64; its image has a byte for each value
@@ -34,27 +34,28 @@ class Keys(Sampler[list[tuple[int, int]]]):
     learn the epoch from the keys: nothing that is set in the main process reaches them once they run.
 
     Args:
-        shard: this rank's samples. If it does not shuffle, all epochs are the same one, and only one is repeated.
+        order: returns the indices of the rank's samples in an epoch.
         size: samples in a local batch.
+        shuffle: whether epochs differ; False: one epoch is repeated.
 
     Attributes:
         position: epoch and number of this rank's samples to skip, for the next call of `iter`.
     """
 
-    def __init__(self, shard: Shard, size: int):
-        self.shard, self.size = shard, size
+    def __init__(self, order: Callable[[int], torch.Tensor], size: int, shuffle: bool):
+        self.order, self.size, self.shuffle = order, size, shuffle
         self.position: tuple[int, int] = (0, 0)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, start = self.position
         while True:
-            for indices in self.shard.order(epoch)[start:].split(self.size):
+            for indices in self.order(epoch)[start:].split(self.size):
                 yield [(epoch, index) for index in indices.tolist()]
             epoch, start = self.after(epoch)
 
     def after(self, epoch: int) -> tuple[int, int]:
         """Return the position after an epoch."""
-        return (epoch + self.shard.shuffle, 0)
+        return (epoch + self.shuffle, 0)
 
 
 class Keyed(TorchDataset[tuple[torch.Tensor, int]]):
@@ -101,7 +102,7 @@ class WorkerLoader(Loader):
 
     def __init__(self, data: Samples, options: LoaderOptions):
         super().__init__(data, options)
-        self._keys = Keys(self.shard, self.local_batch_size)
+        self._keys = Keys(self.order, self.local_batch_size, options.shuffle)
         self.loader = DataLoader(
             Keyed(data),
             batch_sampler=self._keys,
@@ -120,12 +121,12 @@ class WorkerLoader(Loader):
         if not self.loader.num_workers:
             return 0
         batches = self.loader.num_workers * (self.loader.prefetch_factor or 0) + 2
-        size = min(self.local_batch_size, len(self.shard))
+        size = min(self.local_batch_size, self.samples)
         pages = sum(math.ceil(size * each / mmap.PAGESIZE) for each in (math.prod(self.data.shape), TARGET))
         return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
-        if self.start < len(self.shard) and (self._stream is None or self._keys.position != (self.epoch, self.start)):
+        if self.start < self.samples and (self._stream is None or self._keys.position != (self.epoch, self.start)):
             self._keys.position = self.epoch, self.start  # the first epoch, or a resumed or abandoned one
             self._stream = iter(self.loader)
 
@@ -134,7 +135,7 @@ class WorkerLoader(Loader):
         images, targets = next_of(self._stream)
         epoch, start = self._keys.position
         start += len(targets)
-        self._keys.position = (epoch, start) if start < len(self.shard) else self._keys.after(epoch)
+        self._keys.position = (epoch, start) if start < self.samples else self._keys.after(epoch)
         # Not contiguous(), which leaves images of one channel with the strides of channels_last.
         images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
         return images, targets.to(self.device, non_blocking=True)

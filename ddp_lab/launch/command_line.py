@@ -1,22 +1,25 @@
-"""The config of a command line, and messages for overrides that Hydra rejects."""
+"""The config of a command line, messages for overrides that Hydra rejects, and keys that had another name before."""
 
 import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ddp_lab.config.build import GROUPS, options
+from ddp_lab.config.check import unknown_key
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.messages import unknown_key
-from ddp_lab.config.options import GROUPS, options
-from ddp_lab.launch.renamed import rename_keys, rename_overrides, warn
+from ddp_lab.world.process import env_int
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
+RENAMED = {"data.shift": "data.crop_padding"}  # by the old name, which is accepted for one release, with a warning
 
 
 def quote_faults(arguments: list[str]) -> list[str]:
@@ -135,3 +138,57 @@ def target_with(group: str, name: str, node: DictConfig) -> str | None:
         return target if group in GROUPS and name in options(group, {"_target_": target}).model_fields else None
     except ConfigError:
         return None
+
+
+def rename_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line with the new names of keys, and warn of each old one.
+
+    Args:
+        arguments: Hydra overrides such as key=value and ~key, among other arguments.
+
+    Raises:
+        ConfigError: a key is given under both names.
+    """
+    keys = [argument.partition("=")[0].lstrip("+~") for argument in arguments]
+    old = {key for key, argument in zip(keys, arguments, strict=True) if key in RENAMED and re.search(r"=|^~", argument)}
+    if both := [key for key in old if RENAMED[key] in keys]:
+        raise _both(both[0])
+    warn(sorted(old))
+    given = zip(keys, arguments, strict=True)
+    return [argument.replace(key, RENAMED[key], 1) if key in old else argument for key, argument in given]
+
+
+def rename_keys(cfg: DictConfig) -> list[str]:
+    """Move the values of old names to the new ones, in place. Recorded configs have old names, and users' own yaml may.
+
+    Returns:
+        The old names that were found.
+
+    Raises:
+        ConfigError: a key has a value under both names, and that of the new name is not its default.
+    """
+    found: list[str] = []
+    for old, new in RENAMED.items():
+        group, _, key = old.rpartition(".")
+        node = OmegaConf.select(cfg, group) if group else cfg
+        if not isinstance(node, DictConfig) or key not in node:
+            continue
+        if OmegaConf.select(cfg, new) not in (None, OmegaConf.select(OmegaConf.load(CONF / "config.yaml"), new)):
+            raise _both(old)
+        value = cast("dict[str, Any]", OmegaConf.to_container(node))[key]  # a reference to another key remains one
+        with open_dict(cfg):
+            del node[key]
+            OmegaConf.update(cfg, new, value, force_add=True)
+        found.append(old)
+    return found
+
+
+def warn(names: Sequence[str]) -> None:
+    """Print a warning for each old name, on rank 0."""
+    for old in names if env_int("RANK", 0) == 0 else ():
+        text = f"warning: {old} is now called {RENAMED[old]}; the old name is accepted until the next release"
+        print(text, file=sys.stderr, flush=True)
+
+
+def _both(old: str) -> ConfigError:
+    return ConfigError(f"{old}: is the old name of {RENAMED[old]}, which is given, too; remove {old}")

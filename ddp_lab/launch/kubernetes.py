@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hydra.core.utils import JobReturn
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import Job, SweepLauncher, is_finished, job_return
+from ddp_lab.launch.sweep import Job, SweepLauncher, is_finished
 
 # JobSet appends "-node-0-<index>-<5 characters>" to the names of pods, which may have 63 characters.
 LONGEST = 40
@@ -51,7 +50,7 @@ class KubernetesLauncher(SweepLauncher):
         return self.volume / self.sweep_dir.name
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Create the TrainJobs that are neither finished nor running; a rejected one does not end the sweep.
+        """Create the TrainJobs that are neither finished nor running; as `SweepLauncher.submit_all`.
 
         Args:
             job_overrides: The Hydra overrides of each job.
@@ -59,20 +58,15 @@ class KubernetesLauncher(SweepLauncher):
 
         Raises:
             ConfigError: A launcher option is wrong, kubectl is not installed or the cluster does not respond.
-            SystemExit: The cluster rejected a TrainJob; raised after the last job.
         """
         self._check_options()
         jobs = self.jobs(job_overrides)
-        manifests = [self.manifest(job) for job in jobs]
         if self.dry_run:
+            manifests = map(self.manifest, jobs)
             print(yaml.safe_dump_all(manifests, explicit_start=True, sort_keys=False, allow_unicode=True))
-        else:
-            there = self.trainjobs()
-            print(f"{len(jobs)} jobs in {self.runs_dir}", flush=True)
-            accepted = [self._create(job, manifest, there) for job, manifest in zip(jobs, manifests, strict=True)]
-            if not all(accepted):
-                sys.exit(1)
-        return [job_return(job) for job in jobs]
+            return self.results(jobs)
+        there = self.trainjobs()
+        return self.submit_all(jobs, lambda job: self._create(job, there))
 
     def _check_options(self) -> None:
         for key in ("numNodes", "numProcPerNode"):
@@ -121,27 +115,22 @@ class KubernetesLauncher(SweepLauncher):
             raise ConfigError(f"hydra/launcher=kubernetes: kubectl get trainjobs: {' '.join(done.stderr.split())}")
         return {item["metadata"]["name"]: item for item in json.loads(done.stdout)["items"]}
 
-    def _create(self, job: Job, manifest: dict[str, Any], there: dict[str, dict[str, Any]]) -> bool:
+    def _create(self, job: Job, there: dict[str, dict[str, Any]]) -> bool:
         """Create the TrainJob of a job unless it is finished or running; return False if the cluster rejects it."""
+        manifest = self.manifest(job)
         name = manifest["metadata"]["name"]
         known = there.get(name)
         state = state_of(known) if known else None
-        if is_finished(job) or (known and state == "Complete" and has_arguments(known, manifest)):
-            outcome = "already finished"
-        elif known and state not in ENDED:
-            outcome = f"already created: trainjob {name} {state}"
-        else:
-            # A TrainJob is immutable: one that has ended is deleted and created again.
-            verb = ["replace", "--force"] if known else ["create"]
-            command = ["kubectl", *verb, "--filename=-"]
-            done = subprocess.run(command, input=json.dumps(manifest), capture_output=True, text=True)
-            outcome = " ".join(f"{done.stdout} {done.stderr}".split())
-            if done.returncode:
-                print(f"[{job.name}] not created: {outcome}", flush=True)
-                return False
-            there[name] = manifest  # the sweep may contain the same job twice
-        print(f"[{job.name}] {outcome}", flush=True)
-        return True
+        # Another number of epochs is another argument.
+        complete = known and state == "Complete" and known["spec"]["trainer"].get("args") == manifest["spec"]["trainer"]["args"]
+        if is_finished(job) or complete or (known and state not in ENDED):
+            again = "finished" if is_finished(job) or complete else f"created: trainjob {name} {state}"
+            print(f"[{job.name}] already {again}", flush=True)
+            return True
+        there[name] = manifest  # the sweep may contain the same job twice
+        # A TrainJob is immutable: one that has ended is deleted and created again.
+        verb = ["replace", "--force"] if known else ["create"]
+        return self.submit(job, ["kubectl", *verb, "--filename=-"], json.dumps(manifest))
 
 
 def plain(key: str, value: object) -> dict[str, Any]:
@@ -167,8 +156,3 @@ def state_of(trainjob: Mapping[str, Any]) -> str:
     """Return the last condition of a TrainJob that is true; Running if it has none."""
     conditions = trainjob.get("status", {}).get("conditions", [])
     return ([item["type"] for item in conditions if item["status"] == "True"] or ["Running"])[-1]
-
-
-def has_arguments(trainjob: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
-    """Return whether a TrainJob has the arguments of a manifest; another number of epochs is another argument."""
-    return trainjob["spec"]["trainer"].get("args") == manifest["spec"]["trainer"]["args"]

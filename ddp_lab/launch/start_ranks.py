@@ -19,10 +19,11 @@ from hydra.utils import get_object
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.launch.arguments import Parser
 from ddp_lab.launch.command import PREEMPTED, REFUSED
 from ddp_lab.launch.command_line import compose_config, quote_faults, split_config_dir
-from ddp_lab.launch.parser import Parser
 from ddp_lab.launch.torchrun import ENTRY
+from ddp_lab.world.process import env_int
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -45,6 +46,13 @@ OPTIONS = {
     "master-addr": (".+", "a host"),
     "master-port": (r"\d+", "a port"),
     "local-addr": (".+", "a host"),
+}
+# What starts several processes: the number of tasks, the program, and which task this is. SLURM_NTASKS is set in the shells of
+# sbatch and salloc, too.
+TASKS = {
+    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("mpirun", "PMI_RANK"),
 }
 # Options that have no effect without one of others
 NEEDS = {
@@ -140,6 +148,35 @@ def count_ranks(strategy: str, device: str) -> int:
     import torch  # not at the top of the file: mistakes in the config are reported without it
 
     return max(1, torch.cuda.device_count())
+
+
+def refuse_tasks(options: Mapping[str, str]) -> None:
+    """Check that this process is not one of several tasks of srun or mpirun that would each train a run or start ranks.
+
+    It may be a rank, or the only task on its machine of a launch on several.
+
+    Args:
+        options: of the launch of ranks.
+
+    Raises:
+        SystemExit: with exit code 2. The first task reports it.
+    """
+    if "RANK" in os.environ:
+        return
+    several = options.get("nnodes", "1").split(":")[-1] != "1"  # machines
+    for variable, (program, number) in TASKS.items():
+        tasks = env_int(variable, 1)
+        allowed = env_int("SLURM_STEP_NUM_NODES", tasks) if program == "srun" else tasks
+        if tasks > (allowed if several else 1):
+            if env_int(number, 0) == 0:
+                line = f"ddp-lab train --nproc {tasks} OVERRIDES"
+                print(
+                    f"error: {program} started {tasks} tasks ({variable}={tasks}), which are not ranks: each would train a run "
+                    f"or start ranks of its own. On one machine start one task: `{line}`. On several, start one task on each: "
+                    "`ddp-lab train --nproc N --nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`",
+                    file=sys.stderr,
+                )
+            sys.exit(REFUSED)
 
 
 def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:

@@ -2,8 +2,10 @@
 
 import hashlib
 import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,8 +17,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import quote
-from ddp_lab.launch.renamed import rename_keys
+from ddp_lab.launch.command_line import quote, rename_keys
 from ddp_lab.observe.metrics_file import objective
 from ddp_lab.resilience.run_directory import read_json
 
@@ -95,6 +96,33 @@ class SweepLauncher(Launcher):
             one_process = get_object(cfg.strategy["_target_"]).one_process
             jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, cfg.optimize, one_process))
         return jobs
+
+    def submit_all(self, jobs: list[Job], submit: Callable[[Job], bool]) -> Sequence[JobReturn]:
+        """Submit the jobs to a scheduler; a rejected job does not end the sweep.
+
+        Args:
+            jobs: The jobs of the sweep.
+            submit: Submits a job, and returns False if the scheduler rejects it.
+
+        Raises:
+            SystemExit: The scheduler rejected a job; raised after the last job.
+        """
+        print(f"{len(jobs)} jobs in {self.runs_dir}", flush=True)
+        accepted = [submit(job) for job in jobs]
+        if not all(accepted):
+            sys.exit(1)
+        return self.results(jobs)
+
+    def submit(self, job: Job, command: list[str], text: str | None = None) -> bool:
+        """Run the scheduler's command for a job, with `text` as its input, and print the answer. Return whether it worked."""
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        answer = " ".join(f"{done.stdout} {done.stderr}".split())
+        print(f"[{job.name}] {'not submitted: ' * bool(done.returncode)}{answer}", flush=True)
+        return done.returncode == 0
+
+    def results(self, jobs: list[Job]) -> list[JobReturn]:
+        """Return what Hydra expects of every job."""
+        return [job_return(job) for job in jobs]
 
     def _config_dir(self) -> list[str]:
         """Return the option --config-dir with which the sweep was started; nothing if it has none."""

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,21 +36,6 @@ def world_command(overrides: Sequence[str], ranks: int | None) -> list[str]:
     return [sys.executable, *world, *ENTRY, *overrides]
 
 
-def new_folder(path: Path) -> Path:
-    """Create the folder that a script's option --out names, and return its absolute path.
-
-    Raises:
-        SystemExit: The folder cannot be created, or contains anything, such as old runs.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            sys.exit(f"error: --out {path}: is not empty; use another folder")
-    except OSError as error:
-        sys.exit(f"error: --out {path}: cannot be created ({error.strerror}); use another folder")
-    return path.resolve()
-
-
 class TorchrunLauncher(SweepLauncher):
     """Run every job of a sweep under its own torchrun.
 
@@ -63,7 +47,8 @@ class TorchrunLauncher(SweepLauncher):
     def __init__(self, nproc_per_node: int, max_parallel: int):
         self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
         self.processes: set[subprocess.Popen[str]] = set()
-        self.ended = False
+        self.ended: int | None = None  # the signal that ended the sweep
+        self._starting = threading.Lock()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs that are not finished; a failed job does not end the sweep.
@@ -75,13 +60,16 @@ class TorchrunLauncher(SweepLauncher):
         Raises:
             ConfigError: The jobs that run concurrently need more GPUs than are visible, or a launcher option is
                 not a positive integer.
-            SystemExit: A job failed; raised after the last job and the summary.
+            SystemExit: A job failed, or a signal ended the sweep; raised after the last job.
         """
         slots = self._slots()
         jobs = self.jobs(job_overrides)
         print(f"{len(jobs)} jobs in {self.sweep_dir}", flush=True)
         with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:
             codes = list(pool.map(lambda job: self._run(job, slots), jobs))
+        if self.ended:
+            print("the sweep was interrupted; the same command with its hydra.sweep.dir resumes it", flush=True)
+            sys.exit(128 + self.ended)
         print("\n".join(["", *(describe(job, code) for job, code in zip(jobs, codes, strict=True))]), flush=True)
         if any(codes):
             sys.exit(1)
@@ -122,16 +110,17 @@ class TorchrunLauncher(SweepLauncher):
             print(f"[{job.name}] already finished", flush=True)
             return 0
         gpus = slots.get()
-        if self.ended:
-            slots.put(gpus)  # for the next waiting job
-            return None
         environment = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
         command = world_command(job.overrides, None if job.one_process else self.nproc_per_node)
-        # Each job has its own session, so that a signal from the terminal reaches it only once, through this process.
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-        self.processes.add(process)
+        with self._starting:
+            if self.ended:
+                slots.put(gpus)  # for the next waiting job
+                return None
+            # Each job has its own session, so that a signal from the terminal reaches it only once, through this process.
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+            self.processes.add(process)
         assert process.stdout  # it is a pipe
         for line in process.stdout:
             print(f"[{job.name}] {line}", end="", flush=True)
@@ -142,43 +131,29 @@ class TorchrunLauncher(SweepLauncher):
 
     @contextlib.contextmanager
     def _ended_by_signals(self) -> Generator[None, None, None]:
-        """On SIGTERM or Ctrl-C, let the running jobs save and exit, then end the sweep; it can be resumed."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        """On SIGTERM or Ctrl-C, let the running jobs save and exit, kill those that do not in time, and start no other."""
 
         def end(number: int, frame: object) -> None:
-            if not self.ended:
-                self.ended = True
-                threading.Thread(target=self._interrupt, args=(128 + number,)).start()
+            if self.ended:  # a second SIGTERM would end torchrun's agent and, with it, the ranks while they save
+                return
+            with self._starting:
+                self.ended = number
+                for process in list(self.processes):
+                    process.terminate()
+            killer = threading.Timer(SAVE_TIMEOUT, lambda: [process.kill() for process in list(self.processes)])
+            killer.daemon = True
+            killer.start()
 
-        for number in before:
-            signal.signal(number, end)
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _interrupt(self, code: int) -> None:
-        """Terminate the running jobs, kill those that do not exit within SAVE_TIMEOUT, and exit with `code`."""
-        deadline = time.monotonic() + SAVE_TIMEOUT
-        terminated: set[subprocess.Popen[str]] = set()
-        while self.processes and time.monotonic() < deadline:
-            # Include jobs that another thread has just started. Signal each job only once: a second SIGTERM ends torchrun's
-            # agent and, with it, the ranks while they save.
-            for process in set(self.processes) - terminated:
-                process.terminate()
-                terminated.add(process)
-            time.sleep(0.1)
-        for process in list(self.processes):
-            process.kill()
-        print("the sweep was interrupted; the same command with its hydra.sweep.dir resumes it", flush=True)
-        os._exit(code)
-
 
 def describe(job: Job, code: int | None) -> str:
     """Return a one-line summary of how a job ended."""
-    if code is None:
-        return f"{job.name}: not started"
     status = read_json(job.run_dir / "status.json")
     metrics = job.run_dir / "metrics.jsonl"
     name, value = objective(metrics, job.optimize)

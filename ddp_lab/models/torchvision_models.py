@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.world.network import default_timeout
+from ddp_lab.world.process import default_timeout
 
 # Names in torchvision's Vision Transformers, and in `ddp_lab.models.vit`.
 RENAMED = {

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,14 @@ class Agreement:
     Attributes:
         not_finite: (step, rank) of the first loss since the last exchange that is not finite; None if all are finite.
         preempted: whether any rank received SIGTERM, SIGUSR1 or Ctrl-C.
-        unwritten: whether the last checkpoint could not be written.
-        ruined: whether any weight is not finite. Only `Decisions.now` checks the weights.
+        save_failed: whether the last checkpoint could not be written.
+        weights_not_finite: whether any weight is not finite. Only `Decisions.now` checks the weights.
     """
 
     not_finite: tuple[int, int] | None
     preempted: bool
-    unwritten: bool
-    ruined: bool
+    save_failed: bool
+    weights_not_finite: bool
 
 
 class HostCopy:
@@ -95,17 +95,17 @@ class Decisions:
         """Return whether an exchange follows step `step`; the same on every rank."""
         return step >= self._next
 
-    def after(self, step: int, unwritten: bool) -> Agreement | None:
+    def after(self, step: int, save_failed: bool) -> Agreement | None:
         """Exchange after step `step`, if it is `due`. Collective.
 
         Args:
             step: number of the step that was just taken.
-            unwritten: whether this rank failed to write the last checkpoint.
+            save_failed: whether this rank failed to write the last checkpoint.
 
         Returns:
             On CPUs the result of this exchange. On GPUs that of the previous one, without waiting; None at the first exchange.
         """
-        earlier, self._pending = self._pending, self._exchange(step, unwritten)
+        earlier, self._pending = self._pending, self._exchange(step, save_failed)
         if self.runtime.device.type != "cuda":
             earlier, self._pending = self._pending, None  # on the CPU the result is already available
         if earlier is None:
@@ -113,43 +113,38 @@ class Decisions:
             return None
         return self._read(earlier, step)
 
-    def now(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> Agreement:
+    def now(self, step: int, save_failed: bool, weights: Iterable[torch.Tensor] = ()) -> Agreement:
         """Exchange about all steps so far and about the weights. Collective; waits for the device.
 
         Args:
             step: number of the last step that was taken.
-            unwritten: whether this rank failed to write the last checkpoint.
+            save_failed: whether this rank failed to write the last checkpoint.
             weights: the tensors of this rank to check for values that are not finite.
 
         Returns:
             The result of this exchange, combined with that of an earlier one that has not been read yet.
         """
         earlier, self._pending = self._pending, None
-        agreed = self._read(self._exchange(step, unwritten, weights), step)
+        agreed = self._read(self._exchange(step, save_failed, weights), step)
         before = self._read(earlier, step) if earlier is not None else agreed
-        return Agreement(
-            before.not_finite or agreed.not_finite,
-            before.preempted or agreed.preempted,
-            before.unwritten or agreed.unwritten,
-            agreed.ruined,
-        )
+        return Agreement(*(one or other for one, other in zip(astuple(before), astuple(agreed), strict=True)))
 
-    def _exchange(self, step: int, unwritten: bool, weights: Iterable[torch.Tensor] = ()) -> HostCopy:
+    def _exchange(self, step: int, save_failed: bool, weights: Iterable[torch.Tensor] = ()) -> HostCopy:
         # The first step whose loss is not finite and its rank are encoded in one negative number: MAX finds the earliest.
         first = -(self.tally.first_bad(step) * self.runtime.world_size + self.runtime.rank)
         elapsed = max(time.monotonic() - self._last_time, 1e-6)
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
         self._last_step, self._last_time = step, time.monotonic()
-        host = torch.tensor([float(self.preempted), float(unwritten), -float(steps)], dtype=first.dtype)
-        ruined = [1.0 - tensor.isfinite().all().to(first) for tensor in weights]
-        ruined = torch.stack(ruined).max() if ruined else torch.zeros_like(first)
+        host = torch.tensor([float(self.preempted), float(save_failed), -float(steps)], dtype=first.dtype)
+        bad_weights = [1.0 - tensor.isfinite().all().to(first) for tensor in weights]
+        bad_weights = torch.stack(bad_weights).max() if bad_weights else torch.zeros_like(first)
         combined = torch.cat(
-            [torch.stack([first.to(self.runtime.device), ruined]), host.to(self.runtime.device, non_blocking=True)]
+            [torch.stack([first.to(self.runtime.device), bad_weights]), host.to(self.runtime.device, non_blocking=True)]
         )
         return HostCopy(self.runtime.all_reduce(combined, dist.ReduceOp.MAX))
 
     def _read(self, result: HostCopy, step: int) -> Agreement:
-        first, ruined, preempted, unwritten, steps = result.read()
+        first, bad_weights, preempted, save_failed, steps = result.read()
         self._next = step + int(-steps)
         not_finite = None if first == -math.inf else divmod(int(-first), self.runtime.world_size)
-        return Agreement(not_finite, bool(preempted), bool(unwritten), bool(ruined))
+        return Agreement(not_finite, bool(preempted), bool(save_failed), bool(bad_weights))

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_lab.config.faults import parse
+from ddp_lab.config.types import parse_fault
 from ddp_lab.data.loader import Loader
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import write_atomically
@@ -57,7 +57,7 @@ class Fault:
 
     def __init__(self, step: Step | GraphStep, injection: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):
         self.step, self.run_dir, self.checkpoints, self.taken = step, run_dir, checkpoints, taken
-        parsed = parse(injection)
+        parsed = parse_fault(injection)
         if parsed is None:
             raise ValueError(f"inject={injection}: expected KIND@rank=R,step=S")
         kind, faulty, at = parsed

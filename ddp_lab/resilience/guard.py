@@ -118,7 +118,7 @@ class Guard(Hooks):
             Preempted, TrainingError: on all ranks.
         """
         if self._must_leave_now(progress):
-            self._save_and_leave(progress)
+            self.save(progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
         """Save a checkpoint after an evaluation if one is due or the best. `progress` is at the beginning of the next epoch.
@@ -166,7 +166,7 @@ class Guard(Hooks):
             self.watchdog.at("deciding")
             agreed = self.decisions.after(number, self.checkpoints.problem is not None)
             if agreed and self._must_leave(agreed, progress):
-                self._save_and_leave(here())
+                self.save(here())
 
     def _compare_replicas(self, step: int) -> None:
         ema = self.checkpoints.ema
@@ -178,10 +178,6 @@ class Guard(Hooks):
                 "faulty device. The last checkpoint contains the values of replica 0",
                 "replicas_drifted",
             )
-
-    def _save_and_leave(self, progress: Progress) -> None:
-        self.save(progress)
-        raise Preempted
 
     def _must_leave_now(self, progress: Progress, weights: bool = False) -> bool:
         """Make all pending decisions about the steps so far, and return whether the run is preempted. Waits for the device."""
@@ -202,13 +198,13 @@ class Guard(Hooks):
                 )
             if self.watchdog.rank == 0:
                 log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
-        if agreed.ruined:
+        if agreed.weights_not_finite:
             raise TrainingError(
                 f"after step {progress.step} some weights are not finite; they are not saved. Lower "
                 "optimizer.lr or set max_grad_norm",
                 "not_finite",
             )
-        if agreed.unwritten and self.settings.on_error == "stop":
+        if agreed.save_failed and self.settings.on_error == "stop":
             raise TrainingError(
                 f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. "
                 "With checkpoint.on_error=continue training continues after such a failure",

@@ -1,42 +1,38 @@
-"""The watchdog: heartbeats of all ranks, detection of lost and hanging ranks and nodes, and the report of the first failure.
+"""The watchdog: a thread of each rank that finds lost and hanging ranks and nodes, and the report of the first failure.
 
-Each rank writes its heartbeat on the board of its node, and a thread of each rank looks at the board twice a second
-(node_watch.py). One rank of each node exchanges its node's heartbeat with the other nodes through the store (node_link.py).
-Nothing of this is on a disk that the nodes share. The thread runs even while the main thread waits in a collective for a rank
+It looks at the table of heartbeats (heartbeats.py) twice a second, even while the main thread waits in a collective for a rank
 that never arrives. Only the first failure is reported (failure_report.py). Errors that it causes go to log files.
 """
 
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
 from ddp_lab.observe.log import LOG_FILES, log
-from ddp_lab.resilience import failure_report
-from ddp_lab.resilience.failure_report import Others, advice, describe
-from ddp_lab.resilience.hang import HangCheck
-from ddp_lab.resilience.heartbeat import OwnHeartbeat
-from ddp_lab.resilience.node_board import FAILURE, Heartbeat, NodeBoard, memory_folder
-from ddp_lab.resilience.node_link import VANISHED, announce, prepare
-from ddp_lab.resilience.node_watch import BEAT, NodeWatch, find_dead_neighbour
+from ddp_lab.resilience.failure_report import advice, describe, report
+from ddp_lab.resilience.heartbeats import STARTING, VANISHED, Heartbeat, NodeLink, Table, Unchanged, wait_for_turn
 from ddp_lab.resilience.run_directory import RunDir, write_status
-from ddp_lab.resilience.unchanged import Pace
 from ddp_lab.training.progress import Progress
+from ddp_lab.world.process import is_alive
 from ddp_lab.world.runtime import Runtime
 
+BEAT = 0.5  # seconds between two looks
+FROZEN = 6  # looks without a heartbeat after which the next rank of the node leads it
 GRACE = 5.0  # seconds for which a rank whose collective failed waits for another rank's report
 NODE_GRACE = VANISHED + GRACE  # the same on several nodes, where the cause may be a node that has vanished
-STORE_GRACE = 3.0  # seconds without the store after which a report is looked for on the disk; again after 6, 12, ...
 COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the watchdog's, which can report the rank
 # Errors of torch, gloo and NCCL that another rank's exit causes. They can be recognised by their texts only: they have no type
 # or field of their own.
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
+KILLED = "exited without reporting an error: killed, crashed or left early"
 
 Outcome = Literal["finished", "preempted", "interrupted"]
+Found = tuple[Heartbeat, str]  # the rank that failed, and what happened to it
 
 
 class Watchdog:
@@ -49,35 +45,40 @@ class Watchdog:
         run_dir: where failure.json and status.json are written.
         runtime: rank and world size.
         timeout: seconds without progress after which the launch is ended and the rank with the least progress is reported.
-        folder: where the board of the node is created; None: in memory.
+
+    Attributes:
+        own: the heartbeat of this rank. `since` is the Unix time at which its phase began, `beat` the number of looks, `waits`
+            whether the main thread is most likely in a collective, which is only found out if the launch hangs.
     """
 
-    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float, folder: Path | None = None):
-        self.run_dir, self.runtime, self.timeout, self.folder = run_dir.path, runtime, timeout, folder or memory_folder()
-        self.rank = runtime.rank
+    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float):
+        self.run_dir, self.runtime, self.timeout, self.rank = run_dir.path, runtime, timeout, runtime.rank
+        # A hang is judged when the heartbeats of all ranks show who waits in a collective.
+        self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
+        self.own: Heartbeat = {"rank": runtime.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, "waits": False}
+        self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
+        self._still, self._before = 0.0, self.own["since"]  # for how long, and since when, this rank makes no progress
+        self._main, self._lock, self._unchanged = threading.get_ident(), threading.Lock(), Unchanged()
         self._stop = threading.Event()
-        self._look_at_disk = STORE_GRACE  # seconds without the store
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         if self.runtime.nodes > 1:
-            prepare(self.runtime)
-        self.board = NodeBoard(self.runtime, self.folder)
-        self.nodes = NodeWatch(self.runtime, self.board)
-        self.own = OwnHeartbeat(self.runtime, self.board)
-        self.hang = HangCheck(self.runtime, self.timeout, self.own, self.board, self.nodes)
-        self.own.write()
-        self.nodes.look()  # sends the node's first heartbeat: a node that has never sent one cannot be missed
+            NodeLink.prepare(self.runtime)
+        self.table = Table(self.runtime)
+        self._write()
+        self._leads()  # sends the node's first heartbeat: a node that has never sent one cannot be missed
         self._thread.start()
         if self.rank == 0:
-            write_status(self.run_dir, "running", 0, 0, heartbeats=self.board.path)
+            write_status(self.run_dir, "running", 0, 0, heartbeats=self.table.path)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         if error is None or isinstance(error, ConfigError):
             self.stop()
             if error is not None and self.rank == 0:
-                write_status(self.run_dir, "failed", self.own.epoch, self.own.step)
+                write_status(self.run_dir, "failed", self.own["epoch"], self.own["step"])
             return
         try:
             self.failed(error)
@@ -101,72 +102,117 @@ class Watchdog:
         return status
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
-        """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch and step."""
-        self.own.at(doing, epoch, step)
+        """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch and step.
+
+        This costs a few microseconds per step. If the rank is killed, the table has its last phase; only the phase "loading",
+        with which every step begins, is written up to half a second late, by the watchdog's thread.
+        """
+        place: dict[str, Any] = {key: value for key, value in (("epoch", epoch), ("step", step)) if value is not None}
+        self.own.update(place, doing=doing, since=time.time())
+        if doing != "loading":
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self.table.write(self.runtime.local_rank, self.own)
 
     def stop(self) -> None:
         """Stop the watchdog thread, because this rank exits normally."""
         self._stop.set()
         self._thread.join()
         self.at("done")
-        self.nodes.stop(ended=True)
-        self.board.remove()
-        self.board.close()
+        if self.link:
+            self.link.stop()
+        self.table.remove_name()
 
     def _watch(self) -> None:
-        pace = Pace(BEAT)
-        while not pace.wait(self._stop):
+        while not wait_for_turn(BEAT, self._stop):
             if self.look():
                 return
 
     def look(self) -> bool:
         """Write the heartbeat, and look at those of others. Return whether a failure is known, after this rank has left."""
-        self.own.beat += 1
-        self.own.write()
-        if self._failed_elsewhere():
+        self.own["beat"] += 1
+        self._write()
+        self.table.remove_name()
+        leads = self._leads()
+        if self.table.read("failure"):
             # Exit later than the rank that reported the failure, so that torchrun's summary contains that rank's message.
             self.leave(GRACE + 4 * BEAT)
-        elif found := find_dead_neighbour(self.board, self.runtime.local_rank):
-            self._end(*found, "lost_rank")
-        elif found := self.nodes.look():
-            self._end(*found, "lost_node")
-        elif found := self.hang.look():
-            self._end(*found, "hang")
-        else:
-            return False
-        return True
-
-    def _failed_elsewhere(self) -> bool:
-        """Whether another rank has reported a failure. A rank that leads its node tells the others of the node."""
-        if self.board.read(FAILURE):
             return True
-        known = self.nodes.failure is not None
-        if self.nodes.silent < STORE_GRACE:
-            self._look_at_disk = STORE_GRACE
-        elif self.nodes.silent >= self._look_at_disk:  # whoever failed cannot announce it
-            self._look_at_disk = 2 * self.nodes.silent  # the disk is shared by all nodes
-            known = known or (self.run_dir / failure_report.FILE).exists()
-        if known:
-            self.board.write(FAILURE, self.nodes.failure or {"rank": None})
-        return known
+        if found := self._dead_neighbour():
+            self._end(*found, "lost_rank")
+        elif self.link and (found := self.link.find_lost(1 / BEAT)):
+            self._end(*found, "lost_node")
+        elif found := self._hang(leads):
+            self._end(*found, "hang")
+        return found is not None
+
+    def _end(self, who: Heartbeat, what: str, kind: FailureKind) -> None:
+        self._report(who, kind, describe(who, what, self.table.everyone()))
+        self.leave(GRACE)
+
+    def _leads(self) -> bool:
+        """Return whether this rank leads its node, because no rank before it is awake. If it does, link it with the others."""
+        before = {local: self.table.read(local) for local in range(self.runtime.local_rank)}
+        still = [self._unchanged.count(local, beat and beat["beat"]) for local, beat in before.items()]
+        leads = all(looks >= FROZEN for looks in still)  # a rank that is suspended is not a lost node
+        if leads and self.runtime.nodes > 1 and self.link is None:
+            self.link = NodeLink(self.runtime, self.table)
+            self.link.start()
+        return leads
+
+    def _dead_neighbour(self) -> Found | None:
+        """Return the next rank of this node that has not left normally, if its process has exited.
+
+        Each rank watches only one other, so the cost of a look does not depend on the number of ranks. If some ranks of a node
+        are dead, the one before them still finds the first of them.
+        """
+        for distance in range(1, self.table.size):
+            beat = self.table.read((self.runtime.local_rank + distance) % self.table.size)
+            if beat is not None and beat["doing"] != "done":
+                return None if is_alive(beat["pid"]) else (beat, KILLED)
+        return None
+
+    def _hang(self, leads: bool) -> Found | None:
+        """Return the rank for which the others wait, if none makes progress and this rank has to report it.
+
+        The time is counted in looks: while this process is suspended, nothing is counted. The table has the rank with the least
+        progress, and that rank, which can report its stack, reports itself.
+        """
+        own = self.own
+        self._still = self._still + BEAT if self._before == own["since"] else 0.0
+        self._before, own["waits"] = own["since"], False
+        if self._still < self.timeout:
+            return None
+        frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
+        own["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
+        self._write()
+        if self._still < self.settled:
+            return None
+        last = self.table.everyone().least[0]
+        if last["rank"] == self.rank:
+            stack = "".join(traceback.format_stack(frame)[-3:])
+            limit = f"timeout={self.timeout:g}; raise it if a step may take longer"
+            return last, f"hangs: no progress for {self._still:.0f} s ({limit}), in\n{stack}"
+        if leads and self._still > self.settled + 4 * BEAT:  # the hanging rank reports first
+            what = f"stalls the other ranks, which have waited for {self._still:.0f} s (timeout={self.timeout:g})"
+            return last, f"{what}. Its own watchdog reports nothing: the process is suspended, or its node is down"
+        return None
 
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
         text = "".join(traceback.format_exception(error))
         secondary = any(text in str(error) for text in SECONDARY) or getattr(error, "rank", self.rank) != self.rank
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)
-        while secondary and time.time() < deadline and not self.board.read(FAILURE):
+        while secondary and time.time() < deadline and not self.table.read("failure"):
             time.sleep(BEAT / 5)
-        what = (
-            str(error)
-            if isinstance(error, SampleError)
-            else f"failed:\n{''.join(text.splitlines(True)[-6:]).rstrip()}{advice(text)}"
-        )
-        own = self.own.record()
         if isinstance(error, TrainingError):  # its message contains the step and the rank
-            first = self._report(own, error.kind, f"error: {error}")
+            first = self._report(self.own, error.kind, f"error: {error}")
         else:
-            first = self._report(own, "exception", describe(own, what, self._others(own)))
+            shown = f"failed:\n{''.join(text.splitlines(True)[-6:]).rstrip()}{advice(text)}"
+            what = str(error) if isinstance(error, SampleError) else shown
+            first = self._report(self.own, "exception", describe(self.own, what, self.table.everyone()))
         if not first:
             text = f"Error on rank {self.rank} after another rank's failure, which is in failure.json:\n{text}"
         if first or self.rank < LOG_FILES:
@@ -175,27 +221,19 @@ class Watchdog:
         if not first and self.runtime.world_size > 1:
             time.sleep(4 * BEAT)  # the rank that reported the failure must exit first: torchrun's summary has its message
         self._stop.set()
-        self.board.remove()
-
-    def _others(self, who: Heartbeat) -> Others:
-        return Others.of(who["rank"], self.runtime.world_size, self.board.heartbeats(), self.nodes.everyone())
+        self.table.remove_name()
 
     def _report(self, who: Heartbeat, kind: FailureKind, message: str) -> bool:
-        """Report a failure and tell all ranks of it. Return whether it is the launch's first."""
-        if self.board.read(FAILURE):
+        """Report a failure and make it known to all ranks. Return whether it is the launch's first."""
+        if self.table.read("failure"):
             return False
-        first = failure_report.report(self.run_dir, self.rank, who, kind, message, self._others(who))
-        self.board.write(FAILURE, who)
-        if first and self.runtime.nodes > 1:
-            announce(self.runtime, who)
+        first = report(self.run_dir, self.rank, who, kind, message, self.table.everyone())
+        self.table.write("failure", who)
+        if self.link:
+            self.link.stop()
         return first
-
-    def _end(self, who: Heartbeat, what: str, kind: FailureKind) -> None:
-        self._report(who, kind, describe(who, what, self._others(who)))
-        self.leave(GRACE)
 
     def leave(self, grace: float) -> None:
         """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
         if not self._stop.wait(grace):
-            self.board.remove()
             os._exit(1)

@@ -8,19 +8,17 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import listed
-from ddp_lab.data.samples import Dataset
-from ddp_lab.launch.preflight.finding import Finding
-from ddp_lab.launch.preflight.network import check_network
-from ddp_lab.launch.preflight.shared_memory import check_shared_memory
-from ddp_lab.launch.preflight.storage import check_storage
+from ddp_lab.launch.preflight import Finding, check_network, check_shared_memory
+from ddp_lab.launch.storage import check_storage
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
 from ddp_lab.resilience.sharded_read import ShardedCheckpoint
-from ddp_lab.run.data_record import compare_data, compare_held_out
+from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import Job, build, check_optimizer, criterion
 from ddp_lab.world.runtime import Runtime
 
@@ -39,12 +37,10 @@ class Checked(NamedTuple):
     Attributes:
         job: the run.
         findings: of the preflight checks.
-        may_have_seen: whether the checkpoint to resume from may have been trained on samples that are now held out.
     """
 
     job: Job
     findings: list[Finding]
-    may_have_seen: bool
 
 
 def check_and_build(
@@ -71,12 +67,8 @@ def check_and_build(
     check_selection(cfg, job.dataset)
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
-    may_have_seen = False
-    if progress:
-        other_files = runtime.agree("classes", partial(compare_data, run_of(progress), job.dataset))
-        seen = runtime.agree("held out", partial(compare_held_out, run_of(progress), job.dataset, resumes=True))
-        may_have_seen = seen is not None
-        findings += [Finding("warning", "dataset", text) for text in (other_files, seen) if text]
+    if progress and (other := runtime.agree("data", partial(compare_data, run_of(progress), job.dataset, resumes=True))):
+        findings.append(Finding("warning", "dataset", other))
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
@@ -95,7 +87,7 @@ def check_and_build(
     if cfg.resume not in ("auto", "never"):
         problem = damage_of_shards(Path(cfg.resume), runtime) if is_sharded(cfg.resume) else None
         runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes, problem))
-    return Checked(job, findings, may_have_seen)
+    return Checked(job, findings)
 
 
 def check_selection(cfg: DictConfig, dataset: Dataset) -> None:

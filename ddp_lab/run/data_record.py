@@ -5,7 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.resilience.run_directory import read_json, write_json
 from ddp_lab.training.progress import Criterion
 
@@ -22,8 +22,6 @@ class DataRecord:
         digest: hash of the list of files; empty for datasets that are not lists of files.
         held_out: how the validation set was chosen among the training samples, as `Dataset.held_out`; None: the version of
             ddp_lab that trained did not record it.
-        may_have_seen: whether the weights may have been trained on samples of the validation set: the run began with a version
-            that did not record what was held out.
         criterion: the metric of the validation set by which the best checkpoint is chosen; None: the last one is the result.
     """
 
@@ -31,13 +29,12 @@ class DataRecord:
     classes: list[str]
     digest: str = ""
     held_out: str | None = None
-    may_have_seen: bool = False
     criterion: Criterion | None = "val_loss"
 
 
-def record_data(folder: Path, dataset: Dataset, may_have_seen: bool, criterion: Criterion | None) -> None:
-    """Write data.json to a run directory. `may_have_seen` and `criterion` are as in `DataRecord`."""
-    record = DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, may_have_seen, criterion)
+def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None) -> None:
+    """Write data.json to a run directory. `criterion` is as in `DataRecord`."""
+    record = DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, criterion)
     write_json(folder / DATA, asdict(record))
 
 
@@ -59,23 +56,27 @@ def read_data(folder: Path) -> DataRecord:
 def find_data(folder: Path) -> DataRecord | None:
     """Return the content of data.json; None if it is missing or damaged."""
     record = read_json(folder / DATA)
-    if not isinstance(record, dict) or not {"shape", "classes"} <= record.keys() <= DataRecord.__annotations__.keys():
+    if not isinstance(record, dict) or not {"shape", "classes"} <= record.keys():
         return None
-    return DataRecord(**record)
+    return DataRecord(**{key: record[key] for key in DataRecord.__annotations__ if key in record})
 
 
-def compare_data(folder: Path, dataset: Dataset) -> str | None:
-    """Compare a dataset with that of a run, if the run has recorded it.
+def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
+    """Compare a dataset with what a run has recorded of its own.
+
+    Args:
+        folder: the run directory.
+        dataset: the dataset of this launch or command.
+        resumes: whether the launch continues the training, and so would choose by samples that it has trained on.
 
     Returns:
-        A warning if it consists of other files.
+        A warning if the dataset consists of other files, or holds out samples that may have been trained on.
 
     Raises:
-        ConfigError: its classes are others, or have another order, so that its labels are not those of the model.
+        ConfigError: its classes are others, or have another order, so that its labels are not those of the model; or
+            `resumes`, and it holds out other samples.
     """
-    record = find_data(folder)
-    if record is None:
-        return None
+    record = find_data(folder) or DataRecord({}, dataset.classes)
     pairs = zip_longest(record.classes, dataset.classes, fillvalue="missing")
     if different := [(number, then, now) for number, (then, now) in enumerate(pairs) if then != now]:
         number, then, now = different[0]
@@ -83,37 +84,21 @@ def compare_data(folder: Path, dataset: Dataset) -> str | None:
             f"{folder}: was trained with other classes: number {number} of {len(record.classes)} was {then}, in these data it "
             f"is {now}. Use data with the same classes in the same order; to train on others, begin a run with another name"
         )
+    warnings: list[str] = []
     if record.digest and dataset.digest and record.digest != dataset.digest:
-        return f"{folder}: was trained on another list of files than these data; the order of the samples is another one"
-    return None
-
-
-def compare_held_out(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
-    """Compare the samples that a dataset holds out with those that a run has recorded.
-
-    Args:
-        folder: the run directory.
-        dataset: the dataset of this launch or command.
-        resumes: whether the launch goes on training, and so would choose by samples that it has trained on.
-
-    Returns:
-        A warning if the weights may have been trained on samples that are now held out.
-
-    Raises:
-        ConfigError: `resumes`, and the run has recorded that it held out others.
-    """
-    record = find_data(folder)
-    recorded = record.held_out if record else None
-    given = dataset.held_out or "data.val_fraction=0"
-    if resumes and recorded not in (None, dataset.held_out):
-        raise ConfigError(
-            f"{given}: {folder} was trained with {recorded or 'data.val_fraction=0'}, and a run cannot be resumed with another "
-            "validation set. Use the recorded values, or start a new run with name=NEW resume=never, from these weights with "
-            "model.weights=CHECKPOINT"
-        )
-    if not dataset.held_out or (record and recorded == dataset.held_out and not record.may_have_seen):
-        return None
-    has = "no validation set" if recorded == "" else recorded or "nothing about a validation set"
-    if record and record.may_have_seen:
-        has = "that it began without a record of a validation set"
-    return f"{given}: {folder} has recorded {has}, so its weights may have been trained on samples that now validate them"
+        warnings.append(f"{folder}: was trained on another list of files than these data, so the order of samples is another")
+    if (record.held_out or "") != dataset.held_out:
+        given, recorded = (text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out))
+        recorded = "a validation set that it has not recorded" if record.held_out is None else recorded
+        if resumes:
+            raise ConfigError(
+                f"{given}: {folder} was trained with {recorded}, and a run cannot be resumed with another validation set. Use "
+                "the recorded values, or start a new run with name=NEW resume=never, from these weights with "
+                "model.weights=CHECKPOINT"
+            )
+        if dataset.held_out:
+            warnings.append(
+                f"{given}: {folder} was trained with {recorded}, so its weights may have been trained on samples that now "
+                "validate them"
+            )
+    return "; ".join(warnings) or None

@@ -15,11 +15,9 @@ from torch.cuda import nccl
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.data.samples import Dataset
-from ddp_lab.launch.preflight.finding import Finding
-from ddp_lab.launch.preflight.network import check_host_name, check_master
-from ddp_lab.launch.preflight.shared_memory import check_shared_memory
-from ddp_lab.launch.preflight.storage import check_free_disk, check_shared, checkpoint_bytes
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.launch.preflight import Finding, check_host_name, check_master, check_shared_memory
+from ddp_lab.launch.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.models.make import make_model
 from ddp_lab.run.checks import Settle
 from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_loss, make_mix, make_plan
@@ -34,23 +32,20 @@ T = TypeVar("T")
 class Findings(list[Finding]):
     """The findings of one rank, in the order of the checks."""
 
-    def look(self, about: str, check: Callable[[], T], describe: Callable[[T], str | Finding]) -> T | None:
-        """Run a check and append its finding.
+    def look(self, about: str, check: Callable[[], T], describe: Callable[[T], str | Finding] = str) -> T | None:
+        """Run a check, append its finding, and return its result; None if it raised a ConfigError, which is then the finding.
 
         Args:
             about: Name of the check.
-            check: Returns a result, or raises a ConfigError.
-            describe: Returns the finding, or its text, for the result of `check`.
-
-        Returns:
-            The result of `check`; None if it raised a ConfigError, which becomes the finding.
+            check: Returns a result, or raises a ConfigError. If the result is a Finding, that is appended.
+            describe: Returns the finding, or its text, for another result.
         """
         try:
             result = check()
         except ConfigError as error:
             self.append(Finding("error", about, str(error)))
             return None
-        finding = describe(result)
+        finding = result if isinstance(result, Finding) else describe(result)
         self.append(finding if isinstance(finding, Finding) else Finding("ok", about, finding))
         return result
 
@@ -66,24 +61,20 @@ def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[Dict
     # If the requested GPU is missing, the other checks run on the CPU.
     runtime = findings.look("devices", lambda: make(cfg.device), describe_devices) or make("cpu")
     with runtime:
-        findings.look("backend", lambda: find_backend(runtime), str)
-        findings.look("host name", lambda: check_host_name(runtime), as_it_is)
-        reached = findings.look("ports", lambda: check_master(runtime), as_it_is)
+        findings.look("backend", lambda: find_backend(runtime))
+        findings.look("host name", lambda: check_host_name(runtime))
+        reached = findings.look("ports", lambda: check_master(runtime))
         if runtime.world_size > 1 and reached is None:  # the ranks cannot exchange their findings
             conclude(findings, show=runtime.local_rank == 0)
-        findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime), as_it_is)
+        findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime))
         auto = "auto" in (cfg.batch_size, cfg.accumulate)
-        if not auto or findings.look("auto", lambda: settle_batch(cfg, runtime, None), str) is not None:
+        if not auto or findings.look("auto", lambda: settle_batch(cfg, runtime, None)) is not None:
             examine(cfg, runtime, findings, check_memory)
         everyone = runtime.collect("findings", json.dumps(findings))
     if everyone is not None:  # the other ranks exit with code 0: otherwise torchrun would end rank 0 before it reports
-        conclude(merge([Finding(*finding) for mine in everyone for finding in json.loads(mine)]), show=True)
-
-
-def merge(findings: list[Finding]) -> list[Finding]:
-    """Return the findings of all ranks, ordered by check, without duplicates. Findings of a single node contain its name."""
-    order = list(dict.fromkeys(finding.about for finding in findings))
-    return sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.about))
+        found = dict.fromkeys(Finding(*finding) for mine in everyone for finding in json.loads(mine))  # without duplicates
+        order = list(dict.fromkeys(finding.about for finding in found))
+        conclude(sorted(found, key=lambda finding: order.index(finding.about)), show=True)
 
 
 def conclude(findings: list[Finding], show: bool) -> None:
@@ -114,7 +105,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings, check_memory:
     if built is not None and runtime.rank == 0 and root.is_dir():
         size = checkpoint_bytes(build(cfg.optimizer), built.model, cfg.ema is not None)
         rest = checkpoint.keep, criterion(cfg, dataset) is not None, checkpoint.on_error
-        findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest), as_it_is)
+        findings.look("free disk", lambda: check_free_disk(root, cfg.name, size, *rest))
     if strategy is None:
         return
     plan = findings.look("batch", lambda: make_plan(cfg, strategy, dataset), describe_plan)
@@ -141,15 +132,10 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings, check_memory:
     if job is None:
         return
     if strategy.device.type == "cuda":
-        findings.look("memory", lambda: check_memory(cfg, job), str)
+        findings.look("memory", lambda: check_memory(cfg, job))
     mine = findings if runtime.local_rank == 0 else Findings()  # the free bytes change while the ranks look
     ranks = runtime.local_world_size
-    mine.look("loader", lambda: check_shared_memory(make_loaders(cfg, job).values(), ranks), as_it_is)
-
-
-def as_it_is(finding: Finding) -> Finding:
-    """Return the finding unchanged, for checks that already return one."""
-    return finding
+    mine.look("loader", lambda: check_shared_memory(make_loaders(cfg, job).values(), ranks))
 
 
 def describe_devices(runtime: Runtime) -> Finding:

@@ -8,10 +8,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.preflight.network import check_network
+from ddp_lab.launch.preflight import check_network
 from ddp_lab.observe.log import log
 from ddp_lab.resilience.sharded_files import is_sharded
-from ddp_lab.run.data_record import compare_data, compare_held_out
+from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
@@ -72,15 +72,13 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     check_network(runtime)
     path = find_checkpoint(folder, checkpoint, runtime)
     job = build(cfg, runtime, with_weights=False)
-    other_files = runtime.agree("classes", partial(compare_data, folder, job.dataset))
-    seen = runtime.agree("held out", partial(compare_held_out, folder, job.dataset, resumes=False))
+    other = runtime.agree("data", partial(compare_data, folder, job.dataset, resumes=False))
     sets = list(job.dataset.evaluation_sets)
     split = split or sets[-1]
     if split not in sets:
         raise ConfigError(f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate with")
-    for warning in (other_files, seen) if split == "val" and runtime.rank == 0 else ():
-        if warning:
-            log.warning(warning)
+    if other and split == "val" and runtime.rank == 0:
+        log.warning(other)
     if is_sharded(path):  # each rank reads only what it holds
         place(job)
         progress = read_shards(job.strategy.local_model_state(), path, job.shapes)

@@ -16,12 +16,11 @@ from torch import nn
 
 from ddp_lab.config.build import build as instantiate
 from ddp_lab.data.augment import Mix
-from ddp_lab.data.held_out import hold_out
+from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
-from ddp_lab.data.samples import Dataset
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.launch.preflight.storage import checkpoint_bytes
+from ddp_lab.launch.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.run.speed import find_choices
 from ddp_lab.strategies.base import Strategy

@@ -12,10 +12,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.decode import ImageError, decode, evaluation_view
+from ddp_lab.data.images import SUFFIXES, ImageError, decode, evaluation_view, find_files
 from ddp_lab.data.loader import scale_and_offset
 from ddp_lab.data.sources import image_options
-from ddp_lab.data.tree import SUFFIXES, find_files
 from ddp_lab.run.data_record import DataRecord
 from ddp_lab.world.runtime import Runtime
 

@@ -1,7 +1,8 @@
-"""The config of a trained run, read from its directory for the commands after training."""
+"""The config of a run as it is recorded in its directory, and as the commands after training read it."""
 
+import re
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -11,11 +12,11 @@ from yaml import YAMLError
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
-from ddp_lab.launch.command_line import CONF, compose_config
-from ddp_lab.launch.renamed import rename_keys
+from ddp_lab.launch.command_line import CONF, compose_config, rename_keys
 from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.world.process import env_int
 
+REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}
 # Keys of a launch that trains, with their values afterwards.
 AFTERWARDS = {
     **{"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None},
@@ -26,6 +27,21 @@ IN_ONE_PROCESS = {
     **{"dp": None, "shard": None, "tp": 1, "sequence_parallel": False},
     **{"pp": 1, "schedule": "gpipe", "num_stages": None, "cut": None, "balance": "flops"},
 }
+
+
+def to_record(cfg: DictConfig) -> str:
+    """Return the config as YAML. Resolvers are replaced by their values, and references to other keys remain.
+
+    A later override of `data.root` therefore also changes `data.dataset.root`, which refers to it.
+    """
+    raw, resolved = OmegaConf.to_container(cfg), OmegaConf.to_container(cfg, resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_keep_references(raw, resolved)))
+
+
+def _keep_references(raw: Any, resolved: Any) -> Any:
+    if isinstance(raw, dict):
+        return {key: _keep_references(value, resolved[key]) for key, value in raw.items()}
+    return raw if isinstance(raw, str) and REFERENCE.fullmatch(raw) else resolved
 
 
 def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> DictConfig:

@@ -4,9 +4,8 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.data.samples import Dataset, LabelledImages
+from ddp_lab.data.dataset import Dataset, LabelledImages
 from ddp_lab.models.vit_layers import Patches
-from ddp_lab.run.data_shape import Sizes
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.on_shards import ELEMENTWISE
 from ddp_lab.training.speed.auto import AUTO, SWITCHED, Choice, Facts, choose
@@ -49,15 +48,10 @@ def find_refusals(cfg: DictConfig, strategy: Strategy, model: nn.Module) -> dict
 
 def bytes_of(dataset: Dataset) -> int | None:
     """Return the size of all sets in host memory; None if images are read one by one."""
-    total = 0
-    for found in dataset.sets.values():
-        if isinstance(found, Sizes):
-            total += found.nbytes
-        elif isinstance(found, LabelledImages):
-            total += found.images.nbytes + found.targets.nbytes
-        else:
-            return None
-    return total
+    sets = [found for found in dataset.sets.values() if isinstance(found, LabelledImages)]
+    if len(sets) < len(dataset.sets):
+        return None
+    return sum(found.images.nbytes + found.targets.nbytes for found in sets)
 
 
 def free_bytes(runtime: Runtime) -> int:

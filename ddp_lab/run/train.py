@@ -8,8 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.record import to_record
-from ddp_lab.launch.preflight.finding import warn
+from ddp_lab.launch.preflight import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result
@@ -25,6 +24,7 @@ from ddp_lab.run.checks import Settle, check_and_build
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.materialize import Training, materialize
+from ddp_lab.run.recorded_config import to_record
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.speed.cuda_graph import GraphStep
@@ -80,12 +80,10 @@ def train(
     with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
-        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions, checked.may_have_seen), run_dir.path)
+        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions), run_dir.path)
 
 
-def train_guarded(
-    cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions, may_have_seen: bool
-) -> str:
+def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
     job, runtime = training.job, training.job.runtime
     folder = run_dir.path / "checkpoints"
@@ -97,7 +95,7 @@ def train_guarded(
     progress = checkpoints.resume(resume, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            record_data(run_dir.path, job.dataset, may_have_seen, best)  # a run of an older version does not have it
+            record_data(run_dir.path, job.dataset, best)  # a run of an older version does not have it
             log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
             log.info(describe_result(run_dir.path / "metrics.jsonl", *result_of(progress, checkpoints)))
         return watchdog.end("finished", progress)
@@ -105,7 +103,7 @@ def train_guarded(
     logger = Logger()
     if runtime.rank == 0:
         (run_dir.path / "config.yaml").write_text(to_record(cfg))
-        record_data(run_dir.path, job.dataset, may_have_seen, best)
+        record_data(run_dir.path, job.dataset, best)
         logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)

@@ -1,4 +1,4 @@
-"""This process as torchrun started it, and the other processes of this machine.
+"""This process as torchrun started it, its place in the launch, and the other processes of this machine.
 
 This module does not import torch, so that a command can report an error before torch is loaded.
 """
@@ -11,12 +11,42 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
 
 # Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a launch.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of which node a process is. A node is what one torchrun agent starts, usually one machine.
+
+    Attributes:
+        rank, world_size: Index of this process and number of processes.
+        local_rank, local_world_size: The same, counting only the processes of this node.
+        node, nodes: Index of this node and number of nodes.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Place":
+        """Return the place that torchrun's environment variables describe; that of a single process without them."""
+        rank, world_size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
+        node = int(environment.get("GROUP_RANK", rank // local_size))
+        nodes = int(environment.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
+        return cls(rank, world_size, int(environment.get("LOCAL_RANK", 0)), local_size, node, nodes)
 
 
 def env_int(name: str, default: int) -> int:
@@ -129,3 +159,14 @@ def discard_output() -> None:
     """Continue without stdout, whose reader has gone, and report it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print("stopped: the reader of the output has gone, for example `| head`", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def default_timeout(seconds: float) -> Generator[None]:
+    """Set the default timeout, in seconds, of sockets that are created in the body."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

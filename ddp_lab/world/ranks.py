@@ -13,10 +13,8 @@ from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPr
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.world.attempt import agree_on_attempt
-from ddp_lab.world.place import Place
-from ddp_lab.world.process import env_int, launch_id
-from ddp_lab.world.store import CountedStore
+from ddp_lab.world.process import Place, env_int, launch_id
+from ddp_lab.world.store import CountedStore, agree_on_attempt
 
 START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
 
@@ -51,11 +49,6 @@ class Ranks:
     def under_torchrun(self) -> bool:
         """Whether torchrun started this process."""
         return "TORCHELASTIC_RUN_ID" in os.environ
-
-    @property
-    def several_nodes(self) -> bool:
-        """Whether the ranks run on more than one machine."""
-        return self.local_world_size < self.world_size
 
     @property
     def master(self) -> tuple[str, int] | None:

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.device import find_device, list_devices
-from ddp_lab.world.place import Place
-from ddp_lab.world.process import die_with_torchrun
+from ddp_lab.world.process import Place, die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
 STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message

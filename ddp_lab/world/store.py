@@ -1,15 +1,31 @@
-"""The key-value store of the ranks, with a count of what goes through it."""
+"""The key-value store of the ranks, with a count of what goes through it, and a name for each start of the ranks in it.
+
+torchrun's store outlives an elastic restart, with the addresses of dead ranks in it, so the ranks of each start need keys of
+their own. The number of restarts cannot be their prefix. Each agent counts its own: an agent whose ranks were healthy, or that
+was itself started again, has another number. And a restart because a node joins or leaves (--nnodes=1:2) does not count.
+"""
 
 import threading
+import time
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from ddp_lab.config.errors import NodeError
 
 DECISION_TIMEOUT = timedelta(minutes=30)  # the longest wait is for a slow dataset download on another rank
+POLL = 0.01, 1.0  # seconds between the first two looks at the store, which double, and the most within the first 10 s
+LATER = 0.1  # of the time waited so far, the most after that: 60 looks in 10 minutes, and a start that is 10 % later
+LISTED = 8  # the most ranks that the message names
+NEW_TORCHRUN = (
+    "If torchrun was started again on one node only, its ranks and those of the other nodes do not find each other: use "
+    "`ddp-lab train` in place of torchrun on every node, or start torchrun again on all nodes"
+)
 
 
 @dataclass
@@ -82,3 +98,54 @@ class CountedStore:
         Threads cannot share a connection: a thread that waits for a key would block the others.
         """
         return CountedStore(PrefixStore(prefix, self.base.clone()), self.traffic, prefix)
+
+
+def agree_on_attempt(store: CountedStore, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a name that all ranks of this start get, and that no other start had. Collective.
+
+    Rank 0 publishes a new name. The name that another rank reads first may still be that of an earlier start. So it answers
+    with a random word, and uses the name only if rank 0 repeats that word: the rank 0 of an earlier start cannot have seen it.
+
+    Args:
+        store: torchrun's store.
+        rank, world_size: Index of this rank, and number of ranks.
+        timeout: How long to wait for the other ranks.
+
+    Raises:
+        NodeError: Another rank has not answered in time.
+    """
+    word = uuid.uuid4().hex
+    if rank == 0:
+        return publish(store, word, world_size, timeout)
+    begin = time.monotonic()
+    pause, waited, name = POLL[0], 0.0, ""
+    while waited < timeout.total_seconds():
+        if (name or store.check(["attempt"])) and (published := store.get("attempt")) != name:
+            name = published
+            store.set(f"{name}/{rank}", word)
+        answer = f"{name}/{rank}/repeated"
+        if name and store.check([answer]) and store.get(answer) == word:
+            return name
+        time.sleep(pause)  # a `wait` that times out would print two warnings
+        waited = time.monotonic() - begin
+        pause = min(2 * pause, max(POLL[1], LATER * waited))
+    raise not_started("rank 0 or another one", timeout)
+
+
+def publish(store: CountedStore, name: str, world_size: int, timeout: timedelta) -> str:
+    """Publish the name on rank 0, repeat the words of the other ranks, and return the name."""
+    store.set("attempt", name)
+    keys = [f"{name}/{other}" for other in range(1, world_size)]
+    try:
+        store.wait(keys, timeout)
+    except DistError:
+        if late := [str(other) for other, key in enumerate(keys, 1) if not store.check([key])]:
+            ranks = ", ".join(late[:LISTED]) + ", ..." * (len(late) > LISTED)
+            raise not_started(f"rank{'s' * (len(late) > 1)} {ranks}", timeout) from None
+    store.multi_set([f"{key}/repeated" for key in keys], store.multi_get(keys))
+    return name
+
+
+def not_started(ranks: str, timeout: timedelta) -> NodeError:
+    """Return the error that these ranks have not started, but others have."""
+    return NodeError(f"{ranks} did not start within {timeout.total_seconds():.0f} s after the others. {NEW_TORCHRUN}")

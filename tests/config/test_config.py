@@ -6,13 +6,12 @@ from configs import CONF, config
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import build, descriptions
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.options import descriptions
-from ddp_lab.config.record import to_record
 from ddp_lab.data.sources import make_source
 from ddp_lab.models.make import build_model
+from ddp_lab.run.recorded_config import to_record
 from ddp_lab.strategies.loss import build_loss
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime

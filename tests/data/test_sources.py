@@ -9,7 +9,7 @@ from worlds import run_world
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.data.samples import Dataset
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.sources import check_same
 from ddp_lab.run.job import build, load_dataset
 from ddp_lab.world.runtime import Runtime

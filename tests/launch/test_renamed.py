@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.renamed import rename_keys, rename_overrides
+from ddp_lab.launch.command_line import rename_keys, rename_overrides
 
 WARNING = "warning: data.shift is now called data.crop_padding; the old name is accepted until the next release\n"
 

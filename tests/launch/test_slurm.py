@@ -242,7 +242,7 @@ def test_overrides_reach_torchrun_unchanged(cluster, tmp_path):
 
 def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
     def outcome(launch_id: str) -> tuple[int, str]:
-        return launch("python -m ddp_lab.launch.outcome", launch_id, f"runs_dir={tmp_path}", "name=run", "epochs=3")
+        return launch("python -m ddp_lab.launch.slurm", launch_id, f"runs_dir={tmp_path}", "name=run", "epochs=3")
 
     assert outcome("7.1") == (0, "none\n")
     (tmp_path / "run").mkdir()

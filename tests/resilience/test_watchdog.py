@@ -1,29 +1,240 @@
-"""What the watchdog reports, and how often it looks for reports of others."""
+"""The table of heartbeats within a node and over nodes, and what the watchdog concludes from it."""
 
 import json
 import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launches import ROOT
 from torch import nn
+from torch.distributed import HashStore
 
-from ddp_lab.config.errors import SampleError
-from ddp_lab.resilience import failure_report
+from ddp_lab.config.errors import ConfigError, SampleError
+from ddp_lab.resilience import watchdog as watchdogs
+from ddp_lab.resilience.failure_report import describe, report
+from ddp_lab.resilience.heartbeats import NodeLink, Overview, Table, suspicion, wait_for_turn
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.world.place import Place
+from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
+from ddp_lab.world.store import CountedStore
 
 
-def test_sample_that_cannot_be_read_is_reported_without_a_traceback(tmp_path, capsys):
-    place = Place(rank=1)
-    watchdog = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), 60, tmp_path).__enter__()
-    watchdog.failed(SampleError("sample 5 cannot be read"))
+def beat(rank: int, step: int = 5, doing: str = "training", **more) -> dict:
+    """Return the heartbeat of a rank."""
+    place = {"rank": rank, "host": f"host{rank // 2}", "pid": os.getpid(), "epoch": 1, "step": step, "doing": doing}
+    return place | {"since": 0.0, "beat": 1, "waits": False} | more
+
+
+@pytest.fixture
+def table() -> Table:
+    """Return the table of a node of four ranks, of which this process is the first."""
+    made = Table(Runtime("cpu"))
+    made.size = 4
+    yield made
+    made._name and made._name.unlink()
+
+
+def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> Watchdog:
+    """Return the watchdog of a rank of the node, whose thread does not run; instead of exiting it only reports."""
+    place = Place(rank, table.size, rank, table.size, 0, 1)
+    made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), timeout)
+    made.table, made.leave = table, lambda grace: None
+    return made
+
+
+def test_table_is_private_and_has_a_name_until_all_ranks_have_opened_it(table):
+    name = table._name
+    assert stat.S_IMODE(name.stat().st_mode) == 0o600
+    for local in range(3):
+        table.write(local, beat(local))
+    table.remove_name()
+    assert name.exists(), "the fourth rank could not open it any more"
+    table.write(3, beat(3))
+    table.remove_name()
+    assert not name.exists()
+    assert table.path.read_bytes(), "status.json names it"
+    assert (table.read("failure"), table.heartbeats()) == (None, [beat(local) for local in range(4)])
+
+
+def test_table_that_cannot_be_created_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *of: False)  # no files in memory
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="nowhere: cannot create the file of the heartbeats there"):
+        Table(Runtime("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "phases", "expected"),
+    [
+        (0, ["training", "DEAD", "training", "training"], 1),
+        (1, ["training", "DEAD", "DEAD", "training"], 2),
+        (3, ["done", "DEAD", "training", "training"], 1),  # the next one has left normally, so the one after it is watched
+        (2, ["training", "DEAD", "training", "training"], None),  # rank 0 finds it
+        (0, ["training", None, "DEAD", "training"], 2),  # rank 1 has not started yet
+        (0, ["training", "done", "done", "done"], None),
+    ],
+)
+def test_rank_finds_the_next_rank_dead(local_rank, phases, expected, table, tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for local, doing in enumerate(phases):
+        if doing:
+            table.write(local, beat(local, **({"pid": dead.pid} if doing == "DEAD" else {"doing": doing})))
+    found = watch(tmp_path, table, local_rank)._dead_neighbour()
+    assert (found and found[0]["rank"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("suspect", "others"),
+    [
+        (beat(2, step=15, waits=True), [beat(0, step=16), beat(1, step=16)]),
+        # This has happened: rank 1 was frozen when gloo had delivered the sum to it, but not yet to rank 0.
+        (beat(1, step=16, doing="deciding", since=0.1), [beat(0, step=16, doing="loading", waits=True)]),
+        (beat(3, since=1.0), [beat(2, since=2.0)]),
+    ],
+)
+def test_rank_for_which_the_others_wait_is_suspected(suspect, others):
+    assert min([*others, suspect], key=suspicion) is suspect
+
+
+def test_heartbeat_of_a_rank_that_loads_for_long_shows_loading(table, tmp_path):
+    """The watchdog's thread writes it: the loop writes no heartbeat in this phase."""
+    one = watch(tmp_path, table)
+    for doing, step in (("training", 7), ("loading", 8)):
+        one.at(doing, 1, step)
+    assert table.read(0)["doing"] == "training"
+    one.look()
+    assert (table.read(0)["doing"], table.read(0)["step"], table.read(0)["beat"]) == ("loading", 8, 1)
+
+
+def test_next_rank_leads_a_node_whose_first_is_suspended(table, tmp_path):
+    """It then reports the first one, whose own watchdog cannot."""
+    second = watch(tmp_path, table, rank=1, timeout=5)
+    second._main = threading.get_ident()
+    for number in range(40):
+        table.write(0, beat(0, step=4, beat=min(number, 3)))
+        second.own["step"] = 5
+        if second.look():
+            break
     failure = json.loads((tmp_path / "failure.json").read_text())
-    assert (failure["kind"], failure["rank"]) == ("exception", 1)
-    assert failure["message"].endswith("epoch 0, step 0, starting: sample 5 cannot be read")
-    assert failure["message"] in capsys.readouterr().err
-    assert "SampleError: sample 5" in (tmp_path / "train.rank1.log").read_text()
+    assert (failure["kind"], failure["rank"], failure["reported_by"]) == ("hang", 0, 1)
+    assert "stalls the other ranks" in failure["message"]
+    assert number * watchdogs.BEAT == pytest.approx(5 + 3, abs=1.1)
+
+
+def test_overview_of_nodes_equals_that_of_their_ranks():
+    beats = [beat(rank, step=100 - rank % 7, doing=("training", "loading")[rank % 3 == 0]) for rank in range(64)]
+    merged = Overview.merge([Overview.of(beats[i : i + 8]) for i in range(0, 64, 8)])
+    assert merged == Overview.of(beats)
+    assert merged.phases == {"loading": 22, "training": 42}
+    assert (len(merged.least), merged.least[0]["step"]) == (9, 94)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "listed", "summary"), [(4, [0, 2, 3], ""), (9, [0, *range(2, 9)], ""), (1024, [2, 3], "1,024 training")]
+)
+def test_message_lists_eight_other_ranks_and_sums_up_all(ranks, listed, summary):
+    everyone = Overview.of(beat(rank, step=4 if rank in (1, 2, 3) else 5) for rank in range(ranks))
+    message = describe(everyone.least[0], "exited", everyone)
+    assert message.startswith("error: rank 1 on host0 ")
+    others, _, rest = message.split("The other ranks at that time: ")[1].partition(". All ranks: ")
+    assert [f"rank {rank} training" in others for rank in listed] == [True] * len(listed)
+    assert (others.count("rank "), rest) == (min(8, ranks - 1), summary)
+
+
+def test_turns_are_at_multiples_of_the_period_and_missed_ones_are_left_out(monkeypatch):
+    clock = SimpleNamespace(now=100.25)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    stop, turns = SimpleNamespace(wait=lambda seconds: setattr(clock, "now", clock.now + seconds)), []
+    for duration in (0.0, 0.25, 0.75, 3.5, 0.25):
+        clock.now += duration
+        wait_for_turn(1.0, stop)
+        turns.append(clock.now)
+    assert turns == [101.0, 102.0, 103.0, 107.0, 108.0]
+
+
+@pytest.fixture
+def nodes() -> list[NodeLink]:
+    """Return the links of two nodes of one rank each, with one store. Their threads do not run."""
+    store, links = HashStore(), []
+    for node in (0, 1):
+        runtime = Runtime("cpu", place=Place(node, 2, 0, 1, node, 2))
+        runtime._store = CountedStore(store)
+        runtime.store.multi_set([f"nodes/{key}" for key in ("failure", "overview", 0, 1)], [""] * 4)
+        runtime.agree = lambda key, create, per_node: create()
+        links.append(NodeLink(runtime, Table(runtime)))
+        links[-1].table.write(0, beat(node))
+    yield links
+    for link in links:
+        link.table._name.unlink()
+
+
+def exchange(link: NodeLink) -> None:
+    link.exchange(link.runtime.store.connect("nodes"))
+
+
+def test_heartbeat_costs_two_operations_and_node_0_two_more(nodes):
+    for link, operations in zip(nodes, (4, 2), strict=True):
+        exchange(link)
+        assert link.runtime.store.traffic.operations["nodes"] == operations
+    exchange(nodes[0])
+    assert nodes[0].table.everyone() == Overview.of([beat(0), beat(1)])
+    assert nodes[0].vanished is None
+
+
+def test_failure_on_one_node_becomes_known_on_the_other(nodes):
+    nodes[1].table.write("failure", beat(1))
+    exchange(nodes[1])
+    exchange(nodes[0])
+    assert nodes[0].table.read("failure") == beat(1)
+    assert nodes[1].runtime.store.traffic.operations["nodes"] == 3
+    exchange(nodes[1])
+    assert nodes[1].runtime.store.traffic.operations["nodes"] == 3 + 2, "it is sent once"
+
+
+@pytest.mark.parametrize(
+    ("own", "last", "turns", "vanished"),
+    [
+        ("training", "training", 7, False),
+        ("training", "training", 8, True),
+        ("training", "done", 9, False),  # it has left normally
+        ("starting", "starting", 9, False),  # while the process group opens, the store may be busy
+        ("training", "starting", 8, True),  # it vanished before it told that it had started
+    ],
+)
+def test_node_vanishes_after_seven_seconds_without_a_heartbeat(own, last, turns, vanished, nodes):
+    for link, doing in zip(nodes, (own, last), strict=True):
+        link.table.write(0, beat(link.runtime.rank, doing=doing))
+    exchange(nodes[1])
+    for _ in range(turns):
+        exchange(nodes[0])
+    found = nodes[0].find_lost(2)
+    assert (found is not None and found[0]["rank"] == 1 and "has sent no heartbeat" in found[1]) == vanished
+
+
+def test_looks_while_the_process_group_opens_do_not_count_when_it_is_open(nodes):
+    """Neither those of node 0 at another node, nor those of another node at the overview of node 0."""
+    exchange(nodes[1])
+    found = []
+    for turn in range(20):
+        for link in nodes:
+            link.table.write(0, beat(link.runtime.rank, doing="training" if turn >= 10 else "starting"))
+        exchange(nodes[0])
+        if turn == 0:
+            exchange(nodes[1])
+        found.append([nodes[0].find_lost(1), nodes[1].find_lost(1)])
+    assert [lost is not None for lost, _ in found] == [False] * 17 + [True] * 3
+    assert [lost is not None for _, lost in found] == [False] * 17 + [True] * 3
+    assert found[-1][1][0]["rank"] == 0
+    assert "or this node is cut off from the ranks' store at " in found[-1][1][1]
 
 
 def one_sample():
@@ -38,64 +249,92 @@ def own_mistake():
     raise ValueError("own mistake")
 
 
+def unreadable():
+    raise SampleError("sample 5 cannot be read")
+
+
 @pytest.mark.parametrize(
     ("fail", "end"),
     [
         (one_sample, "in the last batch of an epoch, too"),
         (full_gpu, "predicts which ones fit"),
         (own_mistake, "ValueError: own mistake"),
+        (unreadable, "epoch 0, step 0, starting: sample 5 cannot be read"),
     ],
 )
-def test_errors_of_torch_that_have_a_remedy_end_with_it(fail, end, tmp_path):
-    watchdog = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu"), 60, tmp_path).__enter__()
-    with pytest.raises((ValueError, torch.OutOfMemoryError)) as raised:
+def test_exception_is_reported_with_its_remedy(fail, end, tmp_path, table, capsys):
+    table.size = 1
+    with pytest.raises(Exception) as raised:  # noqa: PT011
         fail()
-    watchdog.failed(raised.value)
-    message = json.loads((tmp_path / "failure.json").read_text())["message"]
-    assert str(raised.value) in message
-    assert message.endswith(end)
+    watch(tmp_path, table).failed(raised.value)
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert failure["kind"] == "exception"
+    assert str(raised.value) in failure["message"]
+    assert failure["message"].endswith(end)
+    assert failure["message"] in capsys.readouterr().err
+    assert type(raised.value).__name__ in (tmp_path / "train.log").read_text()
 
 
-class Disk:
-    """A run directory without files, which counts how often a file in it is looked for."""
-
-    looks = 0
-
-    def __truediv__(self, name: str) -> "Disk":
-        return self
-
-    def exists(self) -> bool:
-        self.looks += 1
-        return False
-
-
-def test_disk_is_looked_at_ever_more_rarely_while_the_store_is_silent(tmp_path):
-    watchdog = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu"), 60, tmp_path)
-    watchdog.board = SimpleNamespace(read=lambda page: None)
-    watchdog.run_dir = disk = Disk()
-    looks = {}
-    for half_seconds in range(120):
-        watchdog.nodes = SimpleNamespace(silent=half_seconds / 2, failure=None)
-        watchdog._failed_elsewhere()
-        looks[half_seconds / 2] = disk.looks
-    assert [looks[second] for second in (2.5, 3, 5.5, 6, 11.5, 12, 59.5)] == [0, 1, 1, 2, 2, 3, 5]
-    watchdog.nodes = SimpleNamespace(silent=0.0, failure=None)
-    watchdog._failed_elsewhere()
-    watchdog.nodes = SimpleNamespace(silent=3.0, failure=None)
-    watchdog._failed_elsewhere()
-    assert disk.looks == 6, "it begins again after an answer of the store"
-
-
-def test_first_failure_is_reported_on_volumes_without_hard_links(tmp_path, monkeypatch, capsys):
-    def refuse(*names):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    who = {"rank": 1, "epoch": 1, "step": 2, "since": 0.0}
-    others = failure_report.Others([], None)
-    reports = [failure_report.report(tmp_path, 0, who, "exception", text, others) for text in ("first", "second")]
-    assert reports == [True, False]
+def test_only_the_first_failure_is_reported(tmp_path, capsys):
+    ends = [report(tmp_path, 0, beat(1), "exception", text, Overview.of([beat(1)])) for text in ("first", "second")]
+    assert ends == [True, False]
     assert json.loads((tmp_path / "failure.json").read_text())["message"] == "first"
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["failure.json", "status.json"]
     assert "second" not in capsys.readouterr().err
+
+
+SERVER = """
+import os, signal, sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+RANK = """
+import sys, time
+from torch.distributed import TCPStore
+from ddp_lab.resilience import heartbeats
+from ddp_lab.world.process import Place
+from ddp_lab.world.runtime import Runtime
+from ddp_lab.world.store import CountedStore
+
+class Last:
+    def __del__(self):  # the finalization has come to sys.modules
+        print("finalizes", flush=True)
+        time.sleep(2)
+
+sys.modules["last"] = Last()
+heartbeats.PERIOD = heartbeats.STOP = 0.1
+runtime = Runtime("cpu", place=Place(0, 2, 0, 1, 0, 2))
+runtime._store = CountedStore(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
+heartbeats.NodeLink.prepare(runtime)
+table = heartbeats.Table(runtime)
+table.write(0, {"rank": 0, "step": 5, "waits": False, "doing": "training", "since": 0.0})
+table.remove_name()
+link = heartbeats.NodeLink(runtime, table)
+link.start()
+while not link.turns:
+    assert link.is_alive()
+    time.sleep(0.01)
+print("sends heartbeats", flush=True)
+input()
+link.stop()
+runtime.exit_if_abandoned(0)
+"""
+
+
+def test_rank_that_ends_while_the_store_does_not_answer_is_not_aborted_when_it_does():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], **pipes) as server:
+        port = server.stdout.readline().strip()
+        with subprocess.Popen([sys.executable, "-c", RANK, port], cwd=ROOT, **pipes) as rank:
+            assert rank.stdout.readline() == "sends heartbeats\n"
+            os.kill(server.pid, signal.SIGSTOP)
+            os.waitpid(server.pid, os.WUNTRACED)  # until it is stopped
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+            finalizes = rank.stdout.readline()  # empty if it has exited
+            os.kill(server.pid, signal.SIGCONT)
+            assert rank.wait(30) == 0
+            assert not finalizes
+        server.stdin.close()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import warm as warm_launches
 
 from ddp_lab.observe.metrics_file import read_epochs
-from ddp_lab.resilience.node_board import PAGE, RANKS, parse
+from ddp_lab.resilience.heartbeats import read_row
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -119,9 +119,8 @@ def launch_on_terminal(line: str, *more: str) -> str:
 def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
     """Return the heartbeat of a rank of node 0 while its launch is running; None if it has written none yet."""
     try:
-        board = json.loads((run_dir / "status.json").read_text())["heartbeats"]
-        with open(board, "rb") as file:
-            return parse(os.pread(file.fileno(), PAGE, (RANKS + rank) * PAGE))
+        with open(json.loads((run_dir / "status.json").read_text())["heartbeats"], "rb") as table:
+            return read_row(table.fileno(), rank)
     except (OSError, ValueError, KeyError):
         return None
 

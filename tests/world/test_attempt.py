@@ -10,9 +10,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.world import attempt
-from ddp_lab.world.attempt import agree_on_attempt
-from ddp_lab.world.store import CountedStore
+from ddp_lab.world import store as attempt
+from ddp_lab.world.store import CountedStore, agree_on_attempt
 
 RANKS = 3
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)

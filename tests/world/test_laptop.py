@@ -18,11 +18,9 @@ from launches import ROOT, read_metrics
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.observe.profiler import check_profile
-from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.sums import sum_dtype
 from ddp_lab.training.speed.options import PerformanceOptions
-from ddp_lab.training.tally import Tally
 from ddp_lab.world import process
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.process import is_alive, start_time
@@ -58,18 +56,12 @@ def test_is_alive_of_a_running_and_an_exited_process(platform, monkeypatch):
     monkeypatch.setattr(sys, "platform", platform)
     with child() as running:
         assert is_alive(running.pid)
+        end_without_reaping(running)
+        assert not is_alive(running.pid), "it is a zombie"
     assert not is_alive(running.pid)
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_zombie_is_not_alive(platform, monkeypatch):
-    monkeypatch.setattr(sys, "platform", platform)
-    with child() as zombie:
-        end_without_reaping(zombie)
-        assert not is_alive(zombie.pid)
-
-
-@pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), OSError(), ImportError()])
+@pytest.mark.parametrize("error", [psutil.AccessDenied(1), OSError()])
 def test_process_whose_state_cannot_be_read_counts_as_alive(error, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(psutil, "Process", refuse(error))
@@ -83,12 +75,6 @@ def test_process_whose_state_proc_does_not_show_counts_as_alive(monkeypatch):
     with child() as running:
         assert is_alive(running.pid)
     assert not is_alive(running.pid), "signal 0 must detect it without /proc"
-
-
-def test_process_of_another_user_is_alive(monkeypatch):
-    monkeypatch.setattr(os, "kill", refuse(PermissionError()))
-    monkeypatch.setattr(process, "_stat", refuse(PermissionError()))
-    assert is_alive(1)
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
@@ -182,7 +168,7 @@ def test_bf16_on_mps_is_rejected_before_macos_14(mac, monkeypatch):
     assert Runtime("mps", "bf16").autocast().fast_dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["ddp", "scratch", "dp", "split", "fsdp", "tp", "pipeline", "ddp_pipeline", "mesh"])
+@pytest.mark.parametrize("name", ["ddp", "dp", "pipeline", "mesh"])
 def test_device_mps_is_rejected_by_strategies_other_than_single(name, mac):
     cfg = config(f"strategy={name}", "device=mps")
     with pytest.raises(ConfigError, match=f"device=mps: is not supported by strategy={name}: .* Use strategy=single"):
@@ -203,19 +189,3 @@ def test_single_on_mps_disables_unsupported_options(mac):
 def test_sums_on_mps_are_float32():
     assert sum_dtype(torch.device("mps")) == torch.float32
     assert sum_dtype(torch.device("cpu")) == sum_dtype(torch.device("cuda")) == torch.float64
-
-
-def test_decisions_do_not_depend_on_the_dtype_of_the_sums(monkeypatch):
-    decided = []
-    for dtype in (torch.float32, torch.float64):
-        monkeypatch.setattr("ddp_lab.training.tally.sum_dtype", lambda device, dtype=dtype: dtype)
-        runtime = Runtime("cpu")
-        decisions, tally = Decisions(runtime), Tally(runtime.device)
-        decisions.begin(0, tally)
-        for loss in (1.0, float("nan"), 1.0):
-            tally.add(torch.tensor([loss, 1.0, 1.0], dtype=dtype))
-        decided.append(decisions.now(3, False, [torch.ones(2), torch.full((2,), torch.inf)]))
-        assert tally.totals.dtype == dtype
-    assert decided[0] == decided[1]
-    assert decided[0].not_finite == (2, 0)
-    assert decided[0].ruined

@@ -1,43 +1,22 @@
 """What a dataset is: a training set, what it is evaluated with, and the names of the classes."""
 
+import hashlib
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
+from ddp_lab.data.images import Streamed
 
-
-class Samples(Protocol):
-    """The training set, the validation set or the test set of a dataset."""
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of a sample."""
-        ...
-
-    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
-        """Return an image, uint8 [channels, height, width], and its class. All randomness is a function of the arguments."""
-        ...
-
-    def subset(self, indices: torch.Tensor, *, augment: bool) -> "Samples":
-        """Return some of the samples.
-
-        Args:
-            indices: int64 [n], their numbers.
-            augment: whether they are training samples; False: they are evaluated with.
-        """
-        ...
+DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 
 
 class LabelledImages(NamedTuple):
-    """Images and their classes, in memory.
+    """Images and their classes, in memory; on the meta device if only the sizes are known.
 
     Attributes:
         images: uint8 [N, channels, height, width].
@@ -58,12 +37,15 @@ class LabelledImages(NamedTuple):
         return tuple(self.images.shape[1:])
 
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
-        """Return an image and its class, the same in every epoch: the device augments images that are in memory."""
+        """Return an image and its class, the same in every epoch."""
         return self.images[index], int(self.targets[index])
 
-    def subset(self, indices: torch.Tensor, *, augment: bool) -> "LabelledImages":
-        """Return some of the samples, a copy; the loader decides whether to augment them."""
+    def subset(self, indices: torch.Tensor, augment: bool) -> "LabelledImages":
+        """Return a copy of some of the samples, int64 [n]; the loader decides whether to `augment` them."""
         return LabelledImages(self.images[indices], self.targets[indices])
+
+
+Samples = LabelledImages | Streamed  # the training set, the validation set or the test set
 
 
 @dataclass(frozen=True)
@@ -111,3 +93,52 @@ class Dataset:
         """Return the arguments of a model function that follow from the data: channels, image size and number of classes."""
         channels, _, image_size = self.train.shape
         return {"in_channels": channels, "image_size": image_size, "num_classes": len(self.classes)}
+
+
+def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
+    """Return the dataset with a validation set of some training samples, which are then not trained on.
+
+    The choice depends on the arguments alone.
+
+    Args:
+        dataset: with or without a validation set.
+        fraction: of the training samples; 0: none; None: DEFAULT if the dataset has nothing to evaluate with, else none.
+        seed: of the choice.
+
+    Raises:
+        ConfigError: the dataset has a validation set already, or no sample is left to train on or to evaluate with.
+    """
+    evaluates = bool(dataset.evaluation_sets)
+    if fraction is None:
+        fraction = 0 if evaluates else DEFAULT
+    if not fraction and evaluates:
+        return dataset
+    key = f"data.val_fraction={fraction}"
+    if dataset.val is not None:
+        raise ConfigError(f"{key}: the dataset has a validation set already; use data.val_fraction=0, or remove its own")
+    size, names, held_out = dataset.train.size, dataset.names, f"{key} data.val_seed={seed}"
+    if names is None:
+        held_out += f" of {size:,} samples"  # the choice depends on their number, too
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+        chosen = order.argsort() < round(fraction * size)
+    else:
+        chosen = torch.tensor([is_held_out(names(index), fraction, seed) for index in range(size)], dtype=torch.bool)
+    training, evaluated = (part.nonzero().flatten() for part in (~chosen, chosen))
+    if not len(training) or not len(evaluated):
+        raise ConfigError(
+            f"{key}: leaves {len(training)} of {size} samples to train on and {len(evaluated)} to evaluate with; both must be "
+            "at least 1. Use another fraction, or add samples"
+        )
+    return replace(
+        dataset,
+        train=dataset.train.subset(training, augment=True),
+        val=dataset.train.subset(evaluated, augment=False),
+        names=None,
+        held_out=held_out,
+    )
+
+
+def is_held_out(name: str, fraction: float, seed: int) -> bool:
+    """Return whether a file is held out: by a hash of its name, so a file stays where it is when others come or go."""
+    digest = hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64

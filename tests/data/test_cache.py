@@ -14,42 +14,43 @@ from configs import config
 from image_folders import write_folder
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.data import folder, record, space
-from ddp_lab.data.decode import decode, resize
-from ddp_lab.data.record import Cached, build_record, locked
-from ddp_lab.data.space import estimate_bytes, remove_abandoned
-from ddp_lab.data.tree import Names, find_images
+from ddp_lab.data import cache as cache_module
+from ddp_lab.data.cache import Pictures, build_record
+from ddp_lab.data.folder import find_images
+from ddp_lab.data.images import ImageOptions, decode, resize
 from ddp_lab.run.job import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 FORK = multiprocessing.get_context("fork")
 
 
-def build(root: Path, cache: Path, keep: bool = True) -> Path:
-    build_record(cache / "key", cache / "building-key", root, find_images(root), 3, 24, keep)
-    return cache / "key"
+OPTIONS = ImageOptions(0, 3, 24, 24, None, None, 0.0, [0.5])
+
+
+def build(root: Path, cache: Path, key: str = "key") -> Path:
+    names = np.array([os.fsencode(name) for name in find_images(root)])
+    return build_record(cache / key, Pictures(root, names, OPTIONS), keep=True)
 
 
 def assert_complete(folder: Path, root: Path) -> None:
-    names = Names((folder / "names").read_bytes())
-    cached = Cached(folder, torch.arange(len(names)), 3)
-    for number in range(len(names)):
-        image, target = cached[number]
-        assert torch.equal(image, resize(decode(root / names[number], 3), 24))
-        assert target == number
+    names = np.load(folder / "names.npy")
+    cached = Pictures(root, names, OPTIONS, folder)
+    assert [os.fsdecode(name) for name in names] == find_images(root)
+    for number, name in enumerate(find_images(root)):
+        assert torch.equal(cached[number], resize(decode(root / name, 3), 24))
 
 
 @pytest.mark.parametrize("size", [20, 140])  # without and with worker processes, if there are two CPU cores
 def test_record_has_the_resized_pixels_of_every_image(tmp_path, size):
     root = write_folder(tmp_path / "images", {"train": size})
     assert_complete(build(root, tmp_path / "cache"), root)
-    assert not (tmp_path / "cache" / "building-key").exists()
+    assert not (tmp_path / "cache" / "building").exists()
 
 
 def test_record_that_exists_is_not_built_again(tmp_path, monkeypatch):
     root = write_folder(tmp_path / "images", {"train": 3})
     build(root, tmp_path / "cache")
-    monkeypatch.setattr(record, "decode", None)
+    monkeypatch.setattr(cache_module, "decode", None)
     build(root, tmp_path / "cache")
 
 
@@ -62,7 +63,7 @@ def slowly(root: Path, cache: Path) -> None:
             file.write(".")
         return decode(path, channels)
 
-    record.decode = decode_slowly  # in this process only
+    cache_module.decode = decode_slowly  # in this process only
     build(root, cache)
 
 
@@ -94,9 +95,9 @@ def test_killed_build_is_replaced_by_the_next(tmp_path):
     builder.kill()
     builder.join(60)
     assert not (cache / "key").exists()
-    assert (cache / "building-key").exists()
-    assert_complete(build(root, cache), root)
-    assert sorted(os.listdir(cache)) == ["count", "key"]
+    assert (cache / "building").exists()
+    assert_complete(build(root, cache, "other"), root)  # also if it builds another record
+    assert sorted(os.listdir(cache)) == ["count", "lock", "other"]
 
 
 def test_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -108,44 +109,32 @@ def test_build_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(OSError, match="No space left"):
         build(root, tmp_path / "cache")
-    assert not os.listdir(tmp_path / "cache")
-
-
-def test_what_killed_builds_of_other_records_left_is_removed_but_not_what_is_being_built(tmp_path):
-    cache = tmp_path / "cache"
-    for key in ("killed", "running"):
-        (cache / f"building-{key}").mkdir(parents=True)
-        (cache / f"building-{key}.lock").touch()
-    with locked(cache / "building-running.lock"):
-        remove_abandoned(cache)
-        assert sorted(os.listdir(cache)) == ["building-running", "building-running.lock"]
+    assert os.listdir(tmp_path / "cache") == ["lock"]
 
 
 def test_cache_that_does_not_fit_is_refused_before_it_is_built(tmp_path, monkeypatch):
     root = write_folder(tmp_path / "images", {"train": 110, "val": 9})
     overrides = ["data=folder", f"data.root={root}", "data.cache=disk", "data.image_size=24", "data.resize=24"]
     make = partial(load_dataset, config(*overrides), Runtime("cpu"))
-    needed = estimate_bytes(root, find_images(root), 3, 24)
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    with pytest.raises(NodeError, match=r"data.cache_dir=.*: the resized images need about 0.\d MiB, but .* has 0.\d MiB free"):
+    needed = 119 * 3 * 24**2
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(
+        NodeError, match=r"data.cache_dir=.* \(the resized images need at least 0.\d MiB, but .* has 0.\d MiB free"
+    ):
         make()
-    assert not list((root / ".cache").glob("*"))
-    monkeypatch.undo()
-    dataset = make()
-    written = sum(path.stat().st_size for path in (root / ".cache").glob("*/pixels-*.bin"))
-    assert dataset.train.size == 110
-    assert 0.9 * written < needed < 1.1 * written
+    assert os.listdir(root / ".cache") == ["lock"]
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    assert make().train.size == 110
 
 
 def test_records_that_killed_launches_left_in_memory_are_removed(tmp_path, monkeypatch):
     root = write_folder(tmp_path / "images", {"train": 3, "val": 3})
-    monkeypatch.setattr(folder, "SHARED_MEMORY", tmp_path / "memory")
-    memory = tmp_path / "memory" / f"ddp_lab-{os.getuid()}"
+    monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
     ended = FORK.Process()
     ended.start()
     ended.join(60)
-    alive = f"{'b' * 16}-{os.getppid()}"
-    for name in (f"{'a' * 16}-{ended.pid}", alive):
-        (memory / name).mkdir(parents=True)
+    left, alive, others = (f"ddp_lab-{process}-abc" for process in (ended.pid, os.getppid(), "other"))
+    for name in (left, alive, others):
+        (tmp_path / name).mkdir()
     load_dataset(config("data=folder", f"data.root={root}", "data.cache=ram"), Runtime("cpu"))
-    assert os.listdir(memory) == [alive]
+    assert sorted(path.name for path in tmp_path.glob("ddp_lab-*")) == sorted([alive, others])

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from ddp_lab.data.decode import ImageError, decode, evaluation_view, resize
+from ddp_lab.data.images import ImageError, decode, evaluation_view, resize
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -30,23 +30,17 @@ def test_lossless_files_are_decoded_exactly(tmp_path, file):
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_other_modes_are_converted_as_pillow_does(tmp_path, mode, channels):
-    picture(mode).save(tmp_path / "a.png")
+def test_other_modes_are_converted_as_pillow_does(tmp_path, recwarn, mode, channels):
+    picture(mode).save(tmp_path / "a.png", **({"transparency": bytes(range(256))} if mode == "P" else {}))
     expected = np.array(picture(mode).convert("RGB" if channels == 3 else "L")).reshape(20, 30, channels)
     assert np.array_equal(as_array(decode(tmp_path / "a.png", channels)), expected)
+    assert not recwarn.list
 
 
 def test_cmyk_jpeg_is_converted(tmp_path):
     Image.new("RGB", (16, 16), (200, 30, 60)).convert("CMYK").save(tmp_path / "a.jpg", quality=100)
     colour = decode(tmp_path / "a.jpg", 3).float().mean(dim=(1, 2))
     assert colour.tolist() == pytest.approx([200, 30, 60], abs=4)
-
-
-def test_palette_with_transparency_gives_no_warning(tmp_path, recwarn):
-    image = picture("P")
-    image.save(tmp_path / "a.png", transparency=bytes(range(256)))
-    assert np.array_equal(as_array(decode(tmp_path / "a.png", 3)), np.array(image.convert("RGB")))
-    assert not recwarn.list
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -66,28 +60,23 @@ def test_exif_orientation_is_applied(tmp_path, orientation, turned):
     assert np.array_equal(as_array(decode(tmp_path / "a.png", 3)), turned)
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
-def test_truncated_file_is_named(tmp_path, format):
-    path = tmp_path / f"half.{format.lower()}"
-    picture().resize((300, 200)).save(path, format=format)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ImageError, match=rf"{path}: cannot be decoded \(.+\)"):
-        decode(path, 3)
-
-
 @pytest.mark.parametrize(
-    ("content", "reason"), [(b"", "not a JPEG"), (b"GIF89a no image", "not a JPEG"), (None, "No such file")]
+    ("content", "reason"),
+    [("JPEG", ".+"), ("PNG", ".+"), ("WEBP", ".+"), (b"", "not a JPEG"), (b"GIF89a", "not a JPEG"), (None, ".*No such file")],
 )
-def test_file_that_is_no_image_is_named(tmp_path, content, reason):
+def test_truncated_file_or_file_that_is_no_image_is_named(tmp_path, content, reason):
+    path = tmp_path / "a.jpg"
+    if isinstance(content, str):
+        picture().resize((300, 200)).save(path, format=content)
+        content = path.read_bytes()[: path.stat().st_size // 2]
     if content is not None:
-        (tmp_path / "a.jpg").write_bytes(content)
-    with pytest.raises(ImageError, match=rf"a.jpg: cannot be decoded \(.*{reason}"):
-        decode(tmp_path / "a.jpg", 3)
+        path.write_bytes(content)
+    with pytest.raises(ImageError, match=rf"{path}: cannot be decoded \({reason}"):
+        decode(path, 3)
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 90), (1, 90, 40), (3, 7, 9), (3, 32, 32)])
 def test_evaluation_view_is_torchvisions_resize_and_crop(shape):
     image = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    expected = v2.Compose([v2.Resize(32), v2.CenterCrop(28)])(image)
-    assert torch.equal(evaluation_view(image, 32, 28), expected)
+    assert torch.equal(evaluation_view(image, 32, 28), v2.Compose([v2.Resize(32), v2.CenterCrop(28)])(image))
     assert min(resize(image, 32).shape[1:]) == 32

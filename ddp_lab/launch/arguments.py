@@ -1,18 +1,50 @@
-"""The file that a command writes: never over another one by accident, and complete or not at all."""
+"""The command line of the commands that open a trained run (evaluate, predict, export, merge), and the file they write."""
 
 import argparse
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 from ddp_lab.config.errors import ConfigError
 
 
-def add_output(parser: argparse.ArgumentParser, text: str, required: bool) -> None:
-    """Add --output and --force to a parser. `text` describes the file."""
-    parser.add_argument("--output", type=Path, required=required, metavar="FILE", help=text)
-    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, so that several ranks report them once.
+
+    Args:
+        command: how the command is started, for --help.
+        text: the command's docstring.
+        options: of ArgumentParser.
+    """
+
+    def __init__(self, command: str, text: str | None, **options: Any):
+        super().__init__(prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def add_run(self, default: str = "auto") -> None:
+        """Add the run directory and the checkpoint, with its default."""
+        self.add_argument("run", type=Path, help="the run directory, runs/NAME")
+        self.add_argument(
+            "--checkpoint",
+            default=default,
+            metavar="auto|last|best|PATH",
+            help=f"the newest one (last), the best one, or a path; auto: the best if a validation set chose it, else the newest"
+            f" (default: {default})",
+        )
+        self.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
+
+    def add_overrides(self, help: str) -> None:
+        """Add any number of overrides. Without the default, argparse would name them among the required arguments."""
+        self.add_argument("overrides", nargs="*", default=[], help=help)
+
+    def add_output(self, text: str, required: bool) -> None:
+        """Add --output and --force. `text` describes the file."""
+        self.add_argument("--output", type=Path, required=required, metavar="FILE", help=text)
+        self.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def check_output(path: Path, force: bool) -> None:

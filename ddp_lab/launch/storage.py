@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.preflight.finding import Finding, agree_on
+from ddp_lab.launch.preflight import Finding, agree_on
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.training.optimizer_state import MakeOptimizer, state_of
 from ddp_lab.world.runtime import Runtime
@@ -35,7 +35,7 @@ def check_storage(
     Raises:
         ConfigError: The nodes do not share the directory, or not even one checkpoint fits and `on_error` is "stop".
     """
-    shared = [check_shared(root, runtime)] if runtime.several_nodes else []  # on a single node, RunDir checks the directory
+    shared = [check_shared(root, runtime)] if runtime.nodes > 1 else []  # on a single node, RunDir checks the directory
     _ = runtime.launch  # all ranks take part
 
     def find() -> Finding:
@@ -75,7 +75,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
                 f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a directory on a file system "
                 "that every node has mounted for writing"
             )
-        return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.several_nodes else ""))
+        return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else ""))
 
     return agree_on(runtime, "shared", conclude)
 

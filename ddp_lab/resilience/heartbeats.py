@@ -1,0 +1,249 @@
+"""The table of heartbeats: what the ranks do, as each node knows it.
+
+node 0                                      node 1 ... node 127
+rank 0   rank 1 ... rank 7                  rank 8   rank 9 ... rank 15
+  |________|__________|   table in memory     |________|__________|
+  |                                           |
+  '---- overview of the node, every second ----'       through torchrun's store
+
+Within a node each rank has a row of a file in memory. Between nodes, a thread of one rank of each node copies rows:
+
+node N   every second   set node/N = overview of its ranks                  get overview, failure
+node 0   every second   multi_get node/0 ... node/127 -> merge -> set overview
+
+In all, two operations per node and second, and two more on node 0. Nothing of this is on a disk that nodes share.
+"""
+
+import json
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.world.runtime import Runtime
+from ddp_lab.world.store import CountedStore
+
+ROW = 4096  # bytes
+SHARED = ["failure", "overview"]  # the first rows, the same on all nodes: the first failure, and what all ranks do
+PERIOD = 1.0  # seconds between two heartbeats of a node
+VANISHED = 7.0  # seconds without a heartbeat after which a node counts as vanished
+STOP = 3.0  # seconds that the last exchange with the store may take
+LISTED = 8  # the most ranks that a message lists one by one
+STARTING = "starting"  # the phase in which the process group opens
+WORKING = ["preparing", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating"]
+PHASES = [STARTING, *WORKING, "done"]
+GONE = f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its processes are killed or suspended"
+
+Heartbeat = dict[str, Any]  # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits
+
+
+def wait_for_turn(period: float, stop: threading.Event) -> bool:
+    """Wait for the next multiple of `period` seconds on the clock, or until `stop` is set. Return whether it is set."""
+    return stop.wait(period - time.monotonic() % period)
+
+
+def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
+    """Return the sort key of a rank in a hang: the other ranks wait for the rank with the smallest key.
+
+    That is the rank with the least progress. In the same step, ranks that wait in a collective are sorted last: a rank can hang
+    after a collective in which the others still wait for its data.
+    """
+    return heartbeat["step"], heartbeat["waits"], PHASES.index(heartbeat["doing"]), heartbeat["since"]
+
+
+class Unchanged(dict[Any, tuple[Any, int]]):
+    """Counts how many looks in succession have found the same value.
+
+    Time is counted in looks and not read from a clock: while the process that looks is suspended, nothing is counted.
+    """
+
+    def count(self, key: Any, value: Any) -> int:
+        """Look at the value of `key`, and return how many looks before have found the same one."""
+        before, looks = self.get(key, (value, -1))
+        self[key] = value, looks + 1 if before == value else 0
+        return self[key][1]
+
+
+class Overview(NamedTuple):
+    """What a number of ranks do. Its size does not depend on the number.
+
+    Attributes:
+        phases: the number of ranks in each phase.
+        least: heartbeats of the ranks with the least progress, at most LISTED + 1, the least first.
+    """
+
+    phases: dict[str, int]
+    least: list[Heartbeat]
+
+    @classmethod
+    def of(cls, heartbeats: Iterable[Heartbeat]) -> "Overview":
+        """Return the overview of some ranks."""
+        beats = sorted(heartbeats, key=suspicion)
+        return cls(Counter(beat["doing"] for beat in beats), beats[: LISTED + 1])
+
+    @classmethod
+    def merge(cls, overviews: Collection["Overview"]) -> "Overview":
+        """Return the overview of all ranks that are in one of several."""
+        least = sorted(chain.from_iterable(one.least for one in overviews), key=suspicion)
+        return cls(sum((Counter(one.phases) for one in overviews), Counter[str]()), least[: LISTED + 1])
+
+
+class Table:
+    """The table of this node, a file in its memory. Collective: the first rank of each node creates it.
+
+    The file has a name only until all ranks of the node have opened it, so nothing remains of a launch that is killed later.
+    A row is one of SHARED, or the number of a rank on this node.
+
+    Attributes:
+        path: under which this user's processes find it while this rank runs, on Linux.
+
+    Raises:
+        ConfigError: the file cannot be created.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self.size = runtime.local_world_size
+        made = str(runtime.agree("heartbeats", self._create, per_node=True))
+        self._file = os.open(made, os.O_RDWR)
+        weakref.finalize(self, os.close, self._file)
+        self._name = Path(made) if runtime.local_rank == 0 else None
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self._file}")
+
+    def _create(self) -> str:
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+        try:
+            with tempfile.NamedTemporaryFile(prefix="ddp_lab-", dir=folder, delete=False) as file:  # mode 0600, a random name
+                file.write(bytes(ROW * (len(SHARED) + self.size)))  # now, so that no write fails later for lack of memory
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: cannot create the file of the heartbeats there ({error.strerror}); free space in it"
+            ) from None
+        return file.name
+
+    def write(self, row: str | int, record: dict[str, Any]) -> None:
+        """Write a row."""
+        os.pwrite(self._file, json.dumps(record).encode()[: ROW - 1] + b"\n", start_of(row))
+
+    def read(self, row: str | int) -> dict[str, Any] | None:
+        """Return the content of a row; None if nothing was written (or it is just being written)."""
+        return read_row(self._file, row)
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """Return the heartbeats of the node's ranks that have written one, in order of local rank."""
+        return [beat for beat in map(self.read, range(self.size)) if beat]
+
+    def everyone(self) -> Overview:
+        """Return what all ranks do; what those of other nodes did is up to two seconds old."""
+        record = self.read("overview")
+        return Overview(*record["ranks"]) if record else Overview.of(self.heartbeats())
+
+    def remove_name(self) -> None:
+        """Remove the file's name when all ranks of the node have opened it, which they show by a heartbeat."""
+        if self._name and len(self.heartbeats()) == self.size:
+            self._name.unlink(missing_ok=True)
+            self._name = None
+
+
+def start_of(row: str | int) -> int:
+    """Return the place of a row in the file, in bytes."""
+    return ROW * (SHARED.index(row) if isinstance(row, str) else len(SHARED) + row)
+
+
+def read_row(file: int, row: str | int) -> dict[str, Any] | None:
+    """Return the content of a row of an open table, as `Table.read`."""
+    with suppress(ValueError):
+        return json.loads(os.pread(file, ROW, start_of(row)).partition(b"\n")[0])
+    return None
+
+
+class NodeLink(threading.Thread):
+    """A thread that copies rows between this node's table and the store, over a connection of its own.
+
+    Attributes:
+        turns: number of exchanges with the store.
+        vanished: on node 0, the rank with the least progress on a node that has vanished; None if none has.
+        error: why the store does not answer, if it says so. The thread may also wait for it forever.
+    """
+
+    def __init__(self, runtime: Runtime, table: Table):
+        super().__init__(name="nodes", daemon=True)
+        self.runtime, self.table = runtime, table
+        self.turns, self.error = 0, "which does not answer"
+        self.vanished: Heartbeat | None = None
+        self._nodes, self._looks = Unchanged(), Unchanged()
+        self._last = threading.Event()  # the next exchange is the last one
+
+    @staticmethod
+    def prepare(runtime: Runtime) -> None:
+        """Set all keys of the store, so that no read waits for a node that has not started yet. Collective."""
+        keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
+        runtime.agree("links", lambda: runtime.store.multi_set(keys, [""] * len(keys)))
+
+    def stop(self) -> None:
+        """Stop the thread after one more exchange, by which the others learn of a failure, or that this rank is done."""
+        self._last.set()
+        self.join(STOP)
+        if self.is_alive():
+            self.runtime.abandoned.append(self)
+
+    def run(self) -> None:
+        """Exchange rows every PERIOD seconds."""
+        try:
+            store, last = self.runtime.store.connect("nodes"), False
+            while not last:
+                last = self._last.is_set()
+                self.exchange(store)
+                wait_for_turn(PERIOD, self._last)
+        except RuntimeError as error:  # torch's errors of a store are subclasses
+            self.error = str(error).splitlines()[0]
+
+    def exchange(self, store: CountedStore) -> None:
+        """Send what this node knows, and read what the others know."""
+        ranks = Overview.of(self.table.heartbeats())
+        record = {"turn": self.turns, "ranks": ranks}
+        store.set(f"{self.runtime.node}", json.dumps(record))
+        if self.runtime.node == 0:
+            store.set("overview", json.dumps(record | self._merge(store, STARTING in ranks.phases)))
+        failure, overview = store.multi_get(SHARED)
+        if overview:
+            self.table.write("overview", json.loads(overview))
+        if failure:
+            self.table.write("failure", json.loads(failure))
+        elif own := self.table.read("failure"):
+            store.set("failure", json.dumps(own))
+        self.turns += 1
+
+    def _merge(self, store: CountedStore, starting: bool) -> dict[str, Any]:
+        """Return the overview of all nodes, and notice nodes that have vanished."""
+        values = store.multi_get([str(node) for node in range(self.runtime.nodes)])
+        nodes = {node: Overview(*json.loads(value)["ranks"]) for node, value in enumerate(values) if value}
+        for node, ranks in nodes.items():
+            if starting:  # the process group opens, which may keep the store of many ranks busy for longer than VANISHED
+                self._nodes.clear()
+            elif self._nodes.count(node, values[node]) * PERIOD >= VANISHED and "done" not in ranks.phases:
+                self.vanished = ranks.least[0]
+        return {"ranks": Overview.merge(nodes.values()), "first": nodes[0].least[0]}
+
+    def find_lost(self, looks: float) -> tuple[Heartbeat, str] | None:
+        """Return a rank of the node that has vanished, if one has, and what is known. Call it `looks` times per second.
+
+        Node 0 notices that another node sends no heartbeats; the others notice that node 0 sends no overview.
+        """
+        overview = self.table.read("overview")
+        if overview is None or STARTING in Overview.of(self.table.heartbeats()).phases:  # as in `_merge`
+            self._looks.clear()
+            return None
+        if self.vanished:
+            return self.vanished, GONE
+        if self._looks.count("overview", overview["turn"]) / looks < VANISHED or "done" in Overview(*overview["ranks"]).phases:
+            return None
+        host, port = self.runtime.master or ("?", 0)
+        return overview["first"], f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}, {self.error}"

@@ -1,0 +1,95 @@
+"""The datasets that are held in memory, and their sizes, which the planner reads without them."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from configs import config
+
+from ddp_lab.config.errors import NodeError
+from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
+from ddp_lab.data.sources import dataset_sizes
+from ddp_lab.run.job import load_dataset
+from ddp_lab.world.runtime import Runtime
+
+
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    dataset = Digits().load()
+    assert dataset.train.images.shape == (1437, 1, 28, 28)
+    assert dataset.test.images.shape == (360, 1, 28, 28)
+    assert dataset.train.images.dtype == torch.uint8
+    bunch, order = load_digits(), torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    small = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = (F.interpolate(small, size=28, mode="bilinear", align_corners=False) * 255).round().to(torch.uint8)
+    assert torch.equal(torch.cat([dataset.train.images, dataset.test.images]), images[order])
+    assert torch.equal(torch.cat([dataset.train.targets, dataset.test.targets]), torch.tensor(bunch.target)[order])
+    assert dataset.model_shape() == {"in_channels": 1, "image_size": 28, "num_classes": 10}
+
+
+def test_synthetic_has_the_requested_shape():
+    dataset = Synthetic(20, 10, 3, 8, 4).load()
+    assert dataset.train.images.shape == (20, 3, 8, 8)
+    assert len(dataset.test.targets) == 10
+    assert dataset.model_shape() == {"in_channels": 3, "image_size": 8, "num_classes": 4}
+    assert torch.equal(dataset.train.images, Synthetic(20, 10, 3, 8, 4).load().train.images)
+
+
+def write_idx(path, magic: int, data: torch.Tensor) -> None:
+    sizes = b"".join(size.to_bytes(4, "big") for size in data.shape)
+    path.write_bytes(magic.to_bytes(4, "big") + sizes + data.numpy().tobytes())
+
+
+def test_torchvision_reads_raw_files_without_network(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, size in (("train", 6), ("t10k", 3)):
+        write_idx(raw / f"{part}-images-idx3-ubyte", 2051, torch.arange(size * 4, dtype=torch.uint8).view(size, 2, 2))
+        write_idx(raw / f"{part}-labels-idx1-ubyte", 2049, torch.arange(size, dtype=torch.uint8))
+    source = Torchvision("FashionMNIST", str(tmp_path))
+    source.prepare()
+    dataset = source.load()
+    assert dataset.train.images.flatten().tolist() == list(range(24))
+    assert dataset.test.targets.tolist() == [0, 1, 2]
+    assert dataset.classes[0] == "T-shirt/top"
+
+
+def test_torchvision_reports_directory_files_and_remedy_for_missing_data(tmp_path, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    with pytest.raises(NodeError) as error:
+        Torchvision("FashionMNIST", str(tmp_path)).prepare()
+    message = str(error.value)
+    assert "\n" not in message
+    for part in (f"data.root={tmp_path}", "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte", "data=digits"):
+        assert part in message
+    assert os.listdir(tmp_path) == [], "a failed download left something behind"
+
+
+def no_network(*args, **kwargs):
+    raise OSError("no network in this test")
+
+
+@pytest.mark.skipif(
+    "not __import__('os').path.isdir('../shared/data/FashionMNIST')", reason="FashionMNIST is not in ../shared/data"
+)
+def test_torchvision_reads_the_real_fashion_mnist():
+    source = Torchvision("FashionMNIST", "../shared/data")
+    source.prepare()
+    dataset = source.load()
+    assert dataset.train.images.shape == (60000, 1, 28, 28)
+    assert dataset.test.targets.bincount().tolist() == [1000] * 10
+
+
+@pytest.mark.parametrize(
+    "overrides", [["data=digits"], ["data=synthetic", "data.dataset.image_size=8", "data.val_fraction=0.2"]]
+)
+def test_sizes_without_the_samples_are_those_of_the_dataset(overrides):
+    cfg = config(*overrides)
+    found, planned = load_dataset(cfg, Runtime("cpu")), dataset_sizes(cfg.data)
+    assert planned.train.images.is_meta
+    assert planned.describe_sets() == found.describe_sets()
+    assert (planned.train.shape, planned.model_shape()) == (found.train.shape, found.model_shape())
+    assert planned.train.images.nbytes == found.train.images.nbytes
+    assert dataset_sizes(config("data=folder", "data.root=nowhere").data) is None

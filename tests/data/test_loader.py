@@ -1,0 +1,186 @@
+"""The loaders: the same batches for any number of ranks, either loader, a resume, and the calls of a CUDA graph."""
+
+from itertools import chain, product
+
+import pytest
+import torch
+from configs import config
+from torch.utils.data import DistributedSampler
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.augment import augment, draw_offsets
+from ddp_lab.data.batch import IGNORE
+from ddp_lab.data.dataset import LabelledImages
+from ddp_lab.data.loader import Loader, LoaderOptions, local_order
+from ddp_lab.run.job import LOADERS, build
+from ddp_lab.world.runtime import Runtime
+
+
+def numbered(samples: int) -> LabelledImages:
+    """Return images of two pixels that encode the sample's number."""
+    numbers = torch.arange(samples)
+    images = torch.stack([numbers % 256, numbers // 256], dim=1).to(torch.uint8).view(samples, 1, 1, 2)
+    return LabelledImages(images, numbers % 10)
+
+
+def pictures() -> LabelledImages:
+    """Return 103 different images of three channels, 5 pixels high and 7 wide, without a pixel of 0, the border's value."""
+    images = torch.randint(1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return LabelledImages(images, torch.arange(103) % 10)
+
+
+def loader(kind: str, rank: int, size: int, data: LabelledImages | None = None, batch_size: int = 24, **other) -> Loader:
+    settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "shuffle": True} | other
+    options = LoaderOptions(batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings)
+    return LOADERS[kind](data or numbered(103), options)
+
+
+def read(own: Loader, epoch: int, start: int = 0) -> list[tuple[list[int], int]]:
+    """Return the numbers of the samples without padding and the count of each batch, from `start` samples into the epoch."""
+    own.set_epoch(epoch, start)
+    batches = []
+    for inputs, targets, count in own:
+        numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
+        real = targets != IGNORE
+        assert torch.equal(targets[real], numbers[real] % 10), "a target does not belong to its image"
+        batches.append((numbers[real].tolist(), count))
+    return batches
+
+
+def read_world(kind: str, size: int, epoch: int, start: int = 0, **settings) -> list[list[int]]:
+    """Return the global batches: the samples that all ranks read in the same step, sorted."""
+    shards = [read(loader(kind, rank, size, **settings), epoch, start) for rank in range(size)]
+    steps = [(sorted(chain(*(numbers for numbers, _ in parts))), {n for _, n in parts}) for parts in zip(*shards, strict=True)]
+    assert all(counts == {len(numbers)} for numbers, counts in steps), "a count is not the size of the global batch"
+    return [numbers for numbers, _ in steps]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("samples", [103, 97, 96, 21, 3, 1])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_global_batches_are_the_same_for_any_world_size(kind, samples, shuffle):
+    for epoch, size in product((0, 3), (1, 2, 3, 4, 8)):
+        order = torch.arange(samples)
+        if shuffle:
+            order = torch.randperm(samples, generator=torch.Generator().manual_seed(5 + epoch))
+        expected = [sorted(batch.tolist()) for batch in order.split(24)]
+        assert read_world(kind, size, epoch, data=numbered(samples), shuffle=shuffle) == expected
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(101, 3), (96, 4), (2, 4)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_local_order_is_that_of_distributed_sampler(size, ranks, shuffle):
+    for rank in range(ranks):
+        sampler = DistributedSampler(range(size), ranks, rank, shuffle=shuffle, seed=3)
+        sampler.set_epoch(5)
+        assert local_order(size, rank, ranks, 3 if shuffle else None, epoch=5).tolist() == list(sampler)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loader_resumes_within_an_epoch_for_any_world_size(kind):
+    whole = read_world("device", 1, epoch=3)
+    for size, steps in product((1, 2, 3, 4), (1, 4, 5)):
+        assert read_world(kind, size, epoch=3, start=min(103, steps * 24)) == whole[steps:]
+    again = loader(kind, 0, 3)
+    read(again, epoch=3, start=48)
+    assert read(again, epoch=4) == read(loader("device", 0, 3), epoch=4), "the next epoch is complete again"
+
+
+def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
+    """Return what `augment` should do to one image, computed pixel by pixel."""
+    _, height, width = image.shape
+    result = torch.zeros_like(image)
+    for y, x in product(range(height), range(width)):
+        if 0 <= y - dy < height and 0 <= x - dx < width:
+            result[:, y, x] = image[:, y - dy, width - 1 - (x - dx) if flip else x - dx]
+    return result
+
+
+def test_augment_shifts_and_flips_every_image_separately():
+    offsets = list(product(range(-4, 5), range(-6, 7), (0, 1)))
+    images = pictures().images[torch.arange(len(offsets)) % 103]
+    result = augment(images, torch.tensor(offsets).T)
+    assert result.dtype == torch.uint8
+    assert result.is_contiguous()
+    assert torch.equal(result, torch.stack([moved(image, *offset) for image, offset in zip(images, offsets, strict=True)]))
+
+
+def test_offsets_depend_on_epoch_and_seed_only():
+    first = draw_offsets(1000, 2, True, seed=5, epoch=1)
+    assert torch.equal(draw_offsets(1000, 2, True, seed=5, epoch=1), first)
+    for seed, epoch in [(5, 2), (6, 1), (6, 0), (5 + 2**31, 1)]:
+        assert (draw_offsets(1000, 2, True, seed, epoch) != first).any(dim=1).all()
+    dy, dx, flip = first
+    assert dy.unique().tolist() == dx.unique().tolist() == [-2, -1, 0, 1, 2]
+    assert not torch.equal(dy, dx)
+    assert 400 < flip.sum() < 600
+    assert draw_offsets(1000, 0, True, 5, 1)[:2].count_nonzero() == 0
+    assert draw_offsets(1000, 2, False, 5, 1)[2].count_nonzero() == 0
+
+
+def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rest of epoch 3 in the order of the permutation; kind `graph` reads it as a CUDA graph does."""
+    ranks = []
+    for rank in range(size):
+        own = loader("device" if kind == "graph" else kind, rank, size, pictures(), crop_padding=2, flip=True)
+        if kind == "graph":
+            own.set_epoch(2)
+            own.prefetch_epoch()
+        own.set_epoch(3, start)
+        own.start_epoch()
+        ranks.append(list(own) if kind != "graph" else [own.next_batch(each) for each in own.batch_sizes()])
+    steps = [
+        [torch.stack(parts, dim=1).flatten(0, 1) for parts in list(zip(*step, strict=True))[:2]]
+        for step in zip(*ranks, strict=True)
+    ]
+    inputs, targets = (torch.cat(parts) for parts in zip(*steps, strict=True))
+    return inputs[targets != IGNORE], targets[targets != IGNORE]
+
+
+@pytest.mark.parametrize("kind", [*LOADERS, "graph"])
+@pytest.mark.parametrize("start", [0, 48])
+def test_augmentation_is_the_same_for_any_world_size_and_loader(kind, start):
+    data, order = pictures(), torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
+    offsets = draw_offsets(103, 2, True, seed=5, epoch=3).T.tolist()
+    expected = torch.stack([moved(data.images[i], *offsets[i]) for i in order.tolist()])
+    for size in (1, 2, 3, 4):
+        inputs, targets = images_of_world(kind, size, start)
+        assert torch.equal(inputs.round().to(torch.uint8), expected[start:])
+        assert torch.equal(targets, data.targets[order[start:]])
+
+
+def test_prefetched_epoch_is_not_drawn_again(monkeypatch):
+    own = loader("device", 0, 2, pictures(), flip=True)
+    own.set_epoch(3)
+    own.prefetch_epoch()
+    own.set_epoch(4)
+    for name in ("randperm", "randint"):
+        monkeypatch.setattr(torch, name, None)
+    own.start_epoch()
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_job_augments_and_normalises_the_training_set_only(kind):
+    cfg = config("data.crop_padding=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
+    job = build(cfg, Runtime("cpu"))
+    for name, own in job.loaders.items():
+        seen, images = torch.cat([inputs for inputs, _, _ in own]), job.dataset.sets[name].images[own.order(0)]
+        assert torch.allclose(seen, (images / 255 - 0.305) / 0.324, atol=1e-5) is (name != "train")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop_padding": 5}, r"data.crop_padding=5: .* 5 x 7 pixels; allowed: 0 to 4"),
+        ({"mean": [0.1, 0.2]}, r"data.mean=\[0.1, 0.2\]: has 2 values; expected 1, or 1 per channel of the images \(3\)"),
+    ],
+)
+def test_options_that_do_not_fit_the_images_are_refused(settings, message):
+    loader("device", 0, 1, pictures(), crop_padding=4, mean=[0.1, 0.2, 0.3])
+    with pytest.raises(ConfigError, match=message):
+        loader("device", 0, 1, pictures(), **settings)
+
+
+def test_resume_with_samples_not_divisible_by_the_replicas_is_refused():
+    with pytest.raises(ConfigError, match=r"25 samples into epoch 1, which is not divisible by 2 replicas; use the batch_size"):
+        loader("device", 0, 2).set_epoch(1, 25)
