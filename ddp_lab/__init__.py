@@ -8,7 +8,8 @@ observe     the output of a run: log, TensorBoard, plots, profiles
 models      networks as chains of blocks
 data        datasets, and which rank reads which sample
 strategies  one file for each way of distributing a training step over devices
-training    the loop, its step and schedule; `training/speed` makes the step faster
+training    the loop, its step and schedule
+speed       how a step is executed: captured, compiled, fused
 resilience  checkpoints, the watchdog, preemption, the run directory
 launch      the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution

@@ -39,11 +39,15 @@ from cases import (
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
 from torch import nn
-from training import OFF, Case, largest_difference, run_case, run_cases
+from training import OFF, Case, Performance, largest_difference, run_case, run_cases
 from worlds import once, run_world
 
 from ddp_lab.models.vit import vit
 from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.speed import fastest
+from ddp_lab.speed.compile import CHANNELS_LAST, COMBO
+from ddp_lab.speed.convolution import pad_convolutions
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.dp import DP
 from ddp_lab.strategies.fsdp import FSDP
@@ -52,11 +56,6 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.tp import TP
-from ddp_lab.training.speed import auto, options
-from ddp_lab.training.speed.cache import VARIABLE
-from ddp_lab.training.speed.convolution import pad_convolutions
-from ddp_lab.training.speed.cuda_graph import CHANNELS_LAST, COMBO, GraphStep
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.training.tally import Tally
 from ddp_lab.world.runtime import Runtime
 
@@ -212,13 +211,13 @@ def test_bf16(strategy, tmp_path):
 
 
 GRAPH, FUSED, BOTH = (
-    PerformanceOptions(True, False, False),
-    PerformanceOptions(False, True, True),
-    PerformanceOptions(True, True, True),
+    Performance(cuda_graph=True),
+    Performance(compile=True, channels_last=True),
+    Performance(cuda_graph=True, compile=True, channels_last=True),
 )
 
 
-def with_options(performance: PerformanceOptions, *cases: Case) -> list[Case]:
+def with_options(performance: Performance, *cases: Case) -> list[Case]:
     return [replace(case, performance=performance) for case in cases]
 
 
@@ -356,7 +355,7 @@ def test_performance_options_keep_the_result(case, size):
     assert len({outcome[case].digest for outcome in outcomes}) == 1
 
 
-AUTO = PerformanceOptions("auto", "auto", "auto")
+AUTO = Performance("auto", "auto", "auto")
 AUTO_ALONE = with_options(AUTO, *PLAIN, Case(Single, **MOVED), Case(Single, **RECIPE), Case(Single, loader="workers"))
 AUTO_TOGETHER = with_options(AUTO, *REPLICAS, *MODEL_PARALLEL[2], ddp(**RECIPE), scratch(**MOVED))
 AUTO_COMPILED = with_options(AUTO, ddp(epochs=1), scratch("bucketed", epochs=1), Case(Single, epochs=1))
@@ -384,10 +383,10 @@ def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
 
         return noted
 
-    os.environ[VARIABLE] = tempfile.mkdtemp()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
     GraphStep.capture = noting("captured", GraphStep.capture)
-    options.compile_step = noting("compiled", options.compile_step)
-    auto.GAINS = dict.fromkeys(auto.GAINS, gain)
+    fastest.compile_step = noting("compiled", fastest.compile_step)
+    fastest.GAINS = dict.fromkeys(fastest.GAINS, gain)
 
     def run_and_check(runtime: Runtime, case: Case):
         expected = ["captured"] if captured_by_auto(case) else []

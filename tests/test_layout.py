@@ -19,7 +19,7 @@ ORDER = [
     "data",
     "strategies",
     "training",
-    "training.speed",
+    "speed",
     "resilience",
     "launch",
     "run",
@@ -30,7 +30,7 @@ ORDER = [
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module, named without `ddp_lab.`: `training.speed.options` is in `training.speed`."""
+    """Return the room of a module, named without `ddp_lab.`: `speed.options` is in `speed`."""
     return max((room for room in ORDER if f"{module}.".startswith(f"{room}.")), key=len)
 
 

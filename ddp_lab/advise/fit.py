@@ -248,7 +248,7 @@ def real_step(config: dict[str, Any], port: int) -> int:
     with Runtime(cfg.device, cfg.precision, STEP_TIMEOUT) as runtime:
         before = bytes_in_use(runtime)
         job = build_job(cfg, runtime, with_weights=False)
-        with job.options.switches(runtime):
+        with job.options.backend_flags(runtime):
             training = materialize(job)
             job.loaders["train"].set_epoch(1)
             job.strategy.train()

@@ -25,9 +25,10 @@ from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
+from ddp_lab.speed.fused import configure_optimizer
+from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.fill import ShapesOnly
-from ddp_lab.training.speed.auto import AUTO
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
@@ -150,7 +151,7 @@ def begin(job: Job) -> Training:
     if hasattr(strategy, "devices"):
         strategy.devices = [cpu] * len(strategy.devices)
     training = materialize(job)
-    optimizer = job.options.settle(training.optimizer, kind, job.choices["optimizer.fused"].value is True)
+    optimizer = configure_optimizer(training.optimizer, job.options, kind)
     for group in for_cpu(optimizer).param_groups:
         if kind.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True  # the default on GPUs: all parameters in one call
@@ -174,7 +175,7 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
     copied = {*HELD} - {"gradients"} if again else {"parameters", "buffers", "averages"} if options.compile else set[str]()
     peak["copies"], outside = sum(held[kind] for kind in copied), 0.0
     if runtime.kind == "cuda":
-        peak["data"] += (job.choices["data.loader"].value == "device") * (bytes_of(job.dataset) or 0)
+        peak["data"] += (job.options.loader == "device") * (bytes_of(job.dataset) or 0)
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     host = live.on_host * sum(held[kind] for kind in STATE)

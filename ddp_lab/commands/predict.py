@@ -45,7 +45,7 @@ def main() -> None:
     from ddp_lab.run.predict import Predictor, find_images, write_table
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.run.trained import find_checkpoint, load_model
-    from ddp_lab.training.speed.switches import float32_matmul
+    from ddp_lab.world.precision import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)

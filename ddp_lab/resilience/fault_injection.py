@@ -29,7 +29,7 @@ from ddp_lab.config.types import parse_fault
 from ddp_lab.data.loader import Loader
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import write_atomically
-from ddp_lab.training.speed.cuda_graph import GraphStep
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step
 from ddp_lab.training.tally import Tally
 

@@ -11,7 +11,7 @@ from ddp_lab.resilience.same_optimizer import check_optimizer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.shards import local
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.speed.warm_up import match_strides, state_of
+from ddp_lab.training.optimizer import match_strides, state_tensors
 
 Optimizer = torch.optim.Optimizer
 
@@ -74,7 +74,7 @@ def load_whole(
 
 def storages_on_host(strategy: Strategy, optimizer: Optimizer) -> set[int]:
     """Return the addresses of this rank's tensors in host memory that the next step changes."""
-    tensors = [*strategy.module.state_dict().values(), *(value for _, _, value in state_of(optimizer))]
+    tensors = [*strategy.module.state_dict().values(), *(value for _, _, value in state_tensors(optimizer))]
     own = [local(tensor) for tensor in tensors]
     return {tensor.untyped_storage().data_ptr() for tensor in own if tensor.device.type == "cpu"}
 

@@ -22,16 +22,15 @@ from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
-from ddp_lab.run.speed import find_choices
+from ddp_lab.run.speed import find_options
+from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import Loss, build_loss
 from ddp_lab.training.loop import FitSettings
-from ddp_lab.training.on_shards import require_support
+from ddp_lab.training.optimizer import require_support
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import build_shape
-from ddp_lab.training.speed.auto import Choice
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
 LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}
@@ -66,8 +65,7 @@ class Job:
         schedule: the shape of the learning-rate schedule.
         recipe: how else the weights are updated.
         fit_settings: when training ends, and when the test set is evaluated.
-        choices: what speed=auto has chosen, by config key; without it, what the config says.
-        options: the requested performance options that are supported.
+        options: the performance options: of the config, as far as they are supported, and of speed=auto.
         shapes: the shape of each tensor of the unsharded model, by name.
         checkpoint_bytes: the size of a checkpoint.
         notes: lines for the log.
@@ -84,7 +82,6 @@ class Job:
     schedule: Callable[..., float]
     recipe: Recipe
     fit_settings: FitSettings
-    choices: Mapping[str, Choice]
     options: PerformanceOptions
     shapes: dict[str, tuple[int, ...]]
     checkpoint_bytes: int
@@ -185,9 +182,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         require_chain(model, strategy.name, key_of(cfg.model))
     strategy.input_shape = dataset.train.shape
     strategy.partition(model, plan.samples_at_once)
-    choices = find_choices(cfg, strategy, dataset, model)
-    wanted = PerformanceOptions(*(choices[key].value for key in PerformanceOptions._fields))
-    options, disabled = wanted.supported(strategy, choices["data.loader"].value, model)
+    options = find_options(cfg, strategy, dataset, model)
     return Job(
         strategy=strategy,
         dataset=dataset,
@@ -199,17 +194,16 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         schedule=schedule,
         recipe=Recipe(**{each.name: cfg[each.name] for each in fields(Recipe)}),
         fit_settings=FitSettings(cfg.epochs, cfg.patience, cfg.evaluate_test),
-        choices=choices,
         options=options,
         shapes=shapes,
         checkpoint_bytes=size,
-        notes=built.notes + disabled,
+        notes=[*built.notes, *options.disabled],
     )
 
 
 def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     """Return the loaders of the sets of the dataset, by name. That of the training set is shuffled and augmented."""
-    data, strategy, make = cfg.data, job.strategy, LOADERS[job.choices["data.loader"].value]
+    data, strategy, make = cfg.data, job.strategy, LOADERS[job.options.loader]
     training = LoaderOptions(
         batch_size=job.plan.global_batch_size,
         dp_rank=strategy.dp_rank,
@@ -223,8 +217,7 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         flip=data.flip,
         num_workers=data.num_workers,
     )
-    graph = job.choices["cuda_graph"]
-    larger = EVALUATED if graph.automatic and graph.value else 1
+    larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)
     return {name: make(found, training if name == "train" else evaluated) for name, found in job.dataset.sets.items()}
 

@@ -9,13 +9,14 @@ import torch
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job
+from ddp_lab.speed.cuda_graph import GraphStep
+from ddp_lab.speed.fastest import build_step
+from ddp_lab.speed.fused import configure_optimizer
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.loop import fit
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import make_scheduler
-from ddp_lab.training.speed.attempts import build_step
-from ddp_lab.training.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step, TrainStep
 
 
@@ -43,7 +44,7 @@ class Training:
             steps_left: steps until the end of the run.
         """
         job = self.job
-        step = build_step(job.options, job.choices, self.eager_step, job.loaders["train"], steps_left)
+        step = build_step(job.options, self.eager_step, job.loaders["train"], steps_left)
         # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
         self.step = cast("TrainStep", step)
         return step
@@ -61,7 +62,7 @@ def place(job: Job) -> None:
         job.runtime.open_group()
     strategy.loss = job.loss.to(strategy.device)
     strategy.initial_weights = job.built.initial_weights
-    strategy.setup(job.options.shape(job.model))
+    strategy.setup(job.options.apply_memory_format(job.model))
     if strategy.initial_weights is not None:
         strategy.initial_weights.set_weights({})  # the tensors of a file are not needed any more
 
@@ -76,8 +77,7 @@ def materialize(job: Job) -> Training:
     digest = hashlib.sha256(f"masks {recipe.seed} {strategy.dp_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
     groups = strategy.param_groups(recipe.decay_norms_and_biases)
-    fused = job.choices["optimizer.fused"].value is True
-    optimizer = job.options.settle(job.optimizer(groups, lr=plan.lr), strategy.device, fused)
+    optimizer = configure_optimizer(job.optimizer(groups, lr=plan.lr), job.options, strategy.device)
     warmup_steps = round(recipe.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, job.schedule, job.fit_settings.epochs, plan.steps_per_epoch, warmup_steps)
     ema = None if recipe.ema is None else EMA(strategy, recipe.ema)

@@ -1,49 +1,39 @@
-"""The facts of a run on which speed=auto depends, and its choices."""
+"""The performance options of a run: the facts on which speed=auto depends."""
 
-from omegaconf import DictConfig
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.dataset import Dataset, LabelledImages
 from ddp_lab.models.vit_layers import Patches
+from ddp_lab.speed.options import AUTO, KEYS, Facts, PerformanceOptions, choose, refusals_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.on_shards import ELEMENTWISE
-from ddp_lab.training.speed.auto import AUTO, SWITCHED, Choice, Facts, choose
-from ddp_lab.training.speed.options import why_not
+from ddp_lab.training.optimizer import ELEMENTWISE
 from ddp_lab.world.runtime import Runtime
 
 
-def find_choices(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module) -> dict[str, Choice]:
-    """Return the choice of data.loader and of each performance option, by config key. Collective with speed=auto on GPUs.
+def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:
+    """Return the performance options of a run. Collective with speed=auto on GPUs.
 
     Args:
         cfg: the config.
-        strategy: before `Strategy.setup`.
+        strategy: after `Strategy.partition`.
         dataset: in host memory.
         model: the complete model.
     """
-    wanted = {"data.loader": cfg.data.loader, "optimizer.fused": cfg.optimizer.get("fused")}
-    wanted |= {key: cfg[key] for key in SWITCHED if key in cfg}
-    device = strategy.device.type
-    if cfg.speed != AUTO or device != "cuda":
-        return choose(cfg.speed, wanted, Facts(device, {}, None, 0, 0))  # nothing is chosen, so no fact is needed
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    facts = Facts(device, find_refusals(cfg, strategy, model), bytes_of(dataset), weights, free_bytes(strategy.runtime))
-    return choose(cfg.speed, wanted, facts)
-
-
-def find_refusals(cfg: DictConfig, strategy: Strategy, model: nn.Module) -> dict[str, str]:
-    """Return why an option is not supported by the strategy, the model or the optimizer; no entry if it is supported."""
-    reasons = {key: why_not(key, strategy, "device", model) for key in ("cuda_graph", "compile", "channels_last")}
-    if (hook := cfg.strategy.get("comm_hook", "none")) != "none":
-        reasons["cuda_graph"] = f"strategy.comm_hook={hook} was never captured"
+    wanted: dict[str, Any] = {name: OmegaConf.select(cfg, key) for name, key in KEYS.items()}
+    facts = Facts(strategy.device.type, refusals_of(strategy, model))
+    if cfg.speed != AUTO or facts.device != "cuda":
+        return choose(cfg.speed, wanted, facts)  # nothing is chosen, so no more facts are needed
+    reasons = dict(facts.refusals)
     if not any(isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()):
-        reasons["channels_last"] = reasons["channels_last"] or "the model has no convolutions"
-    if "fused" not in strategy.performance_options:
-        reasons["optimizer.fused"] = f"not with strategy={strategy.name}, except for AdamW"
-    elif not (isinstance(made := build(cfg.optimizer).func, type) and issubclass(made, ELEMENTWISE)):
-        reasons["optimizer.fused"] = f"{cfg.optimizer._target_} has no fused kernel for GPUs"
-    return {key: reason for key, reason in reasons.items() if reason}
+        reasons.setdefault("channels_last", "the model has no convolutions")
+    if not (isinstance(made := build(cfg.optimizer).func, type) and issubclass(made, ELEMENTWISE)):
+        reasons.setdefault("fused", f"{cfg.optimizer._target_} has no fused kernel for GPUs")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return choose(cfg.speed, wanted, Facts(facts.device, reasons, bytes_of(dataset), weights, free_bytes(strategy.runtime)))
 
 
 def bytes_of(dataset: Dataset) -> int | None:

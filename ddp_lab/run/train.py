@@ -25,10 +25,10 @@ from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.recorded_config import to_record
+from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Criterion, Progress
-from ddp_lab.training.speed.cuda_graph import GraphStep
-from ddp_lab.training.speed.switches import describe_matmul, float32_matmul
+from ddp_lab.world.precision import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
@@ -77,7 +77,8 @@ def train(
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
     job.strategy.times_file = run_dir.path / "block_times.json"
-    with float32_matmul(cfg.float32_matmul), job.options.switches(runtime), Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
+    matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
+    with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
         return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions), run_dir.path)

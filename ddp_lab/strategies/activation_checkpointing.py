@@ -52,15 +52,6 @@ def checkpointed(block: nn.Module, mode: Checkpointing) -> Run:
     return partial(checkpoint, block, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept()))
 
 
-def not_selective(mode: Checkpointing) -> str | None:
-    """Return why blocks cannot be compiled, or None if they can."""
-    if mode != "selective":
-        return None
-    return (
-        "strategy.checkpoint_activations=selective keeps results of single operations, which a compiled block fuses; use block"
-    )
-
-
 def require_no_batch_norm(modules: Iterable[nn.Module], mode: Checkpointing) -> None:
     """Check that a second forward pass of the modules has no effect.
 

@@ -1,7 +1,7 @@
 """The base class of all strategies: methods for one device, some of which each strategy overrides.
 
-What a strategy computes in a step is in forward_backward.py, which performance options it supports in performance.py, and what
-of it is saved in saved_state.py.
+What a strategy computes in a step is in forward_backward.py, what of it is compiled in compilation.py, and what of it is saved
+in saved_state.py.
 """
 
 import math
@@ -16,15 +16,16 @@ from torch import nn
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.strategies.fill import ShapesOnly, fill
+from ddp_lab.strategies.forward_backward import ForwardBackward
 from ddp_lab.strategies.mesh_layout import require_division
-from ddp_lab.strategies.performance import PerformanceSupport
 from ddp_lab.strategies.saved_state import SavedState
 from ddp_lab.world.runtime import Runtime
 
 Module = TypeVar("Module", bound=nn.Module)
+ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
 
-class Strategy(PerformanceSupport, SavedState, ABC):
+class Strategy(ForwardBackward, SavedState, ABC):
     """One way of distributing a training step over devices.
 
     The methods are called in this order:
@@ -37,7 +38,7 @@ class Strategy(PerformanceSupport, SavedState, ABC):
         strategy.forward_backward(...)          in every training step; then the optimizer's step
         strategy.predict(...)                   on every test batch
 
-    Attributes, besides those of `ForwardBackward` and `PerformanceSupport`:
+    Attributes, besides those of `ForwardBackward`:
         axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
         dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
         one_process: whether one process drives all devices, without a process group.

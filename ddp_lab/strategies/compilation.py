@@ -1,4 +1,4 @@
-"""Compilation of a model block by block, in which equal blocks share one compilation.
+"""What of a strategy torch.compile compiles: the complete model, pieces of it, or its blocks, and the loss.
 
 torch.compile keeps what it has compiled with the code of a function, and uses it again where the types, shapes and attributes
 are the same. The blocks of a Vision Transformer are equal, so all of them are compiled in the time of one. The complete model
@@ -8,18 +8,20 @@ Only a block's call is compiled. Hooks of fully_shard run outside of it, and sta
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sums import measure
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
-class Fuse(Protocol):
+class CompileFn(Protocol):
     """torch.compile with its options: a functools.partial."""
 
     @property
@@ -30,6 +32,40 @@ class Fuse(Protocol):
     def __call__(self, model: Compiled, /) -> Compiled:
         """Return the compiled form of a module or a function."""
         ...
+
+
+def why_not_compile(strategy: Strategy, model: nn.Module) -> str | None:
+    """Return why the passes of a strategy cannot be compiled, or None if they can. Called after `Strategy.partition`."""
+    if (strategy.compiled_by_block or strategy.bucket_sizes) and not isinstance(model, Chain):
+        return f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
+    return strategy.refusals.get("compile")
+
+
+def compile_passes(strategy: Strategy, compile_fn: CompileFn) -> str:
+    """Compile forward, loss and backward, in place. Called after `Strategy.setup`.
+
+    Where gradients are sent during the backward pass, the model is compiled in pieces: the gradients of a piece are complete
+    when its own backward pass ends, so a bucket can be sent while the next piece computes. Kernels are not fused across a cut,
+    which costs some time (docs/log/benchmarks.md).
+
+    Returns:
+        What of the model is compiled, for the log.
+    """
+    strategy.measure = compile_fn(measure)
+    model = strategy.module
+    if strategy.compiled_by_block or repeats(model):
+        blocks = [block for block in model.children() if any(True for _ in block.parameters())]
+        for block in blocks:
+            block.compile(**compile_fn.keywords)
+        where = f" on rank {strategy.runtime.rank}" if strategy.axes.get("pp", 1) > 1 else ""
+        return f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
+    if strategy.bucket_sizes:
+        assert isinstance(model, Chain)  # `why_not_compile`
+        pieces = model.pieces(*strategy.bucket_sizes)
+        model.execute_in(map(compile_fn, pieces))
+        return f"the model in {count(len(pieces), 'piece')}"
+    strategy.forward = compile_fn(model)
+    return "the complete model"
 
 
 def kind(block: nn.Module) -> Hashable:
@@ -48,22 +84,6 @@ def repeats(model: nn.Module) -> bool:
         return False
     most = max(Counter(map(kind, model.children())).values())
     return most >= 2 and 2 * most >= len(model)
-
-
-def no_blocks(strategy: str, model: nn.Module) -> str | None:
-    """Return why the blocks of a model cannot be compiled, or None if they can."""
-    if isinstance(model, Chain):
-        return None
-    return f"strategy={strategy} compiles a model in blocks, and this one is not a Chain"
-
-
-def compile_blocks(blocks: Iterable[nn.Module], fuse: Fuse) -> str:
-    """Compile the calls of blocks, in place, and return how many there are, for the log."""
-    compiled = [block for block in blocks if any(True for _ in block.parameters())]
-    for block in compiled:
-        block.compile(**fuse.keywords)
-    kinds = len(set(map(kind, compiled)))
-    return f"{count(len(compiled), 'block')} of {count(kinds, 'kind')}"
 
 
 def count(number: int, noun: str) -> str:

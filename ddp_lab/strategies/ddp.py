@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
-from ddp_lab.strategies.compilation import Fuse, no_blocks
-from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
 from ddp_lab.world.runtime import Runtime
 
 
@@ -50,7 +48,9 @@ class DDP(Strategy):
     ):
         super().__init__(runtime)
         self.batch_norm, self.comm_hook = batch_norm, comm_hook
-        self.bucket_cap_mb = bucket_cap_mb
+        if comm_hook != "none":
+            self.refusals["cuda_graph"] = f"strategy.comm_hook={comm_hook} was never captured"
+        self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
     def setup(self, model: nn.Module) -> None:
@@ -69,15 +69,6 @@ class DDP(Strategy):
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
             self.wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._rebuild_buckets(model)
-
-    def why_not_compile(self, model: nn.Module) -> str | None:
-        return no_blocks(self.name, model)
-
-    def compile_model(self, fuse: Fuse) -> str:
-        return self.compile_pieces(fuse)
-
-    def graphs(self, model: nn.Module) -> list[nn.Module]:
-        return [*cast(Chain, model).pieces(self.bucket_cap_mb * MiB)]
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,10 +31,18 @@ class ForwardBackward:
         module: this rank's part of the model, unwrapped, so that its parameters keep their plain names.
         forward: computes the logits: `module` or a wrapper around it. Used by the methods of this class.
         batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
+        performance_options: the supported ones of `ALL_PERFORMANCE_OPTIONS`.
+        compiled_by_block: whether every block of the model is compiled alone.
+        bucket_sizes: bytes that are sent during the backward pass: the arguments of `Chain.pieces`; empty: nothing is.
+        refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
         device: device that this rank's batches must be on.
         loss: the training loss, on `device`. Set before `Strategy.setup`.
         dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
     """
+
+    performance_options: ClassVar[frozenset[str]] = frozenset()
+    compiled_by_block: ClassVar[bool] = False
+    bucket_sizes: tuple[float, ...] = ()
 
     module: nn.Module
     forward: nn.Module
@@ -46,6 +54,7 @@ class ForwardBackward:
         self.device = runtime.device
         self.batch_norm: BatchNorm = "local"
         self.loss: Loss = CrossEntropy()
+        self.refusals: dict[str, str] = {}
         self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
 
     def autocast(self) -> AbstractContextManager[object]:

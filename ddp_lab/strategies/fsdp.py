@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.config.types import ClassName
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, not_selective, require_no_batch_norm
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.compilation import Fuse, compile_blocks, no_blocks
-from ddp_lab.strategies.fully_shard import forget_order, not_captured, shard, sharded_in, without_sync
+from ddp_lab.strategies.fully_shard import forget_order, refused, shard, sharded_in, without_sync
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.shardable import require_dimensions, tied
 from ddp_lab.strategies.shards import local
@@ -48,7 +47,7 @@ class FSDP(Strategy):
             CPU, which takes less memory of the GPU and more time.
     """
 
-    sharded = has_dtensors = True
+    sharded = has_dtensors = compiled_by_block = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
@@ -85,6 +84,12 @@ class FSDP(Strategy):
                 f"strategy=fsdp: {' and '.join(names)} are the same parameter, in two units that are gathered and updated "
                 "separately. Use ddp, or set strategy.wrap to classes of which one contains both, or neither"
             )
+        self.refusals = refused(self.checkpointing, self.offload)
+        if any(unit not in set(model.children()) for unit in units(model, self.wrap)):
+            self.refusals["compile"] = (
+                f"strategy.wrap={listed(self.wrap or [])} gathers modules within blocks, which would divide a compiled block "
+                "into many parts"
+            )
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
@@ -99,20 +104,6 @@ class FSDP(Strategy):
 
         if isinstance(model, Chain) and self.checkpointing != "none":
             model.execute_in([checkpointed(block, self.checkpointing) for block in model])
-
-    def why_not_compile(self, model: nn.Module) -> str | None:
-        if any(unit not in set(model.children()) for unit in units(model, self.wrap)):
-            return (
-                f"strategy.wrap={listed(self.wrap or [])} gathers modules within blocks, which would divide a compiled block "
-                "into many parts"
-            )
-        return no_blocks(self.name, model) or not_selective(self.checkpointing)
-
-    def why_not_capture(self) -> str | None:
-        return not_captured(self.checkpointing, self.offload)
-
-    def compile_model(self, fuse: Fuse) -> str:
-        return compile_blocks(self.module.children(), fuse)
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()  # fully_shard has its own mixed-precision policy

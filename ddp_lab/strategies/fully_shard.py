@@ -78,10 +78,18 @@ def forget_order(module: nn.Module) -> None:
         part._get_fsdp_state()._comm_ctx.post_forward_order.clear()  # pyright: ignore[reportPrivateUsage]
 
 
-def not_captured(checkpointing: Checkpointing, offload: bool) -> str | None:
-    """Return why the step of a sharded model cannot be captured as a CUDA graph, or None if it can."""
-    if offload:
-        return "with strategy.offload=true the optimizer's step is on the CPU"
+def refused(checkpointing: Checkpointing, offload: bool) -> dict[str, str]:
+    """Return why options of a sharded model exclude performance options (`Strategy.refusals`)."""
+    reasons: dict[str, str] = {}
     if checkpointing != "none":
-        return f"strategy.checkpoint_activations={checkpointing} keeps the state of the random generators on the host"
-    return None
+        reasons["cuda_graph"] = (
+            f"strategy.checkpoint_activations={checkpointing} keeps the state of the random generators on the host"
+        )
+    if checkpointing == "selective":
+        reasons["compile"] = (
+            "strategy.checkpoint_activations=selective keeps results of single operations, which a compiled block fuses; use "
+            "block"
+        )
+    if offload:
+        reasons["cuda_graph"] = "with strategy.offload=true the optimizer's step is on the CPU"
+    return reasons

@@ -32,7 +32,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.block_times import Balance
 from ddp_lab.strategies.fill import PresentWeights, fill
-from ddp_lab.strategies.fully_shard import forget_order, not_captured, shard, sharded_in, without_sync
+from ddp_lab.strategies.fully_shard import forget_order, refused, shard, sharded_in, without_sync
 from ddp_lab.strategies.mesh_layout import arrange, other_sizes, picture
 from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
 from ddp_lab.strategies.pipeline import Pipeline
@@ -98,6 +98,9 @@ class Mesh(Pipeline):
         self.sequence_parallel, self.batch_norm = sequence_parallel, batch_norm
         self.checkpointing = checkpoint_activations
         self.offload = offload
+        self.refusals = self.refusals | refused(self.checkpointing, offload)
+        if pp > 1:
+            self.refusals["cuda_graph"] = f"the stages of a pipeline (strategy.pp={pp}) were never captured"
         self.stage_autocast = nullcontext  # fully_shard has its own mixed-precision policy
         self.steps = Pipeline if pp > 1 else Strategy  # whose methods compute a step
 
@@ -144,11 +147,6 @@ class Mesh(Pipeline):
         held = torch.zeros(self.num_devices, dtype=torch.int64, device=self.device)
         held[self.runtime.rank] = sum(local(parameter).nbytes for parameter in self.module.parameters())
         self.picture = picture(self.axes, self.parts, sizes, self.runtime.all_reduce(held).tolist())
-
-    def why_not_capture(self) -> str | None:
-        if self.axes["pp"] > 1:
-            return f"the stages of a pipeline (strategy.pp={self.axes['pp']}) were never captured"
-        return not_captured(self.checkpointing, self.offload)
 
     def place(self, stage: Stage) -> nn.Module:
         """Divide a stage over the ranks of its pp. Every rank has the complete stage only on the CPU."""

@@ -24,11 +24,10 @@ from ddp_lab.config.types import BlockName, Count
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition, changes_input
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, not_selective
+from ddp_lab.strategies.activation_checkpointing import Checkpointing
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.block_times import Balance, cut_by_time
-from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.saved_state import gather_states, merge
 from ddp_lab.strategies.schedules import Schedule, count_stages, describe, expected_bubble, time_slots
 from ddp_lab.strategies.shardable import require_whole
@@ -55,7 +54,7 @@ class Pipeline(Strategy):
             cannot be cut into the stages.
     """
 
-    needs_chain = True
+    needs_chain = compiled_by_block = True
     performance_options = frozenset({"compile"})
     save_options = {"cpu_offload": True}  # each rank returns the state of its stages; rank 0 merges them (state_dict)
 
@@ -75,6 +74,10 @@ class Pipeline(Strategy):
         self.cut = None if cut is None else [str(name) for name in cut]
         self.balance = balance
         self.requested_stages = num_stages
+        if "zerobubble" in schedule:
+            self.refusals["compile"] = (
+                f"strategy.schedule={schedule} cuts the backward pass in two, and that of a compiled block is one"
+            )
         self.stage_autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.checkpointing: Checkpointing = "none"
         self.make_stage: Callable[..., Any] = make_stage
@@ -134,15 +137,6 @@ class Pipeline(Strategy):
         self.schedules = TorchSchedules(
             self.schedule_name, self.stages, boundaries, self.num_microbatches, self.micro_batch_loss, make
         )
-
-    def why_not_compile(self, model: nn.Module) -> str | None:
-        if "zerobubble" in self.schedule_name:
-            return f"strategy.schedule={self.schedule_name} cuts the backward pass in two, and that of a compiled block is one"
-        return not_selective(self.checkpointing)
-
-    def compile_model(self, fuse: Fuse) -> str:
-        where = f" on rank {self.runtime.rank}" if self.axes["pp"] > 1 else ""
-        return compile_blocks(self.module.children(), fuse) + where
 
     def connect(self) -> None:
         """Make the process groups of the mesh. Collective; called by `setup`."""

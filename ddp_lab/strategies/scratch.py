@@ -14,7 +14,7 @@ buckets.py.
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,9 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import ALGORITHMS, by_dtype, gradients_of, set_gradients
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
-from ddp_lab.strategies.compilation import Fuse, no_blocks
-from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
 from ddp_lab.world.runtime import Runtime
 
 LAST_BUCKET = MiB  # maximum bytes of the bucket that `bucketed` sends last, if the model is larger
@@ -57,7 +55,7 @@ class Scratch(Strategy):
     ):
         super().__init__(runtime)
         self.algorithm, self.batch_norm = algorithm, batch_norm
-        self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET)
+        self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET) if algorithm == "bucketed" else ()
         self.buckets: Buckets | None = None
 
     def setup(self, model: nn.Module) -> None:
@@ -66,20 +64,11 @@ class Scratch(Strategy):
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, src=0)  # all ranks start with the weights of rank 0
-        if self.algorithm == "bucketed":
+        if self.bucket_sizes:
             if isinstance(model, Chain):
                 self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
             else:
                 self.buckets = Buckets(fill_buckets(list(self.parameters()), self.bucket_sizes[0]))
-
-    def why_not_compile(self, model: nn.Module) -> str | None:
-        return no_blocks(self.name, model) if self.algorithm == "bucketed" else None
-
-    def compile_model(self, fuse: Fuse) -> str:
-        return super().compile_model(fuse) if self.buckets is None else self.compile_pieces(fuse)
-
-    def graphs(self, model: nn.Module) -> list[nn.Module]:
-        return [*cast(Chain, model).pieces(*self.bucket_sizes)] if self.algorithm == "bucketed" else super().graphs(model)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

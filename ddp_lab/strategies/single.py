@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.performance import ALL_PERFORMANCE_OPTIONS
+from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 
 
 class Single(Strategy):

@@ -23,7 +23,6 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.block_times import Balance, cut_by_time
-from ddp_lab.strategies.compilation import Fuse, compile_blocks
 from ddp_lab.strategies.shardable import require_whole
 from ddp_lab.strategies.sums import add_up, sums
 from ddp_lab.world.device import find_device
@@ -45,7 +44,7 @@ class Split(Strategy):
         ConfigError: there are more devices than blocks (in `partition`).
     """
 
-    one_process = needs_chain = True
+    one_process = needs_chain = compiled_by_block = True
     performance_options = frozenset({"compile", "channels_last", "fused"})
     load_options = {}  # full_state_dict supports one device only; this process holds all parameters anyway
 
@@ -85,9 +84,6 @@ class Split(Strategy):
             self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
-
-    def compile_model(self, fuse: Fuse) -> str:
-        return compile_blocks(self.module.children(), fuse)
 
     def modules_by_device(self) -> list[nn.Module]:
         return self.stages

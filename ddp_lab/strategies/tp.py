@@ -112,6 +112,9 @@ class TP(Strategy):
         self.lay_out(tp=tp or runtime.world_size)
         self.plan = {str(name): placement for name, placement in (plan or {}).items()}
         self.batch_norm = batch_norm
+        self.refusals["compile"] = (
+            "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
+        )
         self.reports = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:
@@ -159,9 +162,6 @@ class TP(Strategy):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
             else:
                 model.set_submodule(path, ShardedConv2d(layer, mesh["tp"]))
-
-    def why_not_compile(self, model: nn.Module) -> str | None:
-        return "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
 
     def describe(self) -> str:
         replicated = [name for name, placement in self.plan.items() if placement == "replicate"] + self.whole

@@ -13,10 +13,10 @@ from ddp_lab.data.loader import Loader
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.strategies.all_reduce import gradient_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import Fuse
+from ddp_lab.strategies.compilation import CompileFn
 from ddp_lab.strategies.shards import local
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.on_shards import has_shards, step_of
+from ddp_lab.training.optimizer import has_shards, step_of
 from ddp_lab.training.tally import Tally
 
 
@@ -81,8 +81,8 @@ class Step:
         self._optimize = step_of(optimizer)
         self.lr = 0.0
 
-    def compile(self, fuse: Fuse) -> None:
-        """Compile the optimizer's step but the first, with torch.compile's default options, and the tally, with `fuse`.
+    def compile(self, compile_fn: CompileFn) -> None:
+        """Compile the optimizer's step but the first, with torch.compile's default options, and the tally, with `compile_fn`.
 
         An optimizer with a fused kernel or with shards is not compiled. The learning rate of others must be a tensor: a number
         would be compiled again whenever it changes.
@@ -92,7 +92,7 @@ class Step:
             # The first step creates the optimizer's state: compiled, it would be compiled a second time for the next ones.
             steps = chain([self.optimizer.step], repeat(torch.compile(self.optimizer.step)))
             self._optimize = lambda: next(steps)()
-        self.tally.compile(fuse)
+        self.tally.compile(compile_fn)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
         """Return the argument of `__call__` for each remaining step of the epoch, in order: the loader's batches."""

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ddp_lab.strategies.compilation import Fuse
+from ddp_lab.strategies.compilation import CompileFn
 from ddp_lab.strategies.sums import sum_dtype
 
 LONGEST = 1000  # steps whose losses are kept
@@ -42,9 +42,9 @@ class Tally:
         self._step = step
         self._place.fill_(step % LONGEST)
 
-    def compile(self, fuse: Fuse) -> None:
+    def compile(self, compile_fn: CompileFn) -> None:
         """Compile `add`. `in_graph` must be set: a step number on the host would cause a recompilation at every step."""
-        self._add = fuse(self._add_eagerly)
+        self._add = compile_fn(self._add_eagerly)
 
     def add(self, sums: torch.Tensor) -> None:
         """Count the next step.

@@ -191,7 +191,7 @@ def allocated(cfg: DictConfig) -> int:
     torch.cuda.empty_cache()
     with Runtime("cuda", cfg.precision) as runtime:
         job = build(cfg, runtime)
-        with job.options.switches(runtime):
+        with job.options.backend_flags(runtime):
             training = materialize(job)
             job.loaders["train"].set_epoch(1)
             job.strategy.train()

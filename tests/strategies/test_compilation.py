@@ -14,24 +14,23 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import Case, Outcome, make_model, run_cases
+from training import Case, Outcome, Performance, make_model, run_cases
 from worlds import once, run_world
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
+from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import repeats
+from ddp_lab.strategies.compilation import compile_passes, repeats, why_not_compile
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
-from ddp_lab.training.speed.convolution import pad_convolutions
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
-COMPILED = PerformanceOptions(cuda_graph=False, compile=True, channels_last=False)
+COMPILED = Performance(compile=True)
 SIZES = {"width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4, "pool": "mean"}
 
 
@@ -57,7 +56,7 @@ def test_equal_blocks_share_one_compilation(make: Callable[[Runtime], Strategy],
     strategy.setup(model)
     eager = gradients_of(strategy, images, targets)
     counter = CompileCounterWithBackend("aot_eager")
-    assert strategy.compile(partial(torch.compile, backend=counter, dynamic=False)) == compiled
+    assert compile_passes(strategy, partial(torch.compile, backend=counter, dynamic=False)) == compiled
     assert all(torch.equal(gradient, eager[name]) for name, gradient in gradients_of(strategy, images, targets).items())
     assert counter.frame_count == graphs
     assert list(strategy.module.state_dict()) == names
@@ -113,11 +112,11 @@ def test_sharded_convolutions_are_not_replaced():
     ],
     ids=["zero bubble", "wrap", "selective", "no chain"],
 )
-def test_compile_is_disabled_with_a_reason(strategy, model, reason):
-    made = strategy(Runtime("cpu"))
-    options, _ = COMPILED.supported(made, "device", make_model(model, 0) if model else nn.Linear(3, 3))
-    assert not options.compile
-    assert reason in made.why_not_compile(make_model(model, 0) if model else nn.Linear(3, 3))
+def test_compile_is_not_supported_with_a_reason(strategy, model, reason):
+    made, complete = strategy(Runtime("cpu")), make_model(model, 0) if model else nn.Linear(3, 3)
+    if made.name == "fsdp":
+        made.partition(complete, 4)
+    assert reason in why_not_compile(made, complete)
 
 
 # The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as far as the rank has them. A

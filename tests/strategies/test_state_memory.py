@@ -8,12 +8,13 @@ from training import make_model
 from worlds import once, run_world
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.speed.fused import configure_optimizer
+from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.shards import local
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
 
@@ -85,7 +86,7 @@ def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool,
     with torch.no_grad():
         strategy.module.head.linear.weight.fill_(0.1)  # it is 0 at first, and so are the gradients of the blocks
     parameters = list(strategy.parameters())
-    optimizer = PerformanceOptions(False, False, False).settle(torch.optim.AdamW(strategy.param_groups(), lr=0.1), GPU)
+    optimizer = configure_optimizer(torch.optim.AdamW(strategy.param_groups(), lr=0.1), PerformanceOptions(), GPU)
     torch.manual_seed(strategy.dp_rank)
     strategy.forward_backward(torch.randn(4, 3, 16, 16), torch.arange(4), 8)
     gradients = [local(parameter.grad).clone() for parameter in parameters]
@@ -136,7 +137,7 @@ def test_fused_adamw_takes_the_step_of_the_simplest_adamw_on_shards(name):
 )
 def test_adamw_is_fused_on_gpus_unless_the_config_or_the_strategy_says_otherwise(options, device, fused):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], **options)
-    assert PerformanceOptions(False, False, False).settle(optimizer, device).param_groups[0]["fused"] is fused
+    assert configure_optimizer(optimizer, PerformanceOptions(), device).param_groups[0]["fused"] is fused
 
 
 @pytest.mark.parametrize("name", SHARDING)

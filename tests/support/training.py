@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from image_folders import write_folder
@@ -26,6 +26,7 @@ from ddp_lab.observe.logger import Logger
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.run.job import Job, build
 from ddp_lab.run.materialize import materialize
+from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
@@ -38,15 +39,23 @@ from ddp_lab.training.evaluation import evaluate
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, multi_step, one_cycle
-from ddp_lab.training.speed.auto import AUTO
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
 TEST_SAMPLES = 31
 # The cases with files take their images from each kind of cache, which must make no difference.
 CACHES = {Single: "none", DDP: "none", FSDP: "disk", Pipeline: "ram", TP: "disk"}
-OFF = PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
+
+
+class Performance(NamedTuple):
+    """The config keys of performance options."""
+
+    cuda_graph: bool | str = False
+    compile: bool | str = False
+    channels_last: bool | str = False
+
+
+OFF = Performance()
 
 
 def narrow_resnet(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
@@ -151,7 +160,7 @@ class Case:
     save_at: int = 0  # a step within an epoch after which another one is saved
     keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
     resume: str = "never"
-    performance: PerformanceOptions = OFF
+    performance: Performance = OFF
     start: int = 0  # added to the initial weights on ranks other than 0, which must not affect the result
 
     def reference(self) -> "Case":
@@ -330,7 +339,7 @@ def run_case(runtime: Runtime, case: Case) -> Outcome:
     with TemporaryDirectory() as own:
         root = runtime.agree("root", lambda: write_images(Path(own), case.samples)) if case.files else ""
         job = build(config_of(case, root), runtime)
-        with job.options.switches(runtime):
+        with job.options.backend_flags(runtime):
             return run_job(runtime, case, job)
 
 

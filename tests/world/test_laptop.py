@@ -18,9 +18,9 @@ from launches import ROOT, read_metrics
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.observe.profiler import check_profile
+from ddp_lab.speed.options import Facts, choose, refusals_of
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.sums import sum_dtype
-from ddp_lab.training.speed.options import PerformanceOptions
 from ddp_lab.world import process
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.process import is_alive, start_time
@@ -178,10 +178,10 @@ def test_device_mps_is_rejected_by_strategies_other_than_single(name, mac):
 def test_single_on_mps_disables_unsupported_options(mac):
     strategy = Single(Runtime("mps"))
     assert strategy.where == "1 x mps"
-    wanted = PerformanceOptions(cuda_graph=True, compile=True, channels_last=True)
-    options, notes = wanted.supported(strategy, "device", torch.nn.Linear(1, 1))
-    assert options == PerformanceOptions(cuda_graph=False, compile=False, channels_last=False)
-    assert [note.split(" ")[0] for note in notes] == ["cuda_graph=true", "compile=true", "channels_last=true"]
+    required = dict.fromkeys(["cuda_graph", "channels_last", "compile"], True)
+    options = choose("off", required, Facts("mps", refusals_of(strategy, torch.nn.Linear(1, 1))))
+    assert (options.cuda_graph, options.channels_last, options.compile) == (False, False, False)
+    assert [line.split(" ")[0] for line in options.disabled] == [f"{name}=true" for name in required]
     with pytest.raises(ConfigError, match="profile=true: is not supported on device=mps"):
         check_profile(1000, strategy.device)
 

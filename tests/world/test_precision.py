@@ -6,7 +6,7 @@ from launches import OWN, launch
 
 from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.recorded_config import read_config
-from ddp_lab.training.speed.switches import describe_matmul
+from ddp_lab.world.precision import describe_matmul
 from ddp_lab.world.runtime import Runtime
 
 

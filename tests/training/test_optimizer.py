@@ -14,7 +14,7 @@ from ddp_lab.advise.advisor import Advisor
 from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import CannotPlan
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.on_shards import require_support, step_of
+from ddp_lab.training.optimizer import require_support, step_of
 from ddp_lab.world.runtime import Runtime
 
 OPTIMIZERS = {

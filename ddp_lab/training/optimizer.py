@@ -1,4 +1,4 @@
-"""An optimizer's step on the local shards of DTensors.
+"""What an optimizer needs besides torch: a step on the local shards of DTensors, and its state's tensors.
 
 torch's fused SGD does not support DTensors, and a learning rate on the device, as a CUDA graph needs it, is a plain tensor.
 Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
@@ -6,7 +6,7 @@ Optimizers that update each element by itself get the same result from the shard
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -93,3 +93,21 @@ def shard_of(parameter: nn.Parameter) -> nn.Parameter:
     shard = nn.Parameter(local(parameter.detach()), parameter.requires_grad)
     shard.grad = None if parameter.grad is None else local(parameter.grad)
     return shard
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Yield the parameter, the name and the value of each tensor of the optimizer's state."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield parameter, key, value
+
+
+def match_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the strides of its parameters, which fused kernels require.
+
+    A checkpoint of a run in another memory format has other strides: channels_last is an option of a launch.
+    """
+    for parameter, key, value in list(state_tensors(optimizer)):
+        if value.shape == parameter.shape and value.stride() != parameter.stride():
+            optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,0 +1,138 @@
+"""A complete training step as one CUDA graph: gather, forward, backward, all-reduce, optimizer.
+
+In eager mode a step of LeNet takes the host ten times as long as the GPU. A graph is captured once and replayed by one call.
+The values that change from step to step, the batch and the learning rate, are read from fixed addresses in memory.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ddp_lab.data.batch import Batch, BatchSize
+from ddp_lab.data.loader import DeviceLoader, Loader
+from ddp_lab.speed.warm_up import unchanged, warm_up
+from ddp_lab.training.step import Step
+
+WARM_UP = 11  # steps before a capture: DDP rebuilds its buckets in the first ones
+
+
+class GraphStep:
+    """A `Step` captured as CUDA graphs, one for each batch size of a DeviceLoader.
+
+    Args:
+        step: the step to capture. All its work must be queued on the current stream, which must not be the default stream
+            (`Runtime.side_stream`).
+        loader: gathers the batches, as a part of each graph.
+
+    Attributes:
+        rate: learning rate on the device, [], read by every replay.
+        graphs: the captured graph of each batch size.
+    """
+
+    def __init__(self, step: Step, loader: DeviceLoader):
+        self.step, self.loader, self.tally = step, loader, step.tally
+        self.tally.in_graph = True
+        fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
+        self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
+        self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step."""
+        return self.step.lr
+
+    def capture(self, first_steps: AbstractContextManager[object]) -> None:
+        """Warm up, then capture a graph for each batch size. Collective.
+
+        Args:
+            first_steps: context of the first steps, of the largest batch size, which compile and choose kernels.
+
+        Raises:
+            RuntimeError: the step makes the host wait for the GPU, which no graph can.
+        """
+        self.loader.set_epoch(1)
+        largest, *others = sorted(set(self.loader.batch_sizes()), reverse=True)
+        # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
+        with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
+            with first_steps:
+                warm_up(self.step, [partial(self._first_batch, largest)], WARM_UP)
+            warm_up(self.step, [partial(self._first_batch, size) for size in others], WARM_UP)
+            batch = self._first_batch(largest)
+            with unchanged(self.step), refusing_to_wait():
+                self.step.compute(batch)
+            pool = torch.cuda.graph_pool_handle()
+            for size in (largest, *others):
+                self.graphs[size] = captured(lambda size=size: self.step.compute(self.gather(size)), pool)
+
+    @contextmanager
+    def _rate_on_device(self) -> Generator[None]:
+        """Let the optimizer read its learning rate from `rate`, as every replay does."""
+        groups = self.step.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = self.rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def batches(self, loader: Loader) -> Iterator[BatchSize]:
+        """Yield the sizes of the remaining batches of the epoch, then draw the next epoch's sample order."""
+        loader.start_epoch()
+        yield from loader.batch_sizes()
+        loader.prefetch_epoch()
+
+    def __call__(self, size: BatchSize | Batch) -> None:
+        """Replay the graph of a batch size. Compute a batch, which `Fault` has already gathered, in eager mode."""
+        if isinstance(size, Batch):
+            self.step(size)
+        elif size in self.graphs:
+            self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
+            self.step.prepare()
+            self.compute(size)
+            self.step.advance()
+        else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
+            self.step(self.gather(size))
+
+    def compute(self, size: BatchSize) -> None:
+        """Queue the work of a step on the next batch, which has these sizes."""
+        self.graphs[size].replay()
+
+    def gather(self, size: BatchSize) -> Batch:
+        """Return the next batch, which has these sizes."""
+        return self.loader.next_batch(size)
+
+    def _first_batch(self, size: BatchSize) -> Batch:
+        self.loader.start_epoch()
+        return self.gather(size)
+
+
+def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Return a graph of the work that a function queues on the current stream.
+
+    Args:
+        work: called once; what it queues is captured and not executed.
+        pool: memory of the graph, from torch.cuda.graph_pool_handle (torch does not export its type).
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as NCCL's, may call CUDA meanwhile.
+    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        work()
+    return graph
+
+
+@contextmanager
+def refusing_to_wait() -> Generator[None]:
+    """Raise an error where the host waits for the GPU.
+
+    A capture would fail there, too, but with a message about the capture, and it would leave torch's generators in it.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,167 @@
+"""The performance options of a run: what the config sets, and what speed=auto chooses, as a function of plain facts."""
+
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from ddp_lab.observe.log import log
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.compilation import why_not_compile
+from ddp_lab.world.runtime import Runtime
+
+AUTO = "auto"
+DATA_SHARE = 0.5  # of the device's free memory; the rest is for the model, its gradients and its activations
+MODEL_SHARE = 0.05  # of that memory: a capture warms up with steps whose effects are undone, from copies of weights and momenta
+KEYS = {  # the config keys, by the name of the option
+    "loader": "data.loader",
+    "cuda_graph": "cuda_graph",
+    "channels_last": "channels_last",
+    "fused": "optimizer.fused",
+    "compile": "compile",
+}
+
+
+class PerformanceOptions(NamedTuple):
+    """How a training step is executed.
+
+    Attributes:
+        loader: the loader of the data, which are on the device or come from worker processes.
+        cuda_graph: whether a step is captured as a CUDA graph.
+        channels_last: whether images and convolutions use the channels-last memory format.
+        fused: whether the optimizer uses torch's fused kernel; None leaves it to torch.
+        compile: whether a step is compiled by torch.compile; "tuned" also times more kernels, which takes minutes; "auto" is
+            decided by `build_step`, which has measured a step.
+        reasons: by name of an option that speed=auto has chosen, why it is off, or what an option that is on depended on. The
+            others have the config's value, or that of speed=off.
+        disabled: for the log, the options that the config requires and that are not supported.
+    """
+
+    loader: str = "device"
+    cuda_graph: bool = False
+    channels_last: bool = False
+    fused: bool | None = None
+    compile: bool | Literal["tuned", "auto"] = False
+    reasons: Mapping[str, str] = {}
+    disabled: tuple[str, ...] = ()
+
+    def apply_memory_format(self, model: nn.Module) -> nn.Module:
+        """Set the memory format of the model and return it. Called before `Strategy.setup`, within `backend_flags`."""
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+    @contextmanager
+    def backend_flags(self, runtime: Runtime) -> Generator[None]:
+        """Set torch's global flags for these options. Enter it before `Strategy.setup`, leave it after training."""
+        with runtime.side_stream() if self.cuda_graph else nullcontext():
+            try:
+                yield
+            finally:
+                if "torch._dynamo" in sys.modules:  # which takes seconds to start, and most runs never compile
+                    torch.compiler.set_stance("default")
+
+    def log_choices(self, precision: str) -> None:
+        """Log what speed=auto has chosen, if anything.
+
+        Args:
+            precision: the config key, which is never chosen: it changes the numbers.
+        """
+        if not self.reasons:
+            return
+        log.info("speed=auto:")
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            shown = {True: "on", False: "off", None: "off"}.get(value, value)
+            log.info(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
+        advice = "" if precision == "bf16" else "precision=bf16 halves the bytes of activations, but rounds to 3 digits"
+        log.info(f"  precision       {precision:7} {advice}".rstrip())
+
+
+class Facts(NamedTuple):
+    """What the choice depends on.
+
+    Attributes:
+        device: type of the device: cuda, cpu or mps.
+        refusals: why an option is not supported, by name; no entry if it is.
+        data_bytes: size of the dataset in host memory; None if its images are read one by one.
+        model_bytes: size of the unsharded model's parameters.
+        free_bytes: free memory of a device, the smallest of all ranks.
+    """
+
+    device: str
+    refusals: Mapping[str, str]
+    data_bytes: int | None = None
+    model_bytes: int = 0
+    free_bytes: int = 0
+
+
+def choose(speed: str, wanted: Mapping[str, Any], facts: Facts) -> PerformanceOptions:
+    """Return the options of a run.
+
+    Args:
+        speed: the config key `speed`, "auto" or "off".
+        wanted: by option the config's value; "auto" or None leaves the choice.
+        facts: of the run.
+    """
+    automatic = speed == AUTO and facts.device == "cuda"
+    chosen: dict[str, Any] = {name: value for name, value in wanted.items() if value not in (AUTO, None)}
+    reasons: dict[str, str] = {}
+    if "loader" not in chosen and automatic:
+        chosen["loader"], reasons["loader"] = choose_loader(facts)
+    refusals = dict(facts.refusals)
+    if chosen.get("loader") == "workers":
+        refusals.setdefault(
+            "cuda_graph", "not supported by data.loader=workers, which prepares batches on the host; use data.loader=device"
+        )
+    disabled = [name for name in ("cuda_graph", "channels_last", "compile") if chosen.get(name) and name in refusals]
+    lines = tuple(f"{name}={str(chosen[name]).lower()} is disabled: {refusals[name]}" for name in disabled)
+    chosen |= dict.fromkeys(disabled, False)
+    if facts.model_bytes > MODEL_SHARE * facts.free_bytes:
+        sizes = f"the weights have {size(facts.model_bytes)}, {size(facts.free_bytes)} are free on the device"
+        refusals = {"cuda_graph": sizes, "compile": sizes} | refusals
+    for name in KEYS if automatic else ():
+        if name not in chosen:
+            reasons[name] = refusals.get(name, "")
+            if not reasons[name]:
+                chosen[name] = AUTO if name == "compile" else True
+    return PerformanceOptions(**chosen, reasons=reasons, disabled=lines)
+
+
+def choose_loader(facts: Facts) -> tuple[str, str]:
+    """Return the loader of the data, and why."""
+    if facts.data_bytes is None:
+        return "workers", "the images are read one by one"
+    sizes = f"the dataset has {size(facts.data_bytes)}, {size(facts.free_bytes)} are free on the device"
+    return "device" if facts.data_bytes <= DATA_SHARE * facts.free_bytes else "workers", sizes
+
+
+def size(count: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:
+    """Return why an option is not supported by the strategy, the model or the device, by name; no entry if it is.
+
+    Args:
+        strategy: after `Strategy.partition`.
+        model: the complete model.
+    """
+    device, reasons = strategy.device.type, dict(strategy.refusals)
+    if reason := why_not_compile(strategy, model):
+        reasons["compile"] = reason
+    if strategy.batch_norm == "sync":
+        reasons["cuda_graph"] = (
+            "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
+        )
+    if device == "mps":
+        reasons["compile"] = "not supported on mps, where torch.compile is a prototype"
+        reasons["channels_last"] = (
+            "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
+        )
+    if device != "cuda":
+        reasons["cuda_graph"] = "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
+    missing = [name for name in KEYS if name != "loader" and name not in strategy.performance_options]
+    return reasons | dict.fromkeys(missing, f"not supported by strategy={strategy.name}")

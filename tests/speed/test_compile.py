@@ -1,0 +1,225 @@
+"""A compiled step computes what an eager one does, also with padded convolutions. On GPUs: test_gpu.py."""
+
+import shutil
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import RECIPE, assert_equal, ddp, scratch
+from steps import make_step
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import spectral_norm, weight_norm
+from torch.nn.utils.prune import l1_unstructured
+from training import Case, Performance, run_cases
+from worlds import run_world
+
+from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, TUNED, compile_step
+from ddp_lab.speed.convolution import PaddedConv2d, as_product, pad_convolutions
+from ddp_lab.speed.fastest import build
+from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.strategies.single import Single
+from ddp_lab.world.runtime import Runtime
+
+COMPILED = Performance(compile=True, channels_last=True)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        (ddp(ema=0.8, **RECIPE), 2),
+        pytest.param(Case(Single), 1, marks=pytest.mark.slow),
+        pytest.param(scratch("bucketed"), 2, marks=pytest.mark.slow),
+    ],
+    ids=["ddp", "single", "scratch"],
+)
+def test_compiled_steps_produce_the_same_weights(case, size):
+    compiled = replace(case, performance=COMPILED)
+    outcome = run_world(size, run_cases, [compiled], timeout=240)[0][compiled]
+    expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
+    assert_equal(outcome, expected)
+
+
+def train(step, loader, epochs: int) -> list[float]:
+    """Return the summed losses of each epoch."""
+    losses = []
+    for epoch in range(1, epochs + 1):
+        step.tally.begin(0)
+        loader.set_epoch(epoch)
+        for batch in step.batches(loader):
+            step(batch)
+        losses.append(step.tally.totals[0].item())
+    return losses
+
+
+def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, caplog):
+    """The partial last batch runs in eager mode. aot_eager compiles in a tenth of Inductor's time."""
+    caplog.set_level("INFO", "ddp_lab")
+    counter, compile = CompileCounterWithBackend("aot_eager"), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=counter)
+    )
+    expected = train(*make_step(ema=0.9), 2)
+    step, loader = make_step(ema=0.9)
+    options = PerformanceOptions(compile=True)
+    with options.backend_flags(Runtime("cpu")):
+        assert build(options, step, loader, None) is step
+        graphs = counter.frame_count
+        assert graphs == 2, "of the model and of the loss"
+        assert train(step, loader, 2) == pytest.approx(expected, rel=1e-6)
+        assert counter.frame_count == graphs
+    begun, ended = caplog.messages
+    assert begun == "compiling the training step (compile=true): the complete model ..."
+    assert ended.startswith("compiling the training step (compile=true): the complete model: took ")
+
+
+@pytest.mark.parametrize(("fused", "compiled"), [(None, 2), (True, 0)])
+def test_optimizer_is_compiled_after_its_first_step_unless_it_is_fused(fused, compiled, monkeypatch):
+    """The first step creates the state, which would be compiled for itself."""
+    step, _ = make_step(fused=fused)
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda function: lambda: (calls.append(function), function()))
+    step.compile(lambda function: function)
+    for taken in range(3):
+        before = [parameter.detach().clone() for parameter in step.strategy.parameters()]
+        for parameter in step.strategy.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        step._optimize()
+        assert not any(map(torch.equal, before, step.strategy.parameters()))
+        assert len(calls) == (taken if compiled else 0)
+
+
+@pytest.mark.parametrize(("device", "mode", "options"), [("cuda", True, COMBO), ("cpu", "tuned", COMBO | TUNED)])
+def test_compile_step_sets_inductor_options_and_pads_convolutions_on_gpus(device, mode, options):
+    given, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))
+    strategy = Single(Runtime("cpu"))
+    strategy.setup(model)
+    strategy.device = torch.device(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **options: given.append(options))
+        compile_step(SimpleNamespace(strategy=strategy), None, mode, channels_last=True)
+    assert given == [{"dynamic": False, "options": options | CHANNELS_LAST}] * 2
+    assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
+
+
+def test_batches_are_gathered_by_one_compiled_function_in_all_epochs():
+    """Each epoch writes its sample order to the same memory."""
+    _, loader = make_step()
+    expected = {epoch: (loader.set_epoch(epoch), list(loader))[1] for epoch in (1, 2)}
+    loader.compile(partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager"))
+    for epoch, batches in expected.items():
+        loader.set_epoch(epoch)
+        with torch.compiler.set_stance("default" if epoch == 1 else "fail_on_recompile"):
+            for batch, wanted in zip(loader, batches, strict=True):
+                assert torch.equal(batch.inputs, wanted.inputs)
+                assert torch.equal(batch.targets, wanted.targets)
+
+
+@pytest.mark.parametrize(
+    ("conv", "written_as"),
+    [
+        (nn.Conv2d(1, 20, 3), "linear"),
+        (nn.Conv2d(1, 64, (3, 5), padding=(1, 2), bias=False), "linear"),
+        (nn.Conv2d(1, 8, 3, stride=(2, 1)), "conv2d"),
+        (nn.Conv2d(1, 8, 3, dilation=2), "conv2d"),
+        (nn.Conv2d(20, 50, 5), "conv2d"),
+        (nn.Conv2d(3, 64, 3, stride=2, padding=1, dilation=2), "conv2d"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-12), (True, 0.02)], ids=["float64", "bf16"])
+def test_padded_convolution_keeps_values_gradients_and_strides(conv, written_as, memory_format, autocast, tolerance):
+    """The convolution is tested compiled and in eager mode, where it is torch's own."""
+    torch._dynamo.reset()
+    dtype = torch.float32 if autocast else torch.float64
+    model = nn.Sequential(deepcopy(conv).to(dtype, memory_format=memory_format))
+    images = torch.randn(2, conv.in_channels, 9, 11, dtype=dtype).contiguous(memory_format=memory_format)
+    weights = []
+
+    def results(forward) -> dict[str, torch.Tensor]:
+        inputs = images.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = forward(inputs)
+        names = ["inputs", *dict(model.named_parameters())]
+        gradients = torch.autograd.grad(outputs.double().square().sum(), [inputs, *model.parameters()])
+        return {"outputs": outputs, **dict(zip(names, gradients, strict=True))}
+
+    def look(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.target.__name__ in ("linear", "conv2d"):
+                weights.append((node.target.__name__, node.args[1].meta["example_value"].shape[:2]))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    expected = results(model)
+    pad_convolutions(model)
+    for got in results(model), results(torch.compile(model, backend=look, fullgraph=True)):
+        assert got["outputs"].dtype == expected["outputs"].dtype
+        assert got["0.weight"].stride() == expected["0.weight"].stride()
+        for name, wanted in expected.items():
+            assert (got[name] - wanted).norm() <= tolerance * wanted.norm(), name
+    ((name, shape),) = weights
+    assert name == written_as
+    assert all(size % 8 == 0 for size in shape)
+
+
+def test_convolution_of_an_empty_batch_is_empty():
+    assert as_product(torch.ones(0, 1, 5, 6), torch.ones(20, 1, 3, 3), None, (0, 0)).shape == (0, 20, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(8, 16, 3),
+        nn.Conv2d(20, 50, 3, groups=5),
+        nn.Conv2d(3, 4, 3, padding="same"),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.LazyConv2d(4, 3),
+    ],
+    ids=str,
+)
+def test_unsupported_convolutions_keep_their_class(layer):
+    before = type(layer)
+    pad_convolutions(nn.Sequential(layer))
+    assert type(layer) is before
+
+
+def test_pad_convolutions_keeps_parameters_and_their_names():
+    model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.Sequential(nn.Conv2d(20, 50, 5, bias=False)), nn.Flatten()).eval()
+    before, drawn = dict(model.named_parameters()), torch.get_rng_state()
+    pad_convolutions(model)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert [type(layer) for layer in (model[0], model[1][0])] == [PaddedConv2d, PaddedConv2d]
+    assert not any(layer.training for layer in model.modules())
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) == list(model.state_dict())
+    assert all(after[name] is parameter for name, parameter in before.items())
+
+
+def test_padded_convolutions_keep_hooks_names_and_containers():
+    """A stage of a pipeline, a list of the user's model and a second name refer to the same layer."""
+    layers, called = [nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20)], []
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, inputs, outputs: called.append(type(layer)))
+    model, stage = nn.Sequential(*layers, nn.Sequential(*layers)), nn.Sequential(*layers)
+    pad_convolutions(model)
+    assert list(model)[:2] == list(model[2]) == list(stage) == layers
+    stage(torch.randn(2, 1, 5, 5))
+    assert called == [type(layer) for layer in layers]
+    assert PaddedConv2d in called
+    model.eval()
+    assert not any(layer.training for layer in stage.children())
+
+
+@pytest.mark.parametrize("wrapped", [weight_norm, spectral_norm, partial(l1_unstructured, name="weight", amount=0.5)])
+def test_pad_convolutions_leaves_computed_weights(wrapped):
+    model, images = nn.Sequential(wrapped(nn.Conv2d(1, 20, 3)), nn.ReLU()).eval(), torch.randn(2, 1, 5, 5)
+    names, expected = list(model.state_dict()), model(images)
+    pad_convolutions(model)
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(images), expected)

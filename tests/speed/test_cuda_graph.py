@@ -1,0 +1,109 @@
+"""A captured step takes the steps of an eager one. Here a graph is a function that is called again; on GPUs: test_gpu.py."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from steps import make_step
+
+from ddp_lab.data.batch import BatchSize
+from ddp_lab.resilience.fault_injection import Fault
+from ddp_lab.speed import cuda_graph
+from ddp_lab.speed.cuda_graph import GraphStep
+from ddp_lab.speed.fastest import TIMED, measure
+from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.training.step import Step
+from ddp_lab.world.runtime import Runtime
+
+
+@pytest.fixture
+def modes(monkeypatch) -> list[str]:
+    """Let GraphStep work without a GPU, and return the modes in which waiting for it was an error, or not."""
+    set_to: list[str] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_to.append)
+    monkeypatch.setattr(cuda_graph, "captured", lambda work, pool: SimpleNamespace(replay=work))
+    return set_to
+
+
+def train(step: Step | GraphStep, loader) -> list[float]:
+    """Train for two epochs and return the learning rates."""
+    rates = []
+    for epoch in (1, 2):
+        loader.set_epoch(epoch)
+        for batch in step.batches(loader):
+            step(batch)
+            rates.append(step.lr)
+    return rates
+
+
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "accumulate": 2, "max_grad_norm": 0.5}], ids=["plain", "more"])
+def test_captured_step_trains_like_an_eager_one(options, modes):
+    eager, loader = make_step(**options)
+    step, own = make_step(**options)
+    graph = GraphStep(step, own)
+    graph.capture(nullcontext())
+    assert modes == ["error", "default"], "a step that waits for the GPU must not reach the capture"
+    assert sorted(graph.graphs) == [BatchSize(12, 12), BatchSize(24, 24)]
+    eager.tally.begin(0)
+    graph.tally.begin(0)
+    assert train(graph, own) == train(eager, loader)
+    for mine, other in zip(step.strategy.parameters(), eager.strategy.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+    torch.testing.assert_close(graph.tally.totals, eager.tally.totals, rtol=1e-6, atol=0)
+    if step.ema:
+        torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)
+
+
+def test_batch_size_without_a_graph_is_computed_in_eager_mode(modes):
+    step, loader = make_step()
+    graph = GraphStep(step, loader)
+    before = [parameter.clone() for parameter in step.strategy.parameters()]
+    assert len(train(graph, loader)) == 6
+    assert not any(map(torch.equal, step.strategy.parameters(), before))
+
+
+def test_captured_step_is_measured_by_replays(modes, monkeypatch):
+    step, loader = make_step()
+    graph = GraphStep(step, loader)
+    graph.capture(nullcontext())
+    replays = []
+    for size, replayed in graph.graphs.items():
+        monkeypatch.setattr(replayed, "replay", lambda size=size: replays.append(size.size))
+    assert 0 < measure(step, graph, loader) < 10
+    assert replays == [24, 24, 12] * 2
+    assert len(replays) <= 2 * TIMED
+
+
+def test_fault_injects_nan_into_a_captured_step(modes, tmp_path):
+    step, loader = make_step()
+    graph = GraphStep(step, loader)
+    graph.capture(nullcontext())
+    graph.tally.begin(0)
+    fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)
+    loader.set_epoch(1)
+    first_bad = []
+    for size in fault.batches(loader):
+        fault(size)
+        first_bad.append(graph.tally.first_bad(fault.taken).item())
+    assert first_bad == [float("inf"), float("inf"), 3]
+
+
+def test_cuda_graph_runs_on_a_side_stream_until_the_flags_are_restored(monkeypatch):
+    events, streams = [], ["default"]
+
+    @contextmanager
+    def current(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    default = SimpleNamespace(wait_stream=events.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default if streams[-1] == "default" else None)
+    with PerformanceOptions(cuda_graph=True).backend_flags(Runtime("cpu")):
+        assert streams[-1] == "side"
+    assert streams == ["default"]
+    assert events == ["side"], "the default stream must wait for the training"

@@ -1,0 +1,196 @@
+"""The fastest step that works: what is tried in which order, and what happens if it fails. On GPUs: test_gpu.py."""
+
+import pytest
+import torch
+from steps import make_step
+
+from ddp_lab.data.loader import Loader
+from ddp_lab.speed import fastest
+from ddp_lab.speed.compile import compiling
+from ddp_lab.speed.fastest import ALL, LIMITED, build_step, compile_pays_off, mark_of, measure
+from ddp_lab.speed.fused import FEW, configure_optimizer
+from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.training.step import Step
+from ddp_lab.world.runtime import Runtime
+
+CHOSEN = PerformanceOptions(
+    cuda_graph=True,
+    channels_last=True,
+    fused=True,
+    compile="auto",
+    reasons=dict.fromkeys(["cuda_graph", "fused", "compile"], ""),
+)
+EAGER, GRAPH, COMPILED, BOTH = (False, False), (True, False), (False, True), (True, True)  # cuda_graph, compile
+
+
+class Attempts:
+    """A stand-in for `fastest.build` that fails for the options in `broken`.
+
+    Attributes:
+        tried: the options, and how many kernels cuDNN times.
+    """
+
+    def __init__(self):
+        self.broken: set[str] = set()
+        self.tried: list[tuple[tuple[bool, bool], int | None]] = []
+
+    def __call__(self, options: PerformanceOptions, step: Step, loader: Loader, kernels: int | None) -> Step:
+        self.tried.append(((options.cuda_graph, options.compile), kernels))
+        if options.compile:
+            assert step.optimizer.param_groups[0]["fused"] is (True if not options.cuda_graph else None)
+        for name in self.broken:
+            if getattr(options, name):
+                step.tally.in_graph = True
+                raise RuntimeError(f"{name} is impossible\nbecause of the test")
+        return step
+
+
+@pytest.fixture
+def attempts(monkeypatch, tmp_path) -> Attempts:
+    """Let `build_step` work without a GPU, with steps of 1 ms."""
+    made = Attempts()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(fastest, "build", made)
+    monkeypatch.setattr(fastest, "measure", lambda step, built, loader: 0.001)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def compiler_is_reset():
+    with PerformanceOptions().backend_flags(Runtime("cpu")):
+        yield
+
+
+def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(attempts):
+    """A later launch knows the duration of a step, and that its kernels are in the cache."""
+    for steps, tried in [
+        (40_000, [(GRAPH, None)]),
+        (1_000_000, [(GRAPH, None), (BOTH, ALL)]),
+        (40_000, [(BOTH, LIMITED)]),  # 40 s are too short for all of cuDNN's kernels
+        (100, [(GRAPH, None)]),
+    ]:
+        attempts.tried.clear()
+        build_step(CHOSEN, *make_step(fused=True), steps)
+        assert attempts.tried == tried
+
+
+def test_unreadable_mark_is_ignored(attempts):
+    step, loader = make_step(fused=True)
+    mark = mark_of(step, loader)
+    mark.parent.mkdir(parents=True)
+    mark.write_text("")
+    build_step(CHOSEN, step, loader, 10)
+    assert attempts.tried == [(GRAPH, None)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "tried", "logged"),
+    [
+        (set(), [GRAPH, BOTH], "compile         on      1,000,000 steps of 1 ms are left: compiling saves about 180 s of"),
+        (
+            {"cuda_graph"},
+            [GRAPH, EAGER, COMPILED],
+            "off     the step cannot be captured: cuda_graph is impossible",
+        ),
+        ({"compile"}, [GRAPH, BOTH, GRAPH], "compile: off, because the step cannot be compiled: compile is impossible"),
+        ({"cuda_graph", "compile"}, [GRAPH, EAGER, COMPILED, EAGER], "because the step cannot be compiled"),
+    ],
+    ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else None,
+)
+def test_what_fails_is_given_up_with_its_reason(broken, tried, logged, attempts, caplog):
+    caplog.set_level("INFO", "ddp_lab")
+    attempts.broken = broken
+    step, loader = make_step(fused=True)
+    assert build_step(CHOSEN, step, loader, 1_000_000) is step
+    assert [options for options, _ in attempts.tried] == tried
+    assert logged in caplog.text
+    assert not step.tally.in_graph
+    if "compile" in broken:
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager", "parts of the step are compiled"
+        assert step.optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("name", ["cuda_graph", "compile"])
+def test_what_the_config_requires_must_not_fail(name, attempts, caplog):
+    caplog.set_level("INFO", "ddp_lab")
+    required = PerformanceOptions(**{name: True})
+    assert build_step(required, *make_step(fused=True), 10)
+    assert attempts.tried == [((required.cuda_graph, required.compile), ALL)]
+    assert caplog.messages == []
+    attempts.broken = {name}
+    with pytest.raises(RuntimeError, match=f"{name} is impossible"):
+        build_step(required, *make_step(fused=True), 10)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
+    """Ranks with other layers, as those of a pipeline, may find something else, and would wait for each other forever."""
+    step, loader = make_step(fused=True)
+    runtime = step.strategy.runtime
+    monkeypatch.setattr(runtime, "agree", lambda key, decide: answer if key == "compile" else decide())
+    build_step(CHOSEN, step, loader, 1 if answer else 10**9)
+    assert [options for options, _ in attempts.tried] == [GRAPH, BOTH][: 1 + answer]
+
+
+def test_compiling_pays_off_sooner_in_bf16_from_the_cache_and_with_few_layers(monkeypatch):
+    step, _ = make_step()
+    monkeypatch.setattr(step.strategy.runtime, "precision", "float32")
+    least = next(n for n in range(0, 100_000, 100) if compile_pays_off(step, 0.001, n, cached=False)[0])
+    assert compile_pays_off(step, 0.001, least // 2, cached=True)[0]
+    monkeypatch.setattr(step.strategy.runtime, "precision", "bf16")
+    assert compile_pays_off(step, 0.001, int(0.7 * least), cached=False)[0]
+
+
+def test_measuring_a_step_changes_nothing():
+    step, loader = make_step(ema=0.9)
+    held = [*step.strategy.parameters(), *step.ema.averages.values(), *step.tally.state]
+    before, drawn = [tensor.clone() for tensor in held], torch.get_rng_state()
+    assert 0 < measure(step, step, loader) < 10
+    assert all(map(torch.equal, before, held))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not any(state["momentum_buffer"].any() for state in step.optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda_graph", "compile", "fused", "sgd", "adamw"),
+    [
+        ("cpu", False, False, None, None, None),
+        ("cuda", False, False, None, None, True),
+        ("cuda", False, True, None, None, True),
+        ("cuda", False, False, True, True, True),
+        ("cuda", True, False, None, True, True),
+        ("cuda", True, True, None, None, None),
+        ("cuda", True, "tuned", None, None, None),
+        ("cuda", True, "auto", None, True, True),
+    ],
+)
+def test_optimizer_is_fused_as_the_options_require(device, cuda_graph, compile, fused, sgd, adamw):
+    options = PerformanceOptions(cuda_graph=cuda_graph, compile=compile, fused=fused)
+    for make, expected in ((torch.optim.SGD, sgd), (torch.optim.AdamW, adamw), (torch.optim.Adagrad, None)):
+        optimizer = configure_optimizer(make([torch.nn.Parameter(torch.zeros(1))], lr=0.1), options, torch.device(device))
+        assert optimizer.param_groups[0]["fused"] is expected, "torch's fused Adagrad is for CPUs only"
+        assert optimizer.param_groups[0].get("capturable", cuda_graph) is cuda_graph
+    if cuda_graph:
+        large = torch.nn.Parameter(torch.empty(FEW, device="meta"))
+        optimizer = configure_optimizer(torch.optim.SGD([large], lr=0.1), options, torch.device(device))
+        assert optimizer.param_groups[0]["fused"], "a compiled one would be hardly faster"
+
+
+@pytest.mark.parametrize("kernels", [None, ALL, LIMITED])
+def test_cudnn_times_kernels_within_the_block_only(kernels):
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    with fastest.cudnn_benchmark(kernels):
+        assert (cudnn.benchmark, cudnn.benchmark_limit) == (before if kernels is None else (True, kernels))
+    assert (cudnn.benchmark, cudnn.benchmark_limit) == before
+
+
+def test_later_shapes_are_not_compiled_until_the_flags_are_restored():
+    stance = torch._dynamo.eval_frame._stance
+    with PerformanceOptions(compile=True).backend_flags(Runtime("cpu")):
+        with compiling("compiling"):
+            assert torch._dynamo.config.recompile_limit == 64
+            assert torch._dynamo.eval_frame._stance.stance == "default"
+        assert torch._dynamo.config.recompile_limit == 8
+        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    assert torch._dynamo.eval_frame._stance.stance == stance.stance == "default"

@@ -1,0 +1,158 @@
+"""Which performance options a run uses: what the config sets, and what speed=auto chooses. On GPUs: test_gpu.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from configs import config
+from launches import SMALL, launch
+
+from ddp_lab.config.build import build
+from ddp_lab.data.datasets import Synthetic
+from ddp_lab.models.lenet import lenet
+from ddp_lab.run.job import build as build_job
+from ddp_lab.run.speed import find_options, free_bytes
+from ddp_lab.speed.options import KEYS, Facts, PerformanceOptions, choose
+from ddp_lab.world.runtime import Runtime
+
+LEFT = {"loader": "auto", "cuda_graph": "auto", "channels_last": "auto", "fused": None, "compile": "auto"}
+FASTEST = {"loader": "device", "cuda_graph": True, "channels_last": True, "fused": True, "compile": "auto"}
+OFF = {"loader": "device", "cuda_graph": False, "channels_last": False, "fused": None, "compile": False}
+GIB = 2**30
+GPU = Facts("cuda", {}, GIB, GIB // 2, 10 * GIB)
+REFUSED = {"cuda_graph": "no graph", "compile": "no compiler", "channels_last": "flat", "fused": "sharded"}
+
+
+def values(options: PerformanceOptions) -> dict:
+    return {name: getattr(options, name) for name in KEYS}
+
+
+@pytest.mark.parametrize(
+    ("speed", "wanted", "facts", "expected"),
+    [
+        ("auto", {}, GPU, FASTEST),
+        ("off", {}, GPU, OFF),
+        ("auto", {}, GPU._replace(device="cpu"), OFF),
+        ("auto", {}, GPU._replace(device="mps", data_bytes=None), OFF),
+        ("auto", {}, GPU._replace(refusals=REFUSED), OFF),
+        ("auto", {}, GPU._replace(data_bytes=5 * GIB), FASTEST),
+        ("auto", {}, GPU._replace(data_bytes=5 * GIB + 1), FASTEST | {"loader": "workers", "cuda_graph": False}),
+        ("auto", {}, GPU._replace(data_bytes=None), FASTEST | {"loader": "workers", "cuda_graph": False}),
+        ("auto", {}, GPU._replace(model_bytes=GIB // 2 + 1), FASTEST | {"cuda_graph": False, "compile": False}),
+        ("auto", {"cuda_graph": True}, GPU._replace(model_bytes=GIB), FASTEST | {"compile": False}),
+        ("auto", {"loader": "device"}, GPU._replace(data_bytes=9 * GIB), FASTEST),
+        ("auto", {"loader": "workers"}, GPU, FASTEST | {"loader": "workers", "cuda_graph": False}),
+        ("auto", {"cuda_graph": False, "compile": False}, GPU, FASTEST | {"cuda_graph": False, "compile": False}),
+        ("auto", {"compile": "tuned", "fused": False}, GPU, FASTEST | {"compile": "tuned", "fused": False}),
+        ("off", {"cuda_graph": True}, GPU, OFF | {"cuda_graph": True}),
+        ("auto", {"channels_last": True}, GPU._replace(device="cpu"), OFF | {"channels_last": True}),
+    ],
+)
+def test_options_follow_from_the_config_and_the_facts(speed, wanted, facts, expected):
+    options = choose(speed, LEFT | wanted, facts)
+    assert values(options) == expected
+    assert options.reasons.keys() == (LEFT.keys() - wanted.keys() if speed == "auto" and facts.device == "cuda" else set())
+    assert options.disabled == ()
+
+
+@pytest.mark.parametrize("speed", ["auto", "off"])
+def test_required_options_that_are_not_supported_are_disabled_with_a_line(speed):
+    required = {"loader": "workers", "cuda_graph": True, "channels_last": True, "compile": "tuned"}
+    options = choose(speed, LEFT | required, GPU._replace(refusals={"compile": "no compiler"}))
+    assert (options.cuda_graph, options.channels_last, options.compile) == (False, True, False)
+    graph, compiled = options.disabled
+    assert graph.startswith("cuda_graph=true is disabled: not supported by data.loader=workers, ")
+    assert compiled == "compile=tuned is disabled: no compiler"
+
+
+def test_log_has_the_reason_of_each_option(caplog):
+    caplog.set_level("INFO", "ddp_lab")
+    choose("off", LEFT, GPU).log_choices("float32")
+    assert caplog.messages == []
+    options = choose("auto", LEFT | {"cuda_graph": False}, GPU._replace(refusals={"compile": "no compiler"}))
+    options.log_choices("float32")
+    assert caplog.messages == [
+        "speed=auto:",
+        "  data.loader     device  the dataset has 1.0 GiB, 10.0 GiB are free on the device",
+        "  cuda_graph      off     set in the config",
+        "  channels_last   on",
+        "  optimizer.fused on",
+        "  compile         off     no compiler",
+        "  precision       float32 precision=bf16 halves the bytes of activations, but rounds to 3 digits",
+    ]
+
+
+def options_on_gpu(monkeypatch, *overrides: str, model=None) -> PerformanceOptions:
+    """Return the options of a job on a GPU with 10 GiB of free memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
+    cfg = config("speed=auto", *overrides)
+    strategy, model = build(cfg.strategy, Runtime("cpu")), model or lenet(1, 28, 10, None)
+    strategy.partition(model, 8)
+    strategy.device = torch.device("cuda")
+    return find_options(cfg, strategy, Synthetic(8, 8, 1, 28, 10).load(), model)
+
+
+HOST = "with strategy.offload=true the optimizer's step is on the CPU"
+MASKS = "strategy.checkpoint_activations=block keeps the state of the random generators on the host"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reasons"),
+    [
+        ("strategy=single", {}),
+        ("strategy=single optimizer._target_=torch.optim.Rprop", {"fused": "torch.optim.Rprop has no fused kernel for GPUs"}),
+        ("strategy=ddp strategy.comm_hook=bf16", {"cuda_graph": "strategy.comm_hook=bf16 was never captured"}),
+        ("strategy=dp", dict.fromkeys(["cuda_graph", "compile"], "not supported by strategy=dp")),
+        (
+            "strategy=pipeline",
+            dict.fromkeys(["cuda_graph", "channels_last", "fused"], "not supported by strategy=pipeline"),
+        ),
+        ("strategy=fsdp", {"channels_last": "not supported by strategy=fsdp"}),
+        ("strategy=fsdp strategy.offload=true", {"channels_last": "not supported by strategy=fsdp", "cuda_graph": HOST}),
+        (
+            "strategy=mesh strategy.checkpoint_activations=block",
+            {"channels_last": "not supported by strategy=mesh", "cuda_graph": MASKS},
+        ),
+    ],
+)
+def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reasons, monkeypatch):
+    options = options_on_gpu(monkeypatch, *overrides.split())
+    assert {name: reason for name, reason in options.reasons.items() if reason and name != "loader"} == reasons
+    assert values(options) == FASTEST | {name: OFF[name] for name in reasons}
+
+
+def test_model_without_convolutions_keeps_its_memory_format(monkeypatch):
+    options = options_on_gpu(monkeypatch, model=torch.nn.Linear(1, 1))
+    assert (options.channels_last, options.reasons["channels_last"]) == (False, "the model has no convolutions")
+
+
+@pytest.mark.parametrize(("device", "overrides"), [("cpu", []), ("cuda", ["speed=off"])])
+def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    cfg = config("strategy=single", *overrides)
+    strategy = build(cfg.strategy, Runtime("cpu"))
+    strategy.device, strategy.runtime = torch.device(device), None
+    assert values(find_options(cfg, strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))) == OFF
+
+
+def test_free_memory_is_the_smallest_of_all_ranks():
+    runtime = SimpleNamespace(
+        free_memory=lambda: 7, collect=lambda key, value: ["9", value, "8"], agree=lambda key, decide: decide()
+    )
+    assert free_bytes(runtime) == 7
+
+
+@pytest.mark.parametrize(("reasons", "batch"), [({"cuda_graph": ""}, 8 * 24), ({}, 24)])
+def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons, batch, monkeypatch):
+    options = PerformanceOptions(cuda_graph=True, reasons=reasons)
+    monkeypatch.setattr("ddp_lab.run.job.find_options", lambda *_: options)
+    job = build_job(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
+    assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
+
+
+def test_disabled_options_are_logged_once(tmp_path):
+    line = "python train.py strategy=dp cuda_graph=true compile=tuned"
+    code, output = launch(line, *SMALL, "epochs=1", f"runs_dir={tmp_path}")
+    assert code == 0, output
+    for name in ("cuda_graph=true", "compile=tuned"):
+        assert output.count(f"{name} is disabled: not supported by strategy=dp\n") == 1, output
