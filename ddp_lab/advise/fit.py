@@ -152,10 +152,10 @@ def settle_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None)
     key, memory = "accumulate" if before else auto[0], memory_of(cfg, runtime)[1]
     strategy, dataset = build(cfg.strategy, runtime), load_dataset(cfg, runtime)
     values = values_of(cfg, strategy, dataset.train.size, before[1] if before else 1)
-    taken, problem = 0, ""
+    taken, problem, spare = 0, "", LIBRARIES * (runtime.device.type == "cpu")
     for share in PLANNED:
-        cfg[key] = "auto"
-        cfg[key] = runtime.agree("batch", lambda share=share: choose(cfg, dataset, runtime, values, int(share * memory)))
+        cfg[key], budget = "auto", max(0, int(share * memory - spare))
+        cfg[key] = runtime.agree("batch", lambda budget=budget: choose(cfg, dataset, runtime, values, budget))
         if before and cfg.accumulate == before[1]:
             return f"batch_size={cfg.batch_size}, accumulate={cfg.accumulate}: those of the run that is resumed"
         taken, problem = take_real_step(cfg, runtime)
@@ -210,7 +210,7 @@ def choose(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[int
     launch = Launch(cfg, dataset, plan_model(cfg, dataset), runtime)
 
     def needed(value: int) -> float:
-        return max(plan.total for plan in launch.plan({key: value})) + (runtime.device.type == "cpu") * LIBRARIES
+        return max(plan.total for plan in launch.plan({key: value}))
 
     try:
         place = bisect_left(values, True, key=lambda value: needed(value) <= budget)

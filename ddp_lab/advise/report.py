@@ -133,6 +133,8 @@ def memory_plot(advisor: Advisor, title: str, plans: dict[str, Planned]) -> Plot
 
 def page(advisor: Advisor) -> str:
     """Return one page of HTML that loads nothing: the table, the memory by rank and part, and the schedules of pipelines."""
+    from matplotlib import rc_context
+
     plots = [memory_plot(advisor, "Planned peak memory of a GPU, by strategy", {row.name: row.fullest for row in advisor.rows})]
     for row in (row for row in advisor.rows if len(row.plans) > 1):
         places = {f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan for plan in row.plans}
@@ -140,7 +142,8 @@ def page(advisor: Advisor) -> str:
         if slots := row.plans[0].order:
             plots.append(schedule_plot(f"{row.name}: a step, if stages are equal and backward takes twice as long", slots))
     file = io.StringIO()
-    figure(plots).savefig(file, format="svg")
+    with rc_context({"svg.fonttype": "none"}):  # text remains text
+        figure(plots).savefig(file, format="svg")
     picture = file.getvalue()
     rows = [tuple(html.escape(cell) for cell in row) for row in cells(advisor)]
     lines = [

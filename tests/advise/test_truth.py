@@ -117,10 +117,9 @@ def world(slow: bool) -> list[dict[Case, Real]]:
 
 def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
     with default_dtype(case.dtype):
-        runtime = PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu")
-        cfg = config_of(case)
-        job = build(cfg, PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu"))
-        return plan_rank(cfg, job.dataset, job.model, runtime)
+        runtime, cfg = PlannedRuntime(ranks, ranks, "float32", kind="cpu"), config_of(case)
+        job = build(cfg, runtime.of_rank(rank))
+        return plan_rank(cfg, job.dataset, job.model, runtime.of_rank(rank))
 
 
 @pytest.mark.parametrize(
