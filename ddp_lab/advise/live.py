@@ -174,7 +174,7 @@ class Live(TorchDispatchMode):
         kinds = self._kinds.get(place) or self._transient(place)
         kinds |= {key_of(tensor): kind for kind, tensors in self.tensors(place).items() for tensor in tensors}
         kinds |= dict.fromkeys(self._data, "data")
-        parts = dict.fromkeys(PARTS, 0.0)
+        parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for key, size in self._sizes[place].items():
             parts[kinds.get(key, "activations")] += size
         return parts

@@ -144,7 +144,7 @@ def summary(advisor: Advisor, row: Row, runs: list[Run]) -> dict[str, Any]:
 def cache_of(advisor: Advisor) -> Path:
     """Return the file of the results for this machine, run and version of torch."""
     card = torch.cuda.get_device_name() if advisor.devices.kind == "cuda" else f"{platform.node()} {platform.processor()}"
-    cfg = OmegaConf.to_yaml(OmegaConf.masked_copy(advisor.cfg, [key for key in advisor.cfg if key != "strategy"]))
+    cfg = OmegaConf.to_yaml(OmegaConf.masked_copy(advisor.cfg, [str(key) for key in advisor.cfg if key != "strategy"]))
     key = hashlib.sha256("\n".join([card, str(advisor.devices.number), torch.__version__, cfg]).encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
     return root / f"measured-{key[:16]}.json"

@@ -35,7 +35,7 @@ def head(advisor: Advisor) -> list[str]:
 def cells(advisor: Advisor) -> list[tuple[str, ...]]:
     """Return the rows of the table, with its header; the memory is that of the fullest device."""
     measured = any(row.measured for row in advisor.rows)
-    found = [(*PLANNED, *(MEASURED if measured else ()), "")]
+    found: list[tuple[str, ...]] = [(*PLANNED, *(MEASURED if measured else ()), "")]
     for row in advisor.rows:
         plan, note = row.fullest, "" if row.fits else "does not fit"
         state = sum(plan.peak[kind] for kind in HELD)
