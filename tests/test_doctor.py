@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +19,10 @@ import torch
 import torch.distributed as dist
 from launches import ROOT, SMALL, launch, main_in_world, only_run, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
-from worlds import run_world
+from worlds import once, run_world
 
 from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch import storage
 from ddp_lab.launch.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
@@ -32,6 +33,108 @@ from ddp_lab.world.runtime import Runtime
 CHECKS = ["devices", "backend", "host name", "ports", "runs_dir", "strategy", "dataset", "model", "free disk", "batch"]
 CHECKS += ["loss", "partition", "loader"]
 NOWHERE = "no-such-host.invalid"
+HERE = socket.gethostname()
+WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24"
+
+
+def shared_bytes(image: int) -> int:
+    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12 images, and their queues."""
+    pages = math.ceil(12 * image / 4096) + 1
+    return 2 * 2 * ((2 * 2 + 2) * pages * 4096 + 2**17)
+
+
+@dataclass
+class Case:
+    """A launch of two ranks on a machine with a problem, and what the doctor or train.py says.
+
+    Attributes:
+        line: overrides. FOLDER is replaced by a directory, NODE by the number of the node.
+        about: name of the check.
+        text: level and excerpt of the finding, or an excerpt of the message.
+        env: environment variables; None: without it.
+        free: free bytes of every disk.
+        host: name of the machines.
+        nodes: number of machines.
+    """
+
+    line: str
+    about: str
+    text: tuple[str, str]
+    env: dict[str, str | None] = field(default_factory=dict)
+    free: int | None = None
+    host: str | None = None
+    nodes: int = 1
+
+
+NO_NAME = f"the host name {NOWHERE} does not resolve to an address of this machine ("
+SILENT = "MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not accept connections from "
+SHARE = f"FOLDER/0: is not shared by all nodes: {HERE} does not see the file that rank 0"
+MEMORY = f"need {shared_bytes(3 * 28 * 28) / 2**20:.1f} MiB of shared memory, and /dev/shm has 0.2 MiB free"
+DISK = "Free some space, use another runs_dir, or lower checkpoint.keep"
+DOCTOR = {
+    "runs_dir": Case(
+        "runs_dir=/proc/nowhere", "runs_dir", ("error", "runs_dir=/proc/nowhere: cannot create the run directory")
+    ),
+    "dataset": Case("data=mnist data.root=train.py/none", "dataset", ("error", f"MNIST is not on {HERE} and could not be")),
+    "batch": Case("batch_size=7", "batch", ("error", "must be divisible by the 2 replicas that share it; use 6 or 8")),
+    "device": Case("device=cuda:7", "devices", ("error", f"there is no such device on {HERE}. Available: cpu")),
+    "strategy": Case("strategy=ddp_pipeline strategy.pp=3", "strategy", ("error", "cannot lay 2 ranks on a mesh of dp x pp")),
+    "mixup": Case("mixup=0.2 batch_size=6", "loss", ("error", "has local batches of 3; use a global batch of 4 or 8, or")),
+    "optimizer": Case(
+        "strategy=fsdp optimizer._target_=torch.optim.Adafactor ~optimizer.momentum ~optimizer.nesterov",
+        "partition",
+        ("error", "optimizer._target_=torch.optim.Adafactor: cannot update DTensors, as strategy=fsdp has them"),
+    ),
+    "large batch": Case(f"{' '.join(SMALL)} batch_size=102", "batch", ("warning", "102 samples is larger than the training")),
+    "host name": Case("", "host name", ("error", NO_NAME), host=NOWHERE, nodes=2),
+    "not shared": Case("runs_dir=FOLDER/NODE", "runs_dir", ("error", f"runs_dir={SHARE}"), nodes=2),
+    "shared": Case("", "runs_dir", ("ok", "is writable and shared"), nodes=2),
+    "full disk": Case("", "free disk", ("error", DISK), free=2**19),
+    "nearly full disk": Case("", "free disk", ("warning", DISK), free=2 * 2**20),
+    "disk": Case("", "free disk", ("ok", "checkpoint.keep=2 of them and the one being written"), free=4 * 2**20),
+    "memory": Case(WORKERS, "loader", ("error", MEMORY), free=2**18),
+    "enough memory": Case(WORKERS, "loader", ("ok", "need "), free=shared_bytes(3 * 28 * 28)),
+}
+REFUSED = {
+    "no address": Case("", "", ("", f"MASTER_ADDR={NOWHERE}: does not resolve on "), env={"MASTER_ADDR": NOWHERE}),
+    "silent store": Case("", "", ("", SILENT), env={"MASTER_PORT": "9"}),
+    "host name": Case("", "", ("", NO_NAME), host=NOWHERE, nodes=2),
+    "not shared": Case("runs_dir=FOLDER/NODE", "", ("", f"runs_dir={SHARE}"), nodes=2),
+    "full disk": Case("", "", ("", DISK), free=2**19),
+    "memory": Case(WORKERS, "", ("", "or enlarge /dev/shm: in a container `docker run --shm-size=1g`"), free=2**18),
+}
+
+
+def run_case(case: Case, function, folder: Path, patch: pytest.MonkeyPatch):
+    """Call a function on this rank with the overrides of a case."""
+    rank = int(os.environ["RANK"])
+    local = 2 // case.nodes
+    places = {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local, "GROUP_RANK": rank // local}
+    for key, value in ({key: str(number) for key, number in places.items()} | case.env).items():
+        patch.delenv(key, raising=False) if value is None else patch.setenv(key, value)
+    if case.free is not None:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=case.free, total=2**40))
+    if case.host:
+        patch.setattr(socket, "gethostname", lambda: case.host)
+    patch.setattr(storage, "TOKEN_WAIT", 0.5)  # seconds; enough, because the tests use no network file system
+    line = case.line + ("" if "strategy=" in case.line else " strategy=ddp")
+    line += "" if "runs_dir=" in case.line else " runs_dir=FOLDER/runs"
+    return function(line.replace("FOLDER", str(folder)).replace("NODE", str(rank // local)))
+
+
+def run_cases(cases: dict[str, Case], function, folder: Path) -> dict:
+    """Run cases one after another on this rank, each in a folder of its own; return what `function` returns, by name."""
+    results = {}
+    for name, case in cases.items():
+        with pytest.MonkeyPatch.context() as patch:
+            results[name] = run_case(case, function, folder / name.replace(" ", "_"), patch)
+    return results
+
+
+@once
+def world(function, folder: Path) -> list[dict]:
+    cases = DOCTOR if function is doctor_in_world else REFUSED
+    return run_world(2, run_cases, cases, function, folder, timeout=300)
 
 
 def doctor_in_world(line: str) -> tuple[object, list[str], str]:
@@ -49,40 +152,38 @@ def doctor_in_world(line: str) -> tuple[object, list[str], str]:
         return code, printed.getvalue().splitlines(), failed.read()
 
 
-def with_environment(changes: dict[str, str | None], function, *args):
-    """Run `function(*args)` with other environment variables; None unsets a variable."""
-    for key, value in changes.items():
-        os.environ.pop(key, None)
-        if value is not None:
-            os.environ[key] = value
-    return function(*args)
-
-
-def on_two_nodes(function, line: str):
-    """Run `function(line)` as if the first half of the ranks were on one machine, the second half on another.
-
-    NODE in `line` is replaced by 0 or 1.
-    """
-    rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
-    node = str(rank // half)
-    os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": node}
-    storage.TOKEN_WAIT = 0.5  # seconds; enough, because the tests use no network file system
-    return function(line.replace("NODE", node))
-
-
-def with_free_bytes(free: int, function, line: str):
-    shutil.disk_usage = lambda path: SimpleNamespace(free=free, total=2**40)
-    return function(line)
-
-
-def with_host_name(name: str, function, *args):
-    socket.gethostname = lambda: name
-    return function(*args)
-
-
 def finding(lines: list[str], about: str) -> str:
     (line,) = (line for line in lines if line[9:].startswith(f"{about}: "))
     return line
+
+
+@pytest.mark.parametrize("name", DOCTOR)
+def test_doctor_reports_a_problem_in_one_line_with_its_remedy(name, tmp_path):
+    folder = tmp_path.parent / "doctor"
+    case, (first, second) = DOCTOR[name], [rank[name] for rank in world(doctor_in_world, folder)]
+    (level, text), (code, told, failed) = case.text, first
+    found = finding(told, case.about)
+    assert found.startswith(f"{level:8} {case.about}: ")
+    assert text.replace("FOLDER", str(folder / name.replace(" ", "_"))) in found
+    assert [line for line in told if line.startswith("error ")] == [found] * (level == "error"), "the other checks must run"
+    assert (code == 2) == (level == "error")
+    assert failed == (f"error: 1 of {len(told)} findings would stop this launch; see above\n" if level == "error" else "")
+    assert second == (0, [], ""), "every rank printed findings"
+    left = [path.name for path in (folder / name.replace(" ", "_")).glob("runs/*")]
+    assert not left, "the doctor left a file"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_train_refuses_what_the_doctor_reports_before_it_writes_anything(name, tmp_path):
+    folder = tmp_path.parent / "refused"
+    first, second = (rank[name] for rank in world(refusal_in_world, folder))
+    code, printed = first
+    assert code == 2
+    assert printed.startswith("error: ")
+    assert REFUSED[name].text[1].replace("FOLDER", str(folder / name.replace(" ", "_"))) in printed
+    assert printed.count("\n") == 1
+    assert second == (first if name == "host name" else (2, "")), "one rank reports it; a finding of a node, one of each node"
+    assert not list((folder / name.replace(" ", "_")).glob("*/[!.]*")), "a rejected run left a file"
 
 
 def test_doctor_reports_ok_for_every_check(tmp_path):
@@ -91,7 +192,7 @@ def test_doctor_reports_ok_for_every_check(tmp_path):
     assert [line.split(": ")[0].split(maxsplit=1)[1] for line in output.splitlines()] == CHECKS
     lines = output.splitlines()
     assert all(line.startswith("ok  ") for line in lines if ": 29500" not in line), output
-    assert finding(lines, "devices").endswith(f"{socket.gethostname()}: cpu (no GPU is visible)")
+    assert finding(lines, "devices").endswith(f"{HERE}: cpu (no GPU is visible)")
     assert "1,437 images to train on, 360 to test on, 1x28x28, 10 classes" in finding(lines, "dataset")
     assert not list((tmp_path / "runs").iterdir()), "the doctor left a file"
 
@@ -103,228 +204,41 @@ def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
     for about in CHECKS[:-3]:  # the last three need a batch
         assert output.count(f" {about}: ") == 1, output
     assert "ok       strategy: ddp on 2 ranks: dp 2\n" in output
-    assert (
-        "error    batch: batch_size=7: is the global batch and must be divisible by the 2 replicas that share it; use 6 or 8"
-        in output
-    )
     assert output.count("error: 1 of 10 findings would stop this launch") == 1, output
 
 
-WRONG = {  # overrides on two ranks: the check that fails, an excerpt of its message
-    "runs_dir=/proc/nowhere": ("runs_dir", "runs_dir=/proc/nowhere: cannot create the run directory there ("),
-    "data=mnist data.root=train.py/none": ("dataset", "MNIST is not on HOST and could not be downloaded"),
-    "batch_size=7": ("batch", "must be divisible by the 2 replicas that share it; use 6 or 8"),
-    "device=cuda:7": ("devices", "device=cuda:7: there is no such device on HOST. Available: cpu"),
-    "strategy=ddp_pipeline strategy.pp=3": ("strategy", "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp"),
-    "mixup=0.2 batch_size=6": ("loss", "has local batches of 3; use a global batch of 4 or 8, or mixup=0 cutmix=0"),
-    "strategy=fsdp optimizer._target_=torch.optim.Adafactor ~optimizer.momentum ~optimizer.nesterov": (
-        "partition",
-        "optimizer._target_=torch.optim.Adafactor: cannot update DTensors, as strategy=fsdp has them",
-    ),
-}
-
-
-@pytest.mark.parametrize("overrides", WRONG)
-def test_doctor_reports_each_problem_in_one_line_with_its_remedy(overrides, tmp_path):
-    strategy = "" if "strategy=" in overrides else "strategy=ddp "
-    runs_dir = "" if "runs_dir=" in overrides else f"runs_dir={tmp_path} "
-    first, second = run_world(2, doctor_in_world, f"{strategy}{runs_dir}{overrides}")
-    code, told, failed = first
-    about, message = WRONG[overrides]
-    wrong = finding(told, about)
-    assert wrong.startswith("error ")
-    assert message.replace("HOST", socket.gethostname()) in wrong
-    assert [line for line in told if line.startswith("error ")] == [wrong], "the other checks must run"
+def test_port_in_use_is_reported_by_the_rank_that_opens_the_store(tmp_path):
+    """The other ranks would wait for it. One rank alone needs no port, so it is a warning."""
+    busy = {"TORCHELASTIC_USE_AGENT_STORE": None, "WORLD_SIZE": "2"}
+    case = Case("", "", ("", ""), env=busy)
+    ((code, printed),) = (rank["busy"] for rank in run_world(1, run_cases, {"busy": case}, refusal_in_world, tmp_path))
     assert code == 2
-    assert failed.startswith(f"error: 1 of {len(told)} findings ")
-    assert second == (0, [], ""), "every rank printed findings"
-
-
-def test_doctor_reports_an_unknown_key_in_one_line():
-    ((code, told, failed),) = run_world(1, doctor_in_world, "batchsize=7")
-    assert (code, told) == (2, [])
-    assert failed.startswith("error: batchsize=7: there is no such key; did you mean batch_size? ")
-    assert failed.count("\n") == 1
-
-
-def test_doctor_warns_if_a_strategy_for_several_ranks_has_one(tmp_path):
-    ((code, told, _),) = run_world(1, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}")
+    assert "cannot be opened (Address already in use). Start torchrun with" in printed
+    case.env["WORLD_SIZE"] = "1"
+    ((code, told, _),) = (rank["busy"] for rank in run_world(1, run_cases, {"busy": case}, doctor_in_world, tmp_path))
     assert code == 0
+    assert finding(told, "ports").startswith("warning  ports: port ")
     assert finding(told, "strategy").startswith("warning  strategy: ddp has only one rank, so nothing is distributed. Use")
 
 
-NETWORK = {  # environment variables of two ranks that use the store of run_world: an excerpt of the message
-    "unresolvable": ({"MASTER_ADDR": NOWHERE}, f"MASTER_ADDR={NOWHERE}: does not resolve on "),
-    "silent": ({"MASTER_PORT": "9"}, "MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not accept connections from "),
-    "busy": ({"TORCHELASTIC_USE_AGENT_STORE": None}, "cannot be opened (Address already in use). Start torchrun with"),
-}
-
-
-@pytest.mark.parametrize("case", NETWORK)
-def test_unreachable_store_is_reported(case, tmp_path):
-    environment, message = NETWORK[case]
-    ranks = 1 if case == "busy" else 2  # only rank 0 opens the port; the others would wait for it
-    environment |= {"WORLD_SIZE": "2"}
-    (code, told, failed), *others = run_world(
-        ranks, with_environment, environment, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}"
-    )
-    assert code == 2
-    wrong = finding(told, "ports")
-    assert wrong.startswith("error ")
-    assert message in wrong
-    assert failed.startswith("error: 1 of 4 findings ")
-    assert all(other == (2, [], "") for other in others)
-
-    (code, printed), *others = run_world(
-        ranks, with_environment, environment, refusal_in_world, f"strategy=ddp runs_dir={tmp_path}/runs"
-    )
-    assert code == 2
-    assert printed.startswith("error: MASTER_")
-    assert message in printed
-    assert printed.count("\n") == 1
-    assert all(other == (2, "") for other in others)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_doctor_warns_if_the_default_port_is_in_use(tmp_path):
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # another process uses it already
-            stack.enter_context(socket.create_server(("", 29500)))
-        without = {"MASTER_ADDR": None, "TORCHELASTIC_USE_AGENT_STORE": None}
-        ((code, told, _),) = run_world(1, with_environment, without, doctor_in_world, f"runs_dir={tmp_path}")
-    assert code == 0
-    assert "port 29500 of " in finding(told, "ports")
-    assert finding(told, "ports").startswith("warning ")
-    assert "--standalone" in finding(told, "ports")
-
-
-def test_unresolvable_host_name_is_a_warning_or_for_gloo_on_two_nodes_an_error(tmp_path):
-    line = f"strategy=ddp runs_dir={tmp_path}"
-    message = f"the host name {NOWHERE} does not resolve to an address of this machine ("
-    ((code, told, _),) = run_world(1, with_host_name, NOWHERE, doctor_in_world, line)
-    assert code == 0
-    assert finding(told, "host name").startswith(f"warning  host name: {message}")
-
-    first, second = run_world(2, with_host_name, NOWHERE, on_two_nodes, doctor_in_world, line)
-    assert (first[0], second[0]) == (2, 0)
-    assert finding(first[1], "host name").startswith(f"error    host name: {message}")
-
-    refused = run_world(2, with_host_name, NOWHERE, on_two_nodes, refusal_in_world, line)
-    for code, printed in refused:  # each node reports its own finding
-        assert code == 2
-        assert printed.startswith(f"error: {message}")
-        assert printed.count("\n") == 1
-
-    chosen = {"GLOO_SOCKET_IFNAME": "lo"}
-    overrides = [*SMALL, "epochs=1", "name=warned", line]
-    run_world(2, with_environment, chosen, with_host_name, NOWHERE, on_two_nodes, main_with_overrides, " ".join(overrides))
-    for file in ("train.log", "train.rank1.log"):
-        assert (tmp_path / "warned" / file).read_text().count(f"WARNING {'[rank 1] ' * ('1' in file)}{message}") == 1
-
-
-def main_with_overrides(line: str) -> None:
+def main_of(line: str) -> None:
     main_in_world(*line.split())
 
 
-def test_runs_dir_that_the_nodes_do_not_share_is_an_error(tmp_path):
-    line = f"strategy=ddp runs_dir={tmp_path}/NODE"
-    message = f"runs_dir={tmp_path}/0: is not shared by all nodes: {socket.gethostname()} does not see the file that rank 0"
-    first, *others = run_world(2, on_two_nodes, doctor_in_world, line)
-    assert first[0] == 2
-    assert finding(first[1], "runs_dir").startswith(f"error    runs_dir: {message}")
-    assert "file system that every node has mounted" in finding(first[1], "runs_dir")
-    assert others == [(0, [], "")]
-
-    first, *others = run_world(4, on_two_nodes, refusal_in_world, line)
-    assert first[0] == 2
-    assert first[1].startswith(f"error: {message}")
-    assert others == [(2, "")] * 3, "it must be raised on every rank and reported once"
-    assert not list(tmp_path.glob("*/*")), "a rejected run left a file"
-
-    first, *_ = run_world(2, on_two_nodes, doctor_in_world, f"strategy=ddp runs_dir={tmp_path}/all")
-    assert first[0] == 0, first
-    assert finding(first[1], "runs_dir") == f"ok       runs_dir: {tmp_path}/all is writable and shared"
-    assert not list(tmp_path.glob("*/*")), "a token was left"
-
-
-def test_free_disk_space_decides_between_ok_warning_and_error(tmp_path):
-    line = f"strategy=ddp runs_dir={tmp_path}/runs"
-    for free, level in ((2**19, "error"), (2 * 2**20, "warning"), (4 * 2**20, "ok")):
-        first, _ = run_world(2, with_free_bytes, free, doctor_in_world, line)
-        found = finding(first[1], "free disk")
-        assert found.startswith(f"{level} "), found
-        assert "checkpoint.keep=2 of them and the one" in found, "without a validation set there is no best one"
-        assert (first[0] == 2) == (level == "error")
-        assert ("Free some space, use another runs_dir, or lower checkpoint.keep" in found) == (level != "ok")
-
-    refused, silent = run_world(2, with_free_bytes, 2**19, refusal_in_world, line)
-    assert refused[0] == 2
-    assert f"error: runs_dir={tmp_path}/runs: 0.5 MiB are free" in refused[1]
-    assert silent == (2, "")
-    assert not list((tmp_path / "runs").glob("[!.]*")), "a rejected run left a directory"
-
-
-def test_nearly_full_disk_is_a_warning_in_the_log(tmp_path):
-    """No warning if the run's checkpoints are already there, because the oldest one will be deleted."""
-    data = "data.dataset.train_size=125 data.val_fraction=0.2"  # with a best checkpoint
-    line = f"{' '.join(SMALL)} {data} strategy=ddp name=mine runs_dir={tmp_path}"
-    file = tmp_path / "mine/checkpoints/step_00000005.pt"
+def test_warnings_of_the_checks_are_in_the_log(tmp_path):
+    """That of the host name on each node; that of the disk only if the run has no checkpoints yet, which will be deleted."""
     size = checkpoint_bytes(build(OmegaConf.load(ROOT / "conf/optimizer/sgd.yaml")), simple_cnn(3, 28, 10))
-    run_world(2, with_free_bytes, 3 * size, main_with_overrides, f"{line} epochs=1")
-    log = (tmp_path / "mine/train.log").read_text()
-    assert log.count("WARNING") == 1
+    run = f"{' '.join(SMALL)} data.dataset.train_size=125 data.val_fraction=0.2 name=mine runs_dir={tmp_path} strategy=ddp"
+    case = Case(f"{run} epochs=1", "", ("", ""), {"GLOO_SOCKET_IFNAME": "lo"}, free=3 * size, host=NOWHERE, nodes=2)
+    run_world(2, run_cases, {"first": case}, main_of, tmp_path)
+    log = (tmp_path / "mine" / "train.log").read_text()
+    assert log.count(f"WARNING {NO_NAME}") == log.count("WARNING") - 1 == 1
+    assert (tmp_path / "mine" / "train.rank1.log").read_text().count(f"WARNING [rank 1] {NO_NAME}") == 1
     assert f"checkpoint.keep=2 of them, the best and the one being written need {4 * size / 2**20:,.1f} MiB" in log
+    file = tmp_path / "mine" / "checkpoints" / "step_00000005.pt"
     assert size < file.stat().st_size < size + 2**14, "the file must contain the tensors and little else"
-
-    run_world(2, with_free_bytes, 3 * size, main_with_overrides, f"{line} epochs=2")
-    assert (tmp_path / "mine/train.log").read_text().count("WARNING") == 1, "it warned although a checkpoint was there"
-
-
-WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24 strategy=ddp"
-
-
-def test_batch_larger_than_the_training_set_is_a_warning(tmp_path):
-    """SMALL has 100 samples."""
-    line = f"{' '.join(SMALL)} strategy=ddp epochs=1 name=mine runs_dir={tmp_path}"
-    warning = "the global batch of 102 samples is larger than the training set: every epoch is a single step on a partial batch"
-    ((code, told, _), _) = run_world(2, doctor_in_world, f"{line} batch_size=102")
-    assert code == 0
-    assert finding(told, "batch").startswith(f"warning  batch: {warning}")
-    run_world(2, main_with_overrides, f"{line} batch_size=102")
-    assert (tmp_path / "mine/train.log").read_text().count(f"WARNING {warning}") == 1
-    assert not (tmp_path / "mine/train.rank1.log").exists(), "rank 1 repeated it"
-    run_world(2, main_with_overrides, f"{line} batch_size=100 name=full")
-    assert "WARNING" not in (tmp_path / "full/train.log").read_text()
-
-
-def shared_bytes(image: int) -> int:
-    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12 images, and their queues."""
-    pages = math.ceil(12 * image / 4096) + 1
-    return 2 * 2 * ((2 * 2 + 2) * pages * 4096 + 2**17)
-
-
-def test_shared_memory_too_small_for_the_workers_is_an_error(tmp_path):
-    needed = shared_bytes(3 * 28 * 28)
-    message = f"need {needed / 2**20:.1f} MiB of shared memory, and /dev/shm has 0.2 MiB free"
-    first, second = run_world(2, with_free_bytes, 2**18, doctor_in_world, f"{WORKERS} runs_dir={tmp_path}")
-    assert first[0] == 2
-    assert message in finding(first[1], "loader")
-    assert finding(first[1], "loader").startswith("error ")
-    assert second == (0, [], "")
-    found, _ = run_world(2, with_free_bytes, needed, doctor_in_world, f"{WORKERS} runs_dir={tmp_path}")
-    assert finding(found[1], "loader").startswith("ok  ")
-
-    refused, silent = run_world(2, with_free_bytes, 2**18, refusal_in_world, f"{WORKERS} runs_dir={tmp_path}/runs")
-    assert refused[0] == 2
-    assert refused[1].startswith("error: data.loader=workers: the batches of DataLoader workers on ")
-    assert message in refused[1]
-    assert (
-        "Lower data.num_workers (0 needs none) or batch_size, or enlarge /dev/shm: in a container `docker run --shm-s"
-        in refused[1]
-    )
-    assert refused[1].count("\n") == 1
-    assert silent == (2, "")
-    assert not (tmp_path / "runs").exists()
+    run_world(2, run_cases, {"again": Case(f"{run} epochs=2", "", ("", ""), free=3 * size)}, main_of, tmp_path)
+    assert (tmp_path / "mine" / "train.log").read_text().count("WARNING") == 2, "it warned although a checkpoint was there"
 
 
 @pytest.mark.slow
@@ -338,41 +252,22 @@ def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
             pytest.skip("needs the right to mount in a namespace of its own")
         world = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
         ended = subprocess.run(
-            [*namespace, *world, *line, f"runs_dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+            [*namespace, *world, *line, "strategy=ddp", f"runs_dir={tmp_path}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert bool(ended.returncode) == bool(code), ended.stderr
         assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
     assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]
 
 
-@pytest.mark.parametrize("ema", [False, True])
 @pytest.mark.parametrize(("optimizer", "options", "copies"), [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)])
-def test_checkpoint_bytes_counts_model_averages_and_optimizer_state(optimizer, options, copies, ema):
+def test_checkpoint_bytes_counts_model_averages_and_optimizer_state(optimizer, options, copies):
     cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
-    assert checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10), ema) == (copies + ema) * 110 * 4
-
-
-def receive_error() -> str:
-    def decide() -> None:
-        raise ConfigError("no such thing")
-
-    try:
-        with Runtime("cpu", timeout=30) as runtime:
-            runtime.store.set(f"here/{runtime.rank}", "")
-            runtime.store.wait([f"here/{rank}" for rank in range(runtime.world_size)])
-            time.sleep(0.3 * runtime.rank)
-            runtime.agree("thing", decide)
-    except ConfigError as error:
-        return str(error)
-    return "agreed"
-
-
-def test_error_reaches_the_other_ranks_through_a_store_on_rank_0():
-    """The store is on rank 0 and not in torchrun's agent with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(port)}
-    assert run_world(2, with_environment, environment, receive_error) == ["no such thing"] * 2
+    sizes = [checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10), ema) for ema in (False, True)]
+    assert sizes == [copies * 110 * 4, (copies + 1) * 110 * 4]
 
 
 def test_gpus_are_listed_by_index_name_and_memory(monkeypatch):

@@ -116,11 +116,14 @@ def write_record(folder: Path, pictures: Pictures, keep: bool) -> None:
         worker_init_fn=ignore_signals,
         generator=torch.Generator(),
     )
+    needed = keep * size * pictures.images.channels * pictures.images.short_side**2  # no image is smaller than a square
+    free = shutil.disk_usage(folder).free
     places = np.zeros((size, 3), np.int64)  # where the pixels of an image begin, its height and its width
     reasons: dict[str, str] = {}
     try:
-        if keep:
-            check_space(folder, size * pictures.images.channels * pictures.images.short_side**2)
+        if needed > free:  # before hours of work
+            sizes = f"{needed / 2**20:,.1f} MiB, but {folder.parent} has {free / 2**20:,.1f} MiB free"
+            raise OSError(f"the resized images need at least {sizes}")
         with (folder / "pixels.bin").open("wb") as file:
             for number, found in enumerate(tqdm(loader, "examining images, once", delay=2, disable=None)):
                 if isinstance(found, torch.Tensor):
@@ -137,19 +140,3 @@ def write_record(folder: Path, pictures: Pictures, keep: bool) -> None:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Check that the pixels fit on the disk or in shared memory, before hours of work.
-
-    Args:
-        folder: where they will be written.
-        needed: bytes that they need at least, because no image is smaller than a square.
-
-    Raises:
-        OSError: they do not fit.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        sizes = f"{needed / 2**20:,.1f} MiB, but {folder.parent} has {free / 2**20:,.1f} MiB free"
-        raise OSError(f"the resized images need at least {sizes}")

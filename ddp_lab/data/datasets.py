@@ -3,30 +3,20 @@
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from hydra.utils import get_object
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
-from ddp_lab.data.dataset import Dataset, LabelledImages
+from ddp_lab.data.dataset import Dataset, LabelledImages, hold_out
 from ddp_lab.world.process import default_timeout
-
-
-def unread(train: int, test: int, shape: tuple[int, ...], classes: int) -> Dataset:
-    """Return a dataset of which only the sizes are known: its tensors are on the meta device."""
-
-    def images(size: int) -> LabelledImages:
-        return LabelledImages(
-            torch.empty(size, *shape, dtype=torch.uint8, device="meta"), torch.empty(size, dtype=torch.int64, device="meta")
-        )
-
-    return Dataset(images(train), images(test), [str(label) for label in range(classes)])
 
 
 class Digits:
@@ -34,10 +24,6 @@ class Digits:
 
     def prepare(self) -> None:
         """Do nothing: there is nothing to download."""
-
-    def sizes(self) -> Dataset:
-        """Return the sizes without the images."""
-        return unread(1437, 360, (1, 28, 28), 10)
 
     def load(self) -> Dataset:
         """Read the digits from scikit-learn's file."""
@@ -72,16 +58,12 @@ class Synthetic:
     """
 
     def __init__(self, train_size: Count, test_size: Count, channels: Count, image_size: Count, num_classes: Count):
-        self.train_size, self.test_size = train_size, test_size
+        self.sizes = train_size, test_size
         self.shape = channels, image_size, image_size
         self.num_classes = num_classes
 
     def prepare(self) -> None:
         """Do nothing: there is nothing to download."""
-
-    def sizes(self) -> Dataset:
-        """Return the sizes without the images."""
-        return unread(self.train_size, self.test_size, self.shape, self.num_classes)
 
     def load(self) -> Dataset:
         """Generate the images, which are the same in every process."""
@@ -96,7 +78,8 @@ class Synthetic:
             targets = torch.randint(0, self.num_classes, (size,), generator=generator)
             return LabelledImages(noise(size) + pictures[targets], targets)
 
-        return Dataset(draw(self.train_size), draw(self.test_size), [str(label) for label in range(self.num_classes)])
+        train, test = (draw(size) for size in self.sizes)
+        return Dataset(train, test, [str(label) for label in range(self.num_classes)])
 
 
 class _Split(Protocol):
@@ -162,11 +145,6 @@ class Torchvision:
                 f"{self.files[self.name].split('/')[0]}/, or use data=digits, which needs no download"
             ) from None
 
-    def sizes(self) -> Dataset:
-        """Return the sizes without the images."""
-        size, shape = (50000, (3, 32, 32)) if self.name == "CIFAR10" else (60000, (1, 28, 28))
-        return unread(size, 10000, shape, 10)
-
     def load(self) -> Dataset:
         """Read both splits from the files that `prepare` found or downloaded."""
         train, test = self._open(True), self._open(False)
@@ -177,3 +155,30 @@ class Torchvision:
             return LabelledImages(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
         return Dataset(convert(train), convert(test), list(train.classes))
+
+
+def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
+    """Return a dataset of which only the sizes are known: it is on the meta device, and needs neither a download nor memory.
+
+    Args:
+        data: the config group `data`.
+
+    Returns:
+        None if the dataset must be read to know its sizes.
+    """
+    node, target = data["dataset"], get_object(data["dataset"]["_target_"])
+    classes = 10
+    if target is Digits:
+        sizes, shape = (1437, 360), (1, 28, 28)
+    elif target is Torchvision:
+        sizes, shape = ((50000, 10000), (3, 32, 32)) if node["name"] == "CIFAR10" else ((60000, 10000), (1, 28, 28))
+    elif target is Synthetic:
+        sizes, shape = (node["train_size"], node["test_size"]), (node["channels"], node["image_size"], node["image_size"])
+        classes = node["num_classes"]
+    else:
+        return None
+    with torch.device("meta"):
+        train, test = (
+            LabelledImages(torch.empty(size, *shape, dtype=torch.uint8), torch.empty(size, dtype=torch.int64)) for size in sizes
+        )
+    return hold_out(Dataset(train, test, [str(label) for label in range(classes)]), data["val_fraction"], data["val_seed"])

@@ -5,7 +5,6 @@ Pillow's. It is imported at the first use, because that takes 1.5 s.
 """
 
 import os
-import random
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,17 +110,10 @@ def evaluation_view(image: torch.Tensor, short_side: int, image_size: int) -> to
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """How images are transformed: keys of the config group `data`, and the run's seed.
+    """How images are transformed: the run's seed, and the keys of these names in conf/data/own.yaml, which says what they do.
 
-    Attributes:
-        seed: seed of all random transforms.
-        channels: 3 for RGB, 1 for grey.
-        image_size: height and width of a sample, in pixels.
-        resize: length to which the shorter side of every image is resized first; None: 8/7 of `image_size`.
-        crop_scale: smallest and largest area of a random crop, as fractions of the image; None: the centre, without randomness.
-        randaugment: magnitude of RandAugment's two operations, 0 to 30; None: without.
-        erasing: probability with which a random rectangle gets the mean colour.
-        mean: mean of each channel, in [0, 1].
+    Raises:
+        ConfigError: `resize` or `crop_scale` is not allowed.
     """
 
     seed: int
@@ -175,11 +167,9 @@ class ImageOptions:
 
 @contextmanager
 def seeded(key: str) -> Generator[None]:
-    """Seed the generators of torch, NumPy and Python with a key, for one sample. That of torch is restored afterwards."""
-    before, seed = torch.get_rng_state(), seed_of(key)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would take 100 us instead of 2: it also seeds all devices
-    np.random.seed(seed)
-    random.seed(seed)
+    """Seed torch's global generator, from which torchvision's transforms draw, with a key, and restore it afterwards."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed_of(key))  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
     try:
         yield
     finally:

@@ -1,17 +1,19 @@
 """The dataset that the config describes: a class with `prepare` and `load`, or with data=own any map-style dataset."""
 
 import inspect
+import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from hydra.utils import get_object
 from PIL import Image
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.dataset import Dataset, hold_out
-from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.images import ImageOptions, Streamed, resize, to_tensor
 
 T = TypeVar("T")
@@ -27,19 +29,6 @@ class Source(Protocol):
     def load(self, prepared: str = ..., /) -> Dataset:
         """Return the dataset."""
         ...
-
-
-def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
-    """Return a dataset on the meta device, of which only the sizes are known; None if it must be read to know them.
-
-    Args:
-        data: the config group `data`, as plain values.
-    """
-    target = get_object(data["dataset"]["_target_"])
-    if target not in (Digits, Synthetic, Torchvision):
-        return None
-    source: Digits | Synthetic | Torchvision = build(data["dataset"])
-    return hold_out(source.sizes(), data["val_fraction"], data["val_seed"])
 
 
 def make_source(data: Mapping[str, Any], seed: int) -> Source:
@@ -75,10 +64,7 @@ def image_options(data: Mapping[str, Any], seed: int) -> ImageOptions | None:
 
 
 def check_same(digests: list[str]) -> None:
-    """Check that all ranks have the same list of files.
-
-    Args:
-        digests: `Dataset.digest` of each rank.
+    """Check that all ranks have the same list of files: `digests` has the `Dataset.digest` of each.
 
     Raises:
         ConfigError: they differ.
@@ -109,7 +95,7 @@ class Own:
         self.load()
 
     def load(self, prepared: str = "") -> Dataset:
-        """Construct the training set, the validation set and the test set, and check their first sample."""
+        """Construct the training set, the validation set and the test set, and check what is known of their samples."""
         accepted = inspect.signature(get_object(self.node["_target_"])).parameters
         if "split" in accepted:
             made = {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
@@ -121,10 +107,7 @@ class Own:
                 f"data.test_split={self.splits['test']}, or a parameter train, which is true or false (the test set)"
             )
         classes = self._classes(made["train"])
-        sets: dict[str, Streamed] = {}
-        for name, given in made.items():
-            pictures = OwnPictures(self.name, given, self.images, len(classes))
-            sets[name] = Streamed(pictures.read, torch.arange(pictures.check()), self.images, augment=name == "train")
+        sets = {name: self._set(dataset, len(classes), augment=name == "train") for name, dataset in made.items()}
         return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
 
     def _construct(self, key: str, value: str | bool) -> Any:
@@ -137,66 +120,47 @@ class Own:
             hint = f". {key_of[value]} is the name of this split; null: there is none" if value in key_of else ""
             raise ConfigError(f"{self.name}: cannot be constructed with {key}={value}: {describe_error(error)}{hint}") from None
 
-    def _classes(self, split: Any) -> list[str]:
+    def _classes(self, dataset: Any) -> list[str]:
         if self.num_classes is not None:
             return [str(label) for label in range(self.num_classes)]
-        if getattr(split, "classes", None) is None:
+        if getattr(dataset, "classes", None) is None:
             raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
-        return read(f"{self.name}: the names in the attribute classes", lambda: [str(name) for name in split.classes])
+        return self._ask("the names in the attribute classes", lambda: [str(name) for name in dataset.classes])
 
-
-def read(what: str, values: Callable[[], T]) -> T:
-    """Return `values()`, which calls the user's code.
-
-    Raises:
-        ConfigError: it fails; the message begins with `what`.
-    """
-    try:
-        return values()
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what} cannot be read: {describe_error(error)}") from None
-
-
-class OwnPictures:
-    """The images of a map-style dataset as uint8 tensors, resized.
-
-    Args:
-        name: the dataset, for messages.
-        dataset: the user's.
-        images: how images are transformed.
-        num_classes: labels must be smaller.
-    """
-
-    def __init__(self, name: str, dataset: Any, images: ImageOptions, num_classes: int):
-        self.name, self.dataset, self.images, self.num_classes = name, dataset, images, num_classes
-
-    def check(self) -> int:
-        """Check the first sample and, where the dataset has them in an attribute `targets`, all labels.
-
-        Returns:
-            The number of samples.
-        """
+    def _set(self, dataset: Any, classes: int, augment: bool) -> Streamed:
+        """Return a set; its first sample is checked and, if the dataset has them in an attribute `targets`, all its labels."""
         for method in ("__len__", "__getitem__"):
-            if not hasattr(self.dataset, method):
+            if not hasattr(dataset, method):
                 raise ConfigError(f"{self.name}: has no {method}; it must be a map-style dataset, with __len__ and __getitem__")
-        size = read(f"{self.name}: the number of samples (__len__)", lambda: len(self.dataset))
+        size = self._ask("the number of samples (__len__)", lambda: len(dataset))
         if size == 0:
             raise ConfigError(f"{self.name}: has no samples; it must have at least one")
-        self.read(0)
-        labels = read(f"{self.name}: the labels in the attribute targets", lambda: getattr(self.dataset, "targets", None))
+        self.read(dataset, classes, 0)
+        labels = self._ask("the labels in the attribute targets", lambda: getattr(dataset, "targets", None))
         for number, label in enumerate([] if labels is None else labels):
-            self._label(number, label)
-        return size
+            self._label(number, label, classes)
+        return Streamed(partial(self.read, dataset, classes), torch.arange(size), self.images, augment)
 
-    def read(self, number: int) -> tuple[torch.Tensor, int]:
-        """Return an image, whose shorter side is resized, and its class."""
-        item = read(f"{self.name}: sample {number}", lambda: self.dataset[number])
+    def _ask(self, what: str, values: Callable[[], T]) -> T:
+        """Return `values()`, which calls the user's code, or raise a ConfigError that says what cannot be read."""
+        try:
+            return values()
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.name}: {what} cannot be read: {describe_error(error)}") from None
+
+    def read(self, dataset: Any, classes: int, number: int) -> tuple[torch.Tensor, int]:
+        """Return a sample of a dataset whose labels are below `classes`: its image, uint8, resized, and its class."""
+        # The dataset may draw from these generators. torch's is seeded for this sample already (images.py).
+        key = int(torch.randint(2**32, ()))
+        np.random.seed(key)
+        random.seed(key)
+        item = self._ask(f"sample {number}", lambda: dataset[number])
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise ConfigError(f"{self.name}: sample {number} must be (image, label), got {type(item).__name__}")
         image, label = item
-        return resize(self._image(number, image), self.images.short_side), self._label(number, label)
+        return resize(self._image(number, image), self.images.short_side), self._label(number, label, classes)
 
     def _image(self, number: int, image: Any) -> torch.Tensor:
         channels = self.images.channels
@@ -218,14 +182,13 @@ class OwnPictures:
             raise ConfigError(f"{what} must be uint8 or a float in [0, 1], got {image.dtype}")
         return image.expand(channels, -1, -1)
 
-    def _label(self, number: int, label: Any) -> int:
+    def _label(self, number: int, label: Any, classes: int) -> int:
+        what = f"{self.name}: the label of sample {number}"
         try:
             value = int(label)
         except (TypeError, ValueError):
-            raise ConfigError(f"{self.name}: the label of sample {number} must be an integer, got {label!r}") from None
-        if not 0 <= value < self.num_classes:
-            raise ConfigError(
-                f"{self.name}: the label of sample {number} is {value}; with {self.num_classes} classes it must be 0 to "
-                f"{self.num_classes - 1} (attribute classes, or data.num_classes)"
-            )
+            raise ConfigError(f"{what} must be an integer, got {label!r}") from None
+        if not 0 <= value < classes:
+            allowed = f"with {classes} classes it must be 0 to {classes - 1} (attribute classes, or data.num_classes)"
+            raise ConfigError(f"{what} is {value}; {allowed}")
         return value

@@ -1,11 +1,11 @@
 """From a prepared job to a training: the ranks are connected, and model, optimizer, schedule and step are on the devices."""
 
-import hashlib
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
+from ddp_lab.data.augment import seed_of
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job
@@ -74,8 +74,7 @@ def materialize(job: Job) -> Training:
     """
     recipe, strategy, plan = job.recipe, job.strategy, job.plan
     place(job)
-    digest = hashlib.sha256(f"masks {recipe.seed} {strategy.dp_rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:4], "big"))  # torch's generator for the CPU uses 32 bits
+    torch.manual_seed(seed_of(f"masks {recipe.seed} {strategy.dp_rank}"))
     groups = strategy.param_groups(recipe.decay_norms_and_biases)
     optimizer = configure_optimizer(job.optimizer(groups, lr=plan.lr), job.options, strategy.device)
     warmup_steps = round(recipe.warmup_epochs * plan.steps_per_epoch)

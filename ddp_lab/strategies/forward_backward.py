@@ -85,7 +85,7 @@ class ForwardBackward:
 
         Args:
             inputs: local batch, [b, channels, height, width].
-            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/mix.py).
+            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/augment.py).
             count: number of samples in the GLOBAL batch, without padding.
             accumulate: number of gradient-accumulation steps. Only one micro-batch's activations are in memory at a time.
 

@@ -29,7 +29,7 @@ class Loss(nn.Module, ABC):
 
         Args:
             logits: [b, classes].
-            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/mix.py).
+            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/augment.py).
         """
 
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from configs import config
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.data.datasets import Digits, Synthetic, Torchvision
-from ddp_lab.data.sources import dataset_sizes
+from ddp_lab.data.datasets import Digits, Torchvision, dataset_sizes
 from ddp_lab.run.job import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 
+@pytest.mark.slow  # importing scikit-learn takes 2 s
 def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
@@ -27,14 +27,6 @@ def test_digits_are_those_of_scikit_learn():
     assert torch.equal(torch.cat([dataset.train.images, dataset.test.images]), images[order])
     assert torch.equal(torch.cat([dataset.train.targets, dataset.test.targets]), torch.tensor(bunch.target)[order])
     assert dataset.model_shape() == {"in_channels": 1, "image_size": 28, "num_classes": 10}
-
-
-def test_synthetic_has_the_requested_shape():
-    dataset = Synthetic(20, 10, 3, 8, 4).load()
-    assert dataset.train.images.shape == (20, 3, 8, 8)
-    assert len(dataset.test.targets) == 10
-    assert dataset.model_shape() == {"in_channels": 3, "image_size": 8, "num_classes": 4}
-    assert torch.equal(dataset.train.images, Synthetic(20, 10, 3, 8, 4).load().train.images)
 
 
 def write_idx(path, magic: int, data: torch.Tensor) -> None:
@@ -69,17 +61,6 @@ def test_torchvision_reports_directory_files_and_remedy_for_missing_data(tmp_pat
 
 def no_network(*args, **kwargs):
     raise OSError("no network in this test")
-
-
-@pytest.mark.skipif(
-    "not __import__('os').path.isdir('../shared/data/FashionMNIST')", reason="FashionMNIST is not in ../shared/data"
-)
-def test_torchvision_reads_the_real_fashion_mnist():
-    source = Torchvision("FashionMNIST", "../shared/data")
-    source.prepare()
-    dataset = source.load()
-    assert dataset.train.images.shape == (60000, 1, 28, 28)
-    assert dataset.test.targets.bincount().tolist() == [1000] * 10
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,13 @@ from itertools import chain, product
 
 import pytest
 import torch
-from configs import config
-from torch.utils.data import DistributedSampler
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.augment import augment, draw_offsets
+from ddp_lab.data.augment import draw_offsets
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.data.dataset import LabelledImages
-from ddp_lab.data.loader import Loader, LoaderOptions, local_order
-from ddp_lab.run.job import LOADERS, build
-from ddp_lab.world.runtime import Runtime
+from ddp_lab.data.loader import Loader, LoaderOptions
+from ddp_lab.run.job import LOADERS
 
 
 def numbered(samples: int) -> LabelledImages:
@@ -67,15 +64,6 @@ def test_global_batches_are_the_same_for_any_world_size(kind, samples, shuffle):
         assert read_world(kind, size, epoch, data=numbered(samples), shuffle=shuffle) == expected
 
 
-@pytest.mark.parametrize(("size", "ranks"), [(101, 3), (96, 4), (2, 4)])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_local_order_is_that_of_distributed_sampler(size, ranks, shuffle):
-    for rank in range(ranks):
-        sampler = DistributedSampler(range(size), ranks, rank, shuffle=shuffle, seed=3)
-        sampler.set_epoch(5)
-        assert local_order(size, rank, ranks, 3 if shuffle else None, epoch=5).tolist() == list(sampler)
-
-
 @pytest.mark.parametrize("kind", LOADERS)
 def test_loader_resumes_within_an_epoch_for_any_world_size(kind):
     whole = read_world("device", 1, epoch=3)
@@ -94,28 +82,6 @@ def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
         if 0 <= y - dy < height and 0 <= x - dx < width:
             result[:, y, x] = image[:, y - dy, width - 1 - (x - dx) if flip else x - dx]
     return result
-
-
-def test_augment_shifts_and_flips_every_image_separately():
-    offsets = list(product(range(-4, 5), range(-6, 7), (0, 1)))
-    images = pictures().images[torch.arange(len(offsets)) % 103]
-    result = augment(images, torch.tensor(offsets).T)
-    assert result.dtype == torch.uint8
-    assert result.is_contiguous()
-    assert torch.equal(result, torch.stack([moved(image, *offset) for image, offset in zip(images, offsets, strict=True)]))
-
-
-def test_offsets_depend_on_epoch_and_seed_only():
-    first = draw_offsets(1000, 2, True, seed=5, epoch=1)
-    assert torch.equal(draw_offsets(1000, 2, True, seed=5, epoch=1), first)
-    for seed, epoch in [(5, 2), (6, 1), (6, 0), (5 + 2**31, 1)]:
-        assert (draw_offsets(1000, 2, True, seed, epoch) != first).any(dim=1).all()
-    dy, dx, flip = first
-    assert dy.unique().tolist() == dx.unique().tolist() == [-2, -1, 0, 1, 2]
-    assert not torch.equal(dy, dx)
-    assert 400 < flip.sum() < 600
-    assert draw_offsets(1000, 0, True, 5, 1)[:2].count_nonzero() == 0
-    assert draw_offsets(1000, 2, False, 5, 1)[2].count_nonzero() == 0
 
 
 def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,15 +123,6 @@ def test_prefetched_epoch_is_not_drawn_again(monkeypatch):
     for name in ("randperm", "randint"):
         monkeypatch.setattr(torch, name, None)
     own.start_epoch()
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_job_augments_and_normalises_the_training_set_only(kind):
-    cfg = config("data.crop_padding=3", "data.flip=true", f"data.loader={kind}", "data.num_workers=0")
-    job = build(cfg, Runtime("cpu"))
-    for name, own in job.loaders.items():
-        seen, images = torch.cat([inputs for inputs, _, _ in own]), job.dataset.sets[name].images[own.order(0)]
-        assert torch.allclose(seen, (images / 255 - 0.305) / 0.324, atol=1e-5) is (name != "train")
 
 
 @pytest.mark.parametrize(

@@ -233,9 +233,13 @@ def test_python_prints_only_the_message():
     assert output.count("\n") == 1
 
 
-def test_torchrun_summary_shows_the_message_once(tmp_path):
+def test_mistake_that_the_ranks_find_is_printed_once(tmp_path):
+    message = "error: strategy=split: runs in one process, but 2 ranks were started. Start `ddp-lab train "
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py strategy=split", f"runs_dir={tmp_path}")
     assert code == 1  # torchrun's exit code, whatever the exit codes of its workers are
-    assert output.count("error: strategy=split: runs in one process, but 2 ranks were started") == 1
+    assert output.count(message) == 1
     assert "exitcode  : 2" in output
     assert "ConfigError" not in output
+    code, output = launch("python -m ddp_lab train --nproc 2 strategy=split", f"runs_dir={tmp_path}")
+    assert (code, output.count("\n")) == (2, 1), output
+    assert output.startswith(message)

@@ -1,10 +1,12 @@
 """Tests of the agreement of ranks before the process group exists, on a run directory for example."""
 
 import os
+import socket
 import time
 from datetime import datetime
 from types import SimpleNamespace
 
+import pytest
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, NodeError
@@ -92,17 +94,26 @@ def test_find_launch_returns_the_directory_of_this_launch_alone(tmp_path):
     assert find_launch(tmp_path / "none-yet", "host-1-10") is None
 
 
-def fail_to_agree() -> str:
+def fail_to_agree(port: int | None) -> str:
     def decide():
         raise NodeError("no such thing")
 
-    with Runtime("cpu", timeout=30) as runtime:
-        try:
+    if port is not None:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        os.environ["MASTER_PORT"] = str(port)
+    try:
+        with Runtime("cpu", timeout=30) as runtime:
+            runtime.collect("here", "")
+            time.sleep(0.3 * runtime.rank)
             runtime.agree("thing", decide)
-        except ConfigError as error:
-            return str(error)
+    except ConfigError as error:
+        return str(error)
     return "agreed"
 
 
-def test_agree_raises_the_error_of_the_deciding_rank_on_every_rank():
-    assert run_world(3, fail_to_agree) == ["no such thing"] * 3
+@pytest.mark.parametrize("store", ["of torchrun's agent", "of rank 0"])
+def test_agree_raises_the_error_of_the_deciding_rank_on_every_rank(store):
+    """The store is on rank 0 with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and closes with it."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    assert run_world(2, fail_to_agree, port if store == "of rank 0" else None) == ["no such thing"] * 2
