@@ -13,9 +13,7 @@ With --loops, the table has images per second of the training steps alone, on ma
 another; one that takes longer than `--patience` is ended. The ratio is that to the strongest loop that is not ours.
 
 stock eager          torch alone, as an expert writes it: images on the device, bf16, channels_last, fused SGD
-stock compile        the same after torch.compile, around DistributedDataParallel
-stock overhead       the same with torch.compile(mode="reduce-overhead")
-... inside           the same with the compiled model inside of DistributedDataParallel
+stock overhead       the same after torch.compile(mode="reduce-overhead"), on several devices inside of DistributedDataParallel
 bare                 hand-written, eager, float32, images on the device: only the kernels of `ours eager`
 ours eager           train.py with speed=off
 ours auto, ... bf16  train.py without options; with precision=bf16, too

@@ -43,7 +43,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "lenet": Model(lambda: lenet(1, 28, CLASSES, None), ["model=lenet"], 1, 28),
-    "resnet18": Model(lambda: resnet18(1, 28, CLASSES), ["model=resnet18"], 1, 28),
+    "resnet18": Model(lambda: resnet18(1, 28, CLASSES, None), ["model=resnet18"], 1, 28),
     "resnet50": Model(
         lambda: torchvision.models.resnet50(num_classes=CLASSES), ["model=torchvision", "model.name=resnet50"], 3, 224
     ),
@@ -77,29 +77,29 @@ def resident(model: Model, device: torch.device, arguments: Namespace) -> Batche
             yield inputs[index], targets[index]
 
 
-def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | None, inside: bool = False) -> Step:
+def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | None) -> Step:
     """Return the step of an expert: images on the device, bf16 and channels_last (float32 on a CPU), fused SGD.
 
     Args:
         model: the model.
         device: of this rank.
         arguments: of the command line.
-        mode: of torch.compile, for the forward pass and the loss; None: eager mode.
-        inside: compile the model inside of DistributedDataParallel in place of around it.
+        mode: of torch.compile, for the forward pass and the loss; on several ranks for the model inside of
+            DistributedDataParallel. None: eager mode.
     """
-    cuda = device.type == "cuda"
+    cuda, alone = device.type == "cuda", not dist.is_initialized()
     torch.backends.cudnn.benchmark = True
     fuse: Callable[[Any], Any] = partial(torch.compile, mode=mode) if mode else lambda function: function
     plain = model.make().to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(plain.parameters(), lr=LR, momentum=0.9, fused=cuda or None)
-    module = wrapped(fuse(plain) if inside else plain, device, broadcast_buffers=False, gradient_as_bucket_view=True)
+    module = wrapped(plain if alone else fuse(plain), device, broadcast_buffers=False, gradient_as_bucket_view=True)
     batches = resident(model, device, arguments)
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext():
             return F.cross_entropy(module(inputs), targets)
 
-    forward = loss_of if inside else fuse(loss_of)
+    forward = fuse(loss_of) if alone else loss_of
 
     def step() -> None:
         inputs, targets = next(batches)
@@ -136,10 +136,7 @@ def bare(model: Model, device: torch.device, arguments: Namespace) -> Step:
 LOOPS: dict[str, Callable[[Model, torch.device, Namespace], Step]] = {
     "bare": bare,
     "stock eager": partial(stock, mode=None),
-    "stock compile": partial(stock, mode="default"),
     "stock overhead": partial(stock, mode="reduce-overhead"),
-    "stock compile inside": partial(stock, mode="default", inside=True),
-    "stock overhead inside": partial(stock, mode="reduce-overhead", inside=True),
 }
 
 

@@ -6,18 +6,15 @@ python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh 
 
 A value of --strategies is the name of a strategy, with overrides of its options. Arguments after -- are Hydra overrides of
 train.py and apply to all strategies. All have the same seed, hence the same initial weights, and the same GLOBAL batch, hence
-the same samples in every step. `--out` gets a run directory per strategy (`tensorboard --logdir OUT` compares them), report.md
-and its plots.
+the same samples in every step. `--out` gets report.md, and a run directory per strategy for `tensorboard --logdir OUT`.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
 sent          bytes per step that a rank passes to collectives and sends
-time split    where the time of a step goes, mean over devices: see ddp_lab/observe/time_split.py. Ten steps of the first epoch
-              are recorded for it (profile=true), which is slower. The throughput therefore excludes the first epoch, and the
-              plot by seconds shows it with the median time of the later epochs, if there are any
-difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end; a plot has it by
-              step. Sums of float32 in another order round differently: expected below 1e-6 after 5 steps. Training makes it
-              grow; models with BatchNorm differ by more (docs/strategies.md)
+throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the table (profile=true)
+difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end. Sums of float32 in
+              another order round differently: expected below 1e-6 after 5 steps. Training makes it grow; models with BatchNorm
+              differ by more (docs/strategies.md)
 """
 
 import argparse
@@ -33,21 +30,14 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.comparison import choose, diagnoses, draw, entries, headline, report, rows, run  # noqa: E402
+from scripts.comparison import choose, diagnoses, entries, headline, report, rows, run  # noqa: E402
 
 
 def new_folder(path: Path) -> Path:
-    """Create the folder that a script's option --out names, and return its absolute path.
-
-    Raises:
-        SystemExit: The folder cannot be created, or contains anything, such as old runs.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            sys.exit(f"error: --out {path}: is not empty; use another folder")
-    except OSError as error:
-        sys.exit(f"error: --out {path}: cannot be created ({error.strerror}); use another folder")
+    """Create the folder of --out, and return its absolute path. One with old runs would mix their numbers with new ones."""
+    if path.exists() and any(path.iterdir()):
+        sys.exit(f"error: --out {path}: is not empty; use another folder")
+    path.mkdir(parents=True, exist_ok=True)
     return path.resolve()
 
 
@@ -86,7 +76,6 @@ def main() -> None:
     results += [run(entry, overrides + profile, out) for entry in chosen[1:]]
     if all(result.problem for result in results):
         sys.exit(f"error: nothing ran: {results[0].problem}")
-    draw(results, out / "plots.png")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
     some = f" --strategies {shlex.join(arguments.strategies)}" if arguments.strategies else ""
     head = [

@@ -1,6 +1,5 @@
-"""The runs of scripts/compare.py, one strategy each by train.py, and their table, report and plots."""
+"""The runs of scripts/compare.py, one strategy each by train.py, and their table and report."""
 
-import itertools
 import json
 import re
 import statistics
@@ -12,8 +11,6 @@ import torch
 
 from ddp_lab.advise.measure import train
 from ddp_lab.observe.figure import short
-from ddp_lab.observe.plot import Curve, bars, beside, curves, stacked
-from ddp_lab.observe.profile_report import mean_split
 
 SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
 EARLY = 5  # steps after which weights still agree up to rounding
@@ -165,7 +162,7 @@ COLUMNS = (
 NOTES = (
     f"difference: the largest difference of any weight from single's. After {EARLY} steps it is expected below 1e-6, as in the "
     "tests: strategies add the same float32 numbers in other orders, which rounds differently. Then it grows by a factor with "
-    "every step, because each gradient depends on all weights, and by more with a larger learning rate (see the plot by step). "
+    "every step, because each gradient depends on all weights, and by more with a larger learning rate. "
     "Under BatchNorm each rank normalises its local batch, which is a different function (docs/strategies.md).",
     "throughput: the median of the epochs after the first, in which steps are profiled; for a run of one epoch, that epoch.",
     "memory: peak memory allocated on one GPU; without GPUs, peak resident size of one process, PyTorch included.",
@@ -249,43 +246,5 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) 
             *(f"- {line}" for line in diagnosis),
             "",
             *(f"*{note}*\n" for note in NOTES),
-            "![accuracy and speed](plots.png)",
-            "",
         ]
     )
-
-
-def draw(results: list[Result], path: Path) -> None:
-    """Draw accuracy, throughput, scaling and time split of the strategies that ran."""
-    ran = [result for result in results if not result.problem]
-    by_epoch: list[Curve] = []
-    by_time: list[Curve] = []
-    for result in ran:
-        accuracy = [record["test_accuracy"] for record in result.records]
-        clock = itertools.accumulate([result.seconds, *(record["seconds"] for record in result.records[1:])])
-        by_epoch.append(Curve(result.name, [(record["epoch"], record["test_accuracy"]) for record in result.records]))
-        by_time.append(Curve(result.name, list(zip(clock, accuracy, strict=True))))
-    plots = [
-        curves("Test accuracy by epoch", "epoch", "accuracy", by_epoch),
-        curves("Test accuracy by seconds of training", "s", "accuracy", by_time),
-        bars("Throughput", "samples/s", {result.name: result.rate for result in ran}),
-        curves("Throughput by devices", "devices", "samples/s", scaling(ran), zero=True),
-    ]
-    if not results[0].problem:
-        growth = {result.name: result.differences(results[0]).items() for result in ran if result is not results[0]}
-        lines = [Curve(name, [(step, value) for step, value in found if value > 0]) for name, found in growth.items()]
-        if any(line.points for line in lines):
-            plots.append(curves("Largest difference of a weight from single's", "step", "difference", lines, log=True))
-    split = {result.name: mean_split(result.profile) for result in ran if result.profile}
-    plots += [stacked("Where a step's time goes", "ms", split)] if split else []
-    beside(plots, path)
-
-
-def scaling(ran: list[Result]) -> list[Curve]:
-    """Return throughput by devices: a line from single's point for each strategy of several processes, and the ideal line."""
-    start = [(1, result.rate) for result in ran if result.name == "single"]
-    most = max(result.entry.devices for result in ran)
-    lines = [Curve("ideal", [(1, start[0][1]), (most, most * start[0][1])], dashed=True)] if start and most > 1 else []
-    for name in dict.fromkeys(result.entry.title for result in ran if result.entry.ranks is not None):
-        lines.append(Curve(name, start + [(r.entry.devices, r.rate) for r in ran if r.entry.title == name]))
-    return lines or [Curve("single", start or [(result.entry.devices, result.rate) for result in ran])]

@@ -2,15 +2,14 @@
 
 torchrun --standalone --nproc_per_node=4 scripts/lab_allreduce.py [--out runs/lab_allreduce]
 
-The first table has the milliseconds of summing eight tensors, for increasing sizes: each algorithm of
+The table has the milliseconds of summing eight tensors, for increasing sizes: each algorithm of
 ddp_lab/strategies/all_reduce.py, and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost model of a
 ring of k ranks (Patarasuk and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times its latency. Bandwidth
 and latency are derived from the library's smallest and largest call, so only the rows between them are predictions.
 
-The second table has the time of a step of LeNet, whose gradients are summed after the backward pass or, in buckets, during it.
-This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce be made more efficient? By sending fewer
-messages (flat), by avoiding one rank that all others wait for (ring), and by overlapping communication with computation
-(bucketed).
+This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce (star) be made more efficient? By sending
+fewer messages (flat), and by avoiding one rank that all others wait for (ring). A third way is to overlap with the backward
+pass, as strategy=ddp and strategy.algorithm=bucketed do: profile=true shows how much of the communication is hidden.
 """
 
 import argparse
@@ -25,11 +24,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.models.lenet import lenet
-from ddp_lab.observe.plot import Curve, bars, beside, curves
+from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.strategies.all_reduce import ALGORITHMS, flatten
-from ddp_lab.strategies.ddp import DDP
-from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.world.runtime import Runtime
 
 TENSORS = 8  # as many as LeNet has parameters
@@ -80,29 +76,6 @@ def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, f
     return [(size, latency + moved * size * per_byte) for size, _ in library]
 
 
-def step_times(runtime: Runtime, batch: int, repeat: int) -> dict[str, float]:
-    """Return the milliseconds of LeNet's forward, backward and all-reduce, by algorithm; `none` has no all-reduce."""
-    images = torch.randn(batch, 1, 28, 28, device=runtime.device)
-    targets = torch.randint(10, (batch,), device=runtime.device)
-    found: dict[str, float] = {}
-    for name in (*ALGORITHMS, "bucketed", "ddp", "none"):
-        torch.manual_seed(0)
-        strategy = Scratch(runtime, name if name in ALGORITHMS or name == "bucketed" else "flat", 0.25, "local")
-        if name == "ddp":
-            strategy = DDP(runtime, "local", 0.25, False, False, "none")
-        strategy.setup(lenet(1, 28, 10, None))
-        if name == "none":
-            strategy.reduce_gradients = lambda: None
-
-        def step(strategy=strategy) -> None:
-            strategy.forward_backward(images, targets, batch * runtime.world_size)
-            for parameter in strategy.parameters():
-                parameter.grad = None
-
-        found[name] = milliseconds(step, runtime.device, repeat)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -110,7 +83,6 @@ def main() -> None:
     )
     parser.add_argument("--largest", type=int, default=26, help="log2 of the largest size in bytes")
     parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=256, help="local batch of LeNet's step: samples per rank")
     arguments = parser.parse_args()
     with Runtime(timeout=120) as runtime:
         if runtime.world_size == 1:
@@ -120,28 +92,20 @@ def main() -> None:
             )
         runtime.open_group()
         found = by_size(runtime, [2**power for power in range(12, arguments.largest + 1, 2)], arguments.repeat)
-        steps = step_times(runtime, arguments.batch, arguments.repeat)
         if runtime.rank == 0:
-            report(found, steps, runtime.world_size, Path(arguments.out).with_suffix(".png"))
+            report(found, runtime.world_size, Path(arguments.out).with_suffix(".png"))
 
 
-def report(found: dict[str, list[tuple[float, float]]], steps: dict[str, float], ranks: int, picture: Path) -> None:
-    """Print both tables and draw them."""
+def report(found: dict[str, list[tuple[float, float]]], ranks: int, picture: Path) -> None:
+    """Print the table and draw it."""
     found = found | {"model": model(found["library"], ranks)}
     print(f"milliseconds of a sum over {ranks} ranks, {TENSORS} tensors together")
     print(f"{'bytes':>12}" + "".join(f"{name:>12}" for name in found))
     for row, (size, _) in enumerate(found["library"]):
         print(f"{size:>12,}" + "".join(f"{points[row][1]:>12.3f}" for points in found.values()))
-    print("\nmilliseconds of LeNet's forward, backward and all-reduce")
-    print("".join(f"{name:>12}" for name in steps))
-    print("".join(f"{value:>12.2f}" for value in steps.values()))
     lines = [Curve(name, points, dashed=name == "model") for name, points in found.items()]
     picture.parent.mkdir(parents=True, exist_ok=True)
-    plots = [
-        curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log=True),
-        bars(f"LeNet's step on {ranks} ranks", "ms", steps),
-    ]
-    beside(plots, picture)
+    beside([curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log=True)], picture)
     print(f"\n{picture}")
 
 

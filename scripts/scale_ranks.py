@@ -1,7 +1,8 @@
 """Simulated ranks for scale_sim.py: threads that run the control plane of ddp_lab, and sleep where a rank would compute.
 
 Start, agreement, watchdog, decisions, run directory and store are those of ddp_lab. Simulated are the steps (sleep), the
-all-reduce (over pipes to scale_sim.py) and what would end the process of a rank (its thread ends instead).
+all-reduce (over pipes to scale_sim.py) and what would end the process of a rank (its thread ends instead). Operations
+on files are those that Python reports to its audit hooks, which are all but `stat`.
 """
 
 import os
@@ -9,12 +10,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.futures import Future
@@ -29,22 +28,12 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.training.tally import Tally
 from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
-from scripts.scale_files import FileCounter
 
-DIGEST = "0" * 64  # of the dataset
+FILE_EVENTS = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.link", "os.rename", "os.remove", "os.truncate"}
 
 
-@dataclass
-class Spec:
-    """The ranks of one process.
-
-    Attributes:
-        places: of the ranks.
-        port: of the store.
-        runs_dir: the shared directory.
-        step_seconds: duration of a step.
-        timeout: of the watchdog.
-    """
+class Spec(NamedTuple):
+    """The ranks of one process: their places, the port of the store, the shared directory, and seconds of the simulation."""
 
     places: list[Place]
     port: int
@@ -98,23 +87,11 @@ class SimulatedRuntime(Runtime):
         return tensor.copy_(torch.tensor(self.peers.maximum(self.reduced, tensor.tolist()), dtype=tensor.dtype))
 
 
-class SimulatedWatchdog(Watchdog):
-    """A watchdog that looks when its process calls it, and reports when its rank learns of a failure.
+class Looks:
+    """The thread in which all watchdogs of a process look, one after another, every BEAT seconds.
 
     A thread of each watchdog, as in a real rank, would cost more processor time for waking up than for looking.
     """
-
-    def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, looks: "Looks"):
-        super().__init__(run_dir, runtime, timeout)
-        self.peers = runtime.peers
-        self._thread = cast(threading.Thread, Turn(self, looks))
-
-    def leave(self, grace: float) -> None:
-        self.peers.send("knows", self.rank, time.time())
-
-
-class Looks:
-    """The thread in which all watchdogs of a process look, one after another, every BEAT seconds."""
 
     def __init__(self) -> None:
         self.watching: set[Watchdog] = set()
@@ -129,30 +106,31 @@ class Looks:
                         self.watching.remove(watchdog)
 
 
-@dataclass
-class Turn:
-    """The part of a process's looks that is one watchdog's, with the methods of a thread."""
+class SimulatedWatchdog(Watchdog):
+    """A watchdog that looks in the thread of `looks`, and reports when its rank learns of a failure.
 
-    watchdog: Watchdog
-    looks: Looks
+    It is its own thread: `start` lets it look, and `join` look no more.
+    """
+
+    def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, looks: Looks):
+        super().__init__(run_dir, runtime, timeout)
+        self.peers, self.looks = runtime.peers, looks
+        self._thread = cast(threading.Thread, self)
 
     def start(self) -> None:
-        """Let the watchdog look."""
         with self.looks.lock:
-            self.looks.watching.add(self.watchdog)
+            self.looks.watching.add(self)
 
     def join(self) -> None:
-        """Let it look no more."""
         with self.looks.lock:
-            self.looks.watching.discard(self.watchdog)
+            self.looks.watching.discard(self)
+
+    def leave(self, grace: float) -> None:
+        self.peers.send("knows", self.rank, time.time())
 
 
 class Rank:
-    """One simulated rank.
-
-    Attributes:
-        hangs: set to let it hang in its next step.
-    """
+    """One simulated rank; with `hangs` it hangs in its next step."""
 
     def __init__(self, spec: Spec, place: Place, peers: Peers, looks: Looks):
         self.spec, self.peers, self.looks = spec, peers, looks
@@ -165,7 +143,7 @@ class Rank:
         runtime, spec = self.runtime, self.spec
         check_network(runtime)
         runtime.agree("progress", lambda: None)
-        runtime.collect("dataset", DIGEST)
+        runtime.collect("dataset", "0" * 64)
         runtime.agree("same dataset", lambda: None)
         check_storage(runtime, Path(spec.runs_dir), "run", checkpoint=0, keep=2, best=True, on_error="stop")
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
@@ -207,7 +185,13 @@ def run(spec: Spec, pipe: Connection) -> None:
         os.nice(5)  # node 0 and the store, on which all others depend, have a machine of their own in a real launch
     threading.stack_size(512 * 1024)
     sys.setswitchinterval(0.1)  # otherwise each of the threads that wait for the interpreter's lock wakes up every 5 ms
-    files = FileCounter(spec.runs_dir)
+    files: Counter[str] = Counter()
+
+    def count(event: str, values: tuple[Any, ...]) -> None:
+        if event in FILE_EVENTS and isinstance(values[0], str | os.PathLike) and os.fspath(values[0]).startswith(spec.runs_dir):
+            files[event] += 1
+
+    sys.addaudithook(count)
     peers = Peers(len(spec.places), pipe)
     looks = Looks()
     ranks = {place.rank: Rank(spec, place, peers, looks) for place in spec.places}
@@ -224,6 +208,5 @@ def run(spec: Spec, pipe: Connection) -> None:
             ranks[values[0]].decisions.preempted = True  # as its signal handler does
         elif what == "count":
             traffic = [rank.runtime.store.traffic for rank in ranks.values()]
-            memory = psutil.Process().memory_full_info().uss
             operations = sum((one.operations for one in traffic), Counter[str]())
-            peers.send("counts", operations, sum(one.size for one in traffic), files.counts, memory)
+            peers.send("counts", operations, sum(one.size for one in traffic), files.total())

@@ -11,23 +11,81 @@ code 1 if a failure is not known everywhere, or another rank or node is blamed.
 """
 
 import argparse
+import contextlib
+import json
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.scale_launch import CONTEXT, PRELOAD, Counts, Launch
+from ddp_lab.world.process import Place
+from scripts.scale_ranks import Spec, run
+
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOAD = ["scripts.scale_ranks"]  # what its server imports before it forks processes
+PROCESSES = 64  # at most, besides that of node 0 and those of the node with the faults
+LIMIT = 240.0  # seconds that anything may take
 
 
-@dataclass
-class Fault:
+class Counts(NamedTuple):
+    """What all ranks have done.
+
+    Attributes:
+        store: operations of the store, by prefix: "attempt" until all ranks have started, "" at start and end, "nodes" those of
+            heartbeats and failures.
+        size: bytes of their keys and values.
+        files: operations on files in the shared directory.
+    """
+
+    store: Counter[str]
+    size: int
+    files: int
+
+    def minus(self, before: "Counts") -> "Counts":
+        """Return what was done since `before`."""
+        return Counts(self.store - before.store, self.size - before.size, self.files - before.files)
+
+
+class Training(NamedTuple):
+    """What was measured without a fault.
+
+    Attributes:
+        start_seconds: until all ranks train.
+        start, training, end: what was done until then, while training, and from the preemption on.
+        preempted_seconds: from the signal until all ranks have agreed to stop.
+    """
+
+    start_seconds: float
+    start: Counts
+    training: Counts
+    end: Counts
+    preempted_seconds: float
+
+
+class Failure(NamedTuple):
+    """What was measured with a fault: seconds until it was reported and until all ranks knew, from the fault or from the
+    watchdog's timeout on; what the other ranks did meanwhile; and the report."""
+
+    reported_seconds: float
+    known_seconds: float
+    counts: Counts
+    message: str
+
+
+class Fault(NamedTuple):
     """A fault, and how it must be reported.
 
     Attributes:
@@ -50,126 +108,163 @@ FAULTS = [
 ]
 
 
-@dataclass
-class Training:
-    """What was measured in a launch without a fault. Numbers of operations are of all ranks.
+class Launch:
+    """One simulated launch: its processes, its store, and the all-reduce between the processes.
 
     Attributes:
-        start_seconds: until all ranks train.
-        start, training, end: what was done until then, in `seconds` of training, and from the preemption on.
-        preempted_seconds: from the signal until all ranks have agreed to stop.
-        memory: of the ranks' processes, in bytes, without what they share.
+        faulty: the places on the node whose ranks are processes of their own, so that they can be killed.
+        events: by name ("trains", "knows", "stops", "ends") the Unix time at which it happened, by rank.
     """
 
-    start_seconds: float
-    start: Counts
-    training: Counts
-    end: Counts
-    preempted_seconds: float
-    memory: int
+    def __init__(self, ranks: int, nodes: int, folder: Path, step_seconds: float, timeout: float):
+        local = ranks // nodes
+        places = [Place(rank, ranks, rank % local, local, rank // local, nodes) for rank in range(ranks)]
+        together = -(-nodes // PROCESSES)  # nodes in one process
+        groups = [places[i : i + together * local] for i in range(local, ranks, together * local)]
+        self.faulty = [place for place in places if place.node == nodes // 2]
+        groups = [[place for place in group if place not in self.faulty] for group in [places[:local], *groups]]
+        groups += [[place] for place in self.faulty]
+        self.size, self.runs_dir = ranks, folder / "runs"
+        self.events: dict[str, dict[int, float]] = {name: {} for name in ("trains", "knows", "stops", "ends")}
+        self._counts: list[Counts] = []
+        self._sending = threading.Lock()
+        self._given: dict[int, list[list[float]]] = {}
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)  # not IPv6, which would be looked up in the DNS
+        port = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.started = time.time()
+        self.processes: list[tuple[list[Place], Connection, Any]] = []
+        for group in filter(None, groups):
+            ours, theirs = CONTEXT.Pipe()
+            spec = Spec(group, port, str(self.runs_dir), step_seconds, timeout)
+            process = CONTEXT.Process(target=run, args=(spec, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append((group, ours, process))
+        threading.Thread(target=self._receive, daemon=True).start()
 
+    def _receive(self) -> None:
+        pipes = {pipe for _, pipe, _ in self.processes}
+        while pipes:
+            for pipe in cast("list[Connection]", wait(list(pipes))):
+                try:
+                    what, *values = pipe.recv()
+                except (EOFError, OSError):
+                    pipes.discard(pipe)
+                    continue
+                if what == "counts":
+                    self._counts.append(Counts(*values))
+                elif what == "reduce":
+                    self._reduce(*values)
+                else:
+                    self.events[what][values[0]] = values[1]
 
-@dataclass
-class Failure:
-    """What was measured in a launch with a fault.
+    def _reduce(self, number: int, values: list[float]) -> None:
+        given = self._given.setdefault(number, [])
+        given.append(values)
+        if len(given) == len(self.processes):
+            del self._given[number]
+            self.tell("result", number, [max(column) for column in zip(*given, strict=True)])
 
-    Attributes:
-        reported_seconds: until failure.json was written, from the fault or from the watchdog's timeout on.
-        known_seconds: until all ranks knew.
-        counts: what the other ranks did meanwhile.
-        message: the report.
-    """
+    def tell(self, *message: Any, rank: int | None = None) -> None:
+        """Send a message to all processes, or to that of a rank."""
+        for places, pipe, _ in self.processes:
+            if rank is None or any(place.rank == rank for place in places):
+                with contextlib.suppress(OSError), self._sending:  # it was killed
+                    pipe.send(message)
 
-    reported_seconds: float
-    known_seconds: float
-    counts: Counts
-    message: str
+    def signal(self, number: int, places: list[Place]) -> None:
+        """Send a signal to the processes of some ranks of the node with the faults."""
+        for group, _, process in self.processes:
+            if group[0] in places and process.is_alive():
+                os.kill(process.pid, number)
 
-
-class Simulation:
-    """Makes the launches of one number of ranks and nodes.
-
-    Args:
-        seconds: duration of the training without a fault.
-        step_seconds: duration of a step.
-        timeout: of the watchdog.
-        folder: for the launches' directories, which the ranks share.
-    """
-
-    def __init__(self, ranks: int, nodes: int, seconds: float, step_seconds: float, timeout: float, folder: Path):
-        self.ranks, self.nodes, self.seconds, self.step_seconds, self.timeout = ranks, nodes, seconds, step_seconds, timeout
-        self.folder = folder
-
-    def start(self, name: str) -> Launch:
-        """Start a launch and wait until all ranks train."""
-        launch = Launch(self.ranks, self.nodes, self.folder / name, self.step_seconds, self.timeout)
-        launch.await_event("trains", self.ranks)
-        return launch
-
-    def train(self) -> Training:
-        """Train without a fault, preempt a rank, and wait until all have ended."""
-        launch = self.start("preempted")
-        try:
-            started = max(launch.events["trains"].values()) - launch.started
-            before = launch.count([])
-            time.sleep(self.seconds)
-            after, asked = launch.count([]), time.time()
-            launch.tell("preempt", launch.faulty[-1].rank, rank=launch.faulty[-1].rank)
-            stopped = launch.await_event("stops", self.ranks) - asked
-            launch.await_event("ends", self.ranks)
-            end = launch.count([])
-        finally:
-            launch.end()
-        return Training(started, before, after.minus(before), end.minus(after), stopped, after.memory)
-
-    def fail(self, fault: Fault) -> Failure:
-        """Inject a fault and wait until all ranks know.
+    def await_event(self, name: str, ranks: int) -> float:
+        """Wait until an event has happened on so many ranks. Return when it happened on the last of them.
 
         Raises:
-            SystemExit: it is reported as something else.
+            TimeoutError: it does not.
         """
-        launch = self.start(fault.name.replace(" ", "_"))
+        deadline = time.monotonic() + LIMIT
+        while len(self.events[name]) < ranks:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name}: {len(self.events[name])} of {ranks} ranks after {LIMIT:g} s")
+            time.sleep(0.02)
+        return max(self.events[name].values())
+
+    def count(self, without: list[Place]) -> Counts:
+        """Return what the ranks have done so far, but for the processes of some ranks, which may be dead."""
+        self._counts = []
+        counted = [pipe for places, pipe, _ in self.processes if places[0] not in without]
+        for pipe in counted:
+            with self._sending:
+                pipe.send(("count",))
+        deadline = time.monotonic() + LIMIT
+        while len(self._counts) < len(counted) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        made = list(self._counts)
+        operations = sum((one.store for one in made), Counter[str]())
+        return Counts(operations, sum(one.size for one in made), sum(one.files for one in made))
+
+    def end(self) -> None:
+        """End all processes that are left."""
+        for _, _, process in self.processes:
+            process.kill()
+        for _, pipe, process in self.processes:
+            process.join()
+            pipe.close()
+
+
+@contextlib.contextmanager
+def launched(ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = 10.0) -> Generator[Launch]:
+    """Return a launch whose ranks all train, in a temporary directory. What is left of it is ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = Launch(ranks, nodes, Path(folder), step_seconds, timeout)
         try:
-            time.sleep(3 + 2 * self.step_seconds)  # several heartbeats of each node
-            victims = launch.faulty[fault.victims]
-            before, at = launch.count(victims), time.time()
-            if fault.signal is None:
-                launch.tell("hang", victims[0].rank, rank=victims[0].rank)
-            else:
-                launch.signal(signal.SIGSTOP, victims)  # all of them, so that none reports that another one was killed
-                launch.signal(fault.signal, victims)
-            at += self.timeout if fault.kind == "hang" else 0.0
-            known = launch.await_event("knows", self.ranks - (len(victims) if fault.signal else 0)) - at
-            launch.signal(signal.SIGCONT, victims)
-            failure, counts = launch.failure(), launch.count(victims).minus(before)
+            launch.await_event("trains", ranks)
+            yield launch
         finally:
             launch.end()
-        if failure["kind"] != fault.kind or failure["rank"] not in {place.rank for place in victims}:
-            sys.exit(f"error: {fault.name} on {victims}: reported as {failure['kind']}: {failure['message']}")
-        return Failure(failure["time"] - at, known, counts, failure["message"])
 
 
-@contextmanager
-def simulation(
-    ranks: int, nodes: int, seconds: float = 60.0, step_seconds: float = 1.0, timeout: float = 10.0
-) -> Generator[Simulation]:
-    """Return a Simulation in a temporary directory, which is removed at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Simulation(ranks, nodes, seconds, step_seconds, timeout, Path(folder))
+def train(seconds: float, ranks: int, nodes: int, **options: float) -> Training:
+    """Train without a fault, preempt a rank, and wait until all have ended."""
+    with launched(ranks, nodes, **options) as launch:
+        started = max(launch.events["trains"].values()) - launch.started
+        before = launch.count([])
+        time.sleep(seconds)
+        after, asked = launch.count([]), time.time()
+        launch.tell("preempt", launch.faulty[-1].rank, rank=launch.faulty[-1].rank)
+        stopped = launch.await_event("stops", ranks) - asked
+        launch.await_event("ends", ranks)
+        return Training(started, before, after.minus(before), launch.count([]).minus(after), stopped)
 
 
-def show(made: Training, seconds: float, ranks: int) -> None:
-    """Print what was measured without a fault."""
-    print(f"start: {made.start_seconds:.1f} s, {made.start.store[''] / ranks:.1f} store operations per rank, ", end="")
-    print(f"{made.start.store['attempt'] / ranks:.1f} more while it waits for others, ", end="")
-    print(f"{made.start.size / ranks:,.0f} bytes per rank, {made.start.file_operations:,} file operations")
-    print(f"training: {made.training.operations / seconds:,.0f} store operations/s, ", end="")
-    print(f"{made.training.size / seconds / 1e3:,.0f} kB/s, {made.training.file_operations:,} file operations", end=", ")
-    print(f"{made.memory / ranks / 2**20:.2f} MiB per rank")
-    print(
-        f"preemption: agreed after {made.preempted_seconds:.1f} s; to the end {made.end.operations / ranks:.2f} store ", end=""
-    )
-    print(f"operations per rank, {made.end.file_operations:,} file operations", flush=True)
+def fail(fault: Fault, ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = 10.0) -> Failure:
+    """Inject a fault and wait until all ranks know.
+
+    Raises:
+        SystemExit: it is reported as something else.
+    """
+    with launched(ranks, nodes, step_seconds, timeout) as launch:
+        time.sleep(3 + 2 * step_seconds)  # several heartbeats of each node
+        victims = launch.faulty[fault.victims]
+        before, at = launch.count(victims), time.time()
+        if fault.signal is None:
+            launch.tell("hang", victims[0].rank, rank=victims[0].rank)
+        else:
+            launch.signal(signal.SIGSTOP, victims)  # all of them, so that none reports that another one was killed
+            launch.signal(fault.signal, victims)
+        at += timeout if fault.kind == "hang" else 0.0
+        known = launch.await_event("knows", ranks - (len(victims) if fault.signal else 0)) - at
+        launch.signal(signal.SIGCONT, victims)
+        failure = json.loads((launch.runs_dir / "run" / "failure.json").read_text())
+        counts = launch.count(victims).minus(before)
+    if failure["kind"] != fault.kind or failure["rank"] not in {place.rank for place in victims}:
+        sys.exit(f"error: {fault.name} on {victims}: reported as {failure['kind']}: {failure['message']}")
+    return Failure(failure["time"] - at, known, counts, failure["message"])
 
 
 def main() -> None:
@@ -180,20 +275,26 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=1.0, help="duration of a simulated step")
     parser.add_argument("--timeout", type=float, default=10.0, help="the watchdog's timeout")
     arguments = parser.parse_args()
-    if arguments.ranks % arguments.nodes or arguments.ranks < 2 * arguments.nodes:
-        parser.error(
-            f"--ranks {arguments.ranks}: each of --nodes {arguments.nodes} must have the same number of ranks, 2 or more"
-        )
+    ranks, nodes = arguments.ranks, arguments.nodes
+    if ranks % nodes or ranks < 2 * nodes:
+        parser.error(f"--ranks {ranks}: each of --nodes {nodes} must have the same number of ranks, 2 or more")
     os.environ["PYTHONPATH"] = sys.path[0]  # by which the server of forks finds what it imports
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise a line for every address that has no name
     CONTEXT.set_forkserver_preload(PRELOAD)
-    with simulation(**vars(arguments)) as simulated:
-        show(simulated.train(), arguments.seconds, arguments.ranks)
-        for fault in [fault for fault in FAULTS if arguments.nodes > 1 or fault.kind != "lost_node"]:
-            made = simulated.fail(fault)
-            after = f"{arguments.timeout:g} s + " if fault.kind == "hang" else ""
-            print(f"{fault.name}: reported after {after}{made.reported_seconds:.1f} s, known everywhere after ", end="")
-            print(f"{after}{made.known_seconds:.1f} s, {made.counts.file_operations} file operations", flush=True)
+    options = {"step_seconds": arguments.step_seconds, "timeout": arguments.timeout}
+    made = train(arguments.seconds, ranks, nodes, **options)
+    print(f"start: {made.start_seconds:.1f} s, {made.start.store[''] / ranks:.1f} store operations per rank, ", end="")
+    print(f"{made.start.store['attempt'] / ranks:.1f} more while it waits for others, ", end="")
+    print(f"{made.start.size / ranks:,.0f} bytes per rank, {made.start.files:,} file operations")
+    print(f"training: {made.training.store.total() / arguments.seconds:,.0f} store operations/s, ", end="")
+    print(f"{made.training.size / arguments.seconds / 1e3:,.0f} kB/s, {made.training.files:,} file operations")
+    print(f"preemption: agreed after {made.preempted_seconds:.1f} s, to the end ", end="")
+    print(f"{made.end.store.total() / ranks:.2f} store operations per rank, {made.end.files:,} file operations", flush=True)
+    for fault in [fault for fault in FAULTS if nodes > 1 or fault.kind != "lost_node"]:
+        failure = fail(fault, ranks, nodes, **options)
+        after = f"{arguments.timeout:g} s + " if fault.kind == "hang" else ""
+        print(f"{fault.name}: reported after {after}{failure.reported_seconds:.1f} s, known everywhere after ", end="")
+        print(f"{after}{failure.known_seconds:.1f} s, {failure.counts.files} file operations", flush=True)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,6 @@ def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, co
     [
         ["strategy=mesh", "strategy.dp=2", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
         ["strategy=mesh", "strategy.pp=2", "strategy.cut=[fc1]", "strategy.offload=true"],
-        ["strategy=mesh", "strategy.pp=2", "strategy.balance=time"],
         ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b", "strategy.num_stages=4"],
         ["strategy=pipeline", "strategy.cut=[fc1]"],
         ["strategy=tp", "strategy.tp=2"],

@@ -537,7 +537,7 @@ def memory_of(offload: bool) -> tuple[int, list[float]]:
         strategy = FSDP(runtime, True, "local", None, "block", offload)
         torch.manual_seed(0)
         strategy.setup(vit(3, 28, 10, depth=24, width=384, heads=6, mlp_ratio=4.0, patch_size=7, pool="mean", drop_path=0.0))
-        optimizer = torch.optim.AdamW(strategy.param_groups(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(strategy.parameters(), lr=1e-3, fused=True)
         images, losses = torch.randn(2, 4, 3, 28, 28, device=runtime.device), []
         torch.cuda.reset_peak_memory_stats()
         for inputs in images:

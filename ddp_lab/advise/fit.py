@@ -186,7 +186,7 @@ def values_of(cfg: DictConfig, strategy: Strategy, samples: int, first: int) -> 
         first: the smallest value of accumulate.
     """
     shared = strategy.replicas if cfg.scaling == "strong" else 1
-    micro = getattr(strategy, "num_microbatches", 1)
+    micro = getattr(getattr(strategy, "options", strategy), "num_microbatches", 1)
     if cfg.accumulate == "auto":
         local_batch = cfg.batch_size // shared
         return [n for n in range(first, max(first, local_batch // micro) + 1) if local_batch % n == 0] or [first]

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.run.materialize import Training
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 
 STATE = ("parameters", "gradients", "optimizer", "averages")  # what strategy.offload keeps on the host
 HELD = (*STATE, "buffers")
@@ -63,7 +63,7 @@ class Live(TorchDispatchMode):
     def __init__(self, training: Training):
         super().__init__()
         self.training, strategy = training, training.job.strategy
-        self.modules = strategy.modules_by_device()
+        self.modules = strategy.modules_by_device
         self.on_host = bool(getattr(strategy, "offload", False))
         self.owned = [list(module.parameters()) for module in self.modules]
         self._gradients: list[int] = []  # their bytes by place, when the optimizer's step begins

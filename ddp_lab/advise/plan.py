@@ -28,7 +28,7 @@ from ddp_lab.run.speed import bytes_of
 from ddp_lab.speed.fused import configure_optimizer
 from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.fill import ShapesOnly
+from ddp_lab.strategies.sharding import ShapesOnly
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
@@ -179,5 +179,6 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     host = live.on_host * sum(held[kind] for kind in STATE)
-    order = job.strategy.time_slots()
+    executor = getattr(job.strategy, "executor", None) or getattr(job.strategy, "pipeline", None)
+    order = executor.time_slots if executor else {}
     return Planned(runtime.rank, place, held, peak, outside, host, live.calls, live.sent, live.flops[place], order)

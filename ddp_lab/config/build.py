@@ -19,7 +19,7 @@ from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
 GROUPS: dict[str, list[str]] = {
     "data.dataset": ["images", "split", "train"],
     "model": ["in_channels", "image_size", "num_classes"],
-    "strategy": ["runtime"],
+    "strategy": ["runtime", "inner"],
     "loss": ["reduction"],
     "optimizer": ["params"],
     "scheduler": ["progress", "epoch"],

@@ -3,10 +3,10 @@
 import os
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -82,14 +82,6 @@ class Synthetic:
         return Dataset(train, test, [str(label) for label in range(self.num_classes)])
 
 
-class _Split(Protocol):
-    """The attributes of one of torchvision's datasets that are used here."""
-
-    data: torch.Tensor | np.ndarray
-    targets: torch.Tensor | list[int]
-    classes: Sequence[str]
-
-
 class Torchvision:
     """MNIST, FashionMNIST or CIFAR10 from torchvision; `prepare` downloads the dataset where it is missing.
 
@@ -108,10 +100,10 @@ class Torchvision:
         self.name = name
         self.root = Path(root)
 
-    def _open(self, train: bool, root: Path | None = None, download: bool = False) -> _Split:
+    def _open(self, train: bool, root: Path | None = None, download: bool = False) -> Any:
         import torchvision  # takes 1.5 s, so only these datasets import it
 
-        return cast(_Split, getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download))
+        return getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download)
 
     def prepare(self) -> None:
         """Download the dataset if files are missing.
@@ -149,7 +141,7 @@ class Torchvision:
         """Read both splits from the files that `prepare` found or downloaded."""
         train, test = self._open(True), self._open(False)
 
-        def convert(dataset: _Split) -> LabelledImages:
+        def convert(dataset: Any) -> LabelledImages:
             images = torch.as_tensor(dataset.data)
             images = images.permute(0, 3, 1, 2).contiguous() if images.dim() == 4 else images.unsqueeze(1)
             return LabelledImages(images, torch.as_tensor(dataset.targets, dtype=torch.int64))

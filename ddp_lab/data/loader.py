@@ -196,7 +196,7 @@ class Loader(ABC):
         if self._offsets is not None:
             images = augment(images, self._offsets.index_select(1, places))
         if self.real < self.samples:
-            targets = torch.where(places < self.real, targets, IGNORE)
+            targets = targets.masked_fill(places >= self.real, IGNORE)
         return self.normalise(images), targets
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The cut of a chain into stages of consecutive blocks with about equal FLOPs, or equal times."""
+"""The cut of a chain into stages of consecutive blocks with about equal FLOPs."""
 
 import copy
 import math
@@ -28,7 +28,6 @@ class Partition:
     Attributes:
         names: names of the blocks.
         flops: FLOPs of each block's forward pass for one sample.
-        costs, unit: what the stages are compared by, for each block: its FLOPs, or its time.
         shapes: shape of one sample's activation before each block and after the last one, without the batch dimension.
         parts: indices of each stage's blocks.
 
@@ -44,17 +43,7 @@ class Partition:
                 f"a stage needs at least one. Use at most {len(self.names)} ranks, strategy.devices or strategy.num_stages"
             )
         self.flops, self.shapes = trace(chain)
-        self.costs, self.unit = self.flops, "FLOPs"
         self.parts = cut(self.flops, stages) if starts is None else self._cut_at(starts, stages)
-
-    def cut_by_time(self, times: list[int]) -> None:
-        """Cut into as many stages of about equal times.
-
-        Args:
-            times: nanoseconds of each block.
-        """
-        self.costs, self.unit = times, "time"
-        self.parts = cut(times, len(self.parts))
 
     def _cut_at(self, starts: Sequence[str], stages: int) -> list[range]:
         """Return the indices of each stage's blocks, for a cut in front of the named blocks."""
@@ -74,13 +63,13 @@ class Partition:
 
     @property
     def shares(self) -> list[float]:
-        """Return each stage's fraction of the costs."""
-        return [sum(self.costs[i] for i in part) / sum(self.costs) for part in self.parts]
+        """Return each stage's fraction of the FLOPs."""
+        return [sum(self.flops[i] for i in part) / sum(self.flops) for part in self.parts]
 
     def describe(self, places: Sequence[object]) -> str:
-        """Return a line with the blocks of each stage, its place (a device or rank) and its fraction of the costs."""
+        """Return a line with the blocks of each stage, its place (a device or rank) and its fraction of the FLOPs."""
         return ", ".join(
-            f"{' '.join(self.names[i] for i in part)} on {place} ({share:.0%} of the {self.unit})"
+            f"{' '.join(self.names[i] for i in part)} on {place} ({share:.0%} of the FLOPs)"
             for part, place, share in zip(self.parts, places, self.shares, strict=True)
         )
 

@@ -9,7 +9,7 @@ import torch
 from ddp_lab.resilience.checkpoint_files import load_checkpoint
 from ddp_lab.resilience.same_optimizer import check_optimizer
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.optimizer import match_strides, state_tensors
 

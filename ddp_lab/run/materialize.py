@@ -12,6 +12,7 @@ from ddp_lab.run.job import Job
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.speed.fused import configure_optimizer
+from ddp_lab.strategies.sharding import param_groups
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.loop import fit
@@ -75,7 +76,7 @@ def materialize(job: Job) -> Training:
     recipe, strategy, plan = job.recipe, job.strategy, job.plan
     place(job)
     torch.manual_seed(seed_of(f"masks {recipe.seed} {strategy.dp_rank}"))
-    groups = strategy.param_groups(recipe.decay_norms_and_biases)
+    groups = param_groups(strategy.parameters(), recipe.decay_norms_and_biases)
     optimizer = configure_optimizer(job.optimizer(groups, lr=plan.lr), job.options, strategy.device)
     warmup_steps = round(recipe.warmup_epochs * plan.steps_per_epoch)
     scheduler = make_scheduler(optimizer, job.schedule, job.fit_settings.epochs, plan.steps_per_epoch, warmup_steps)

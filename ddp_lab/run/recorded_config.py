@@ -25,7 +25,7 @@ AFTERWARDS = {
 # Options of strategies that lay out several ranks, with their values for one.
 IN_ONE_PROCESS = {
     **{"dp": None, "shard": None, "tp": 1, "sequence_parallel": False},
-    **{"pp": 1, "schedule": "gpipe", "num_stages": None, "cut": None, "balance": "flops"},
+    **{"pp": 1, "schedule": "gpipe", "num_stages": None, "cut": None},
 }
 
 

@@ -76,7 +76,6 @@ def train(
         log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
-    job.strategy.times_file = run_dir.path / "block_times.json"
     matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
     with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
@@ -159,7 +158,7 @@ def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir
     if left < NEEDED:
         log.info(f"profile=true: disabled: {left} steps are left, but the profiler needs {NEEDED}")
         return None
-    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble())
+    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble)
     training.step = step
     return step
 

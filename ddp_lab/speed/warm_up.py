@@ -22,7 +22,8 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
             # Kernels are timed in one micro-batch without collectives, which would occupy a part of the GPU meanwhile.
             inputs, targets, count = step.mixed(batch())
             with step.strategy.no_sync():
-                step.strategy.add_gradient(inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0], count)
+                first = inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0]
+                step.strategy.add_gradient(*first, step.strategy.divisor(count))
             step.optimizer.zero_grad()
             for _ in range(times):
                 step.compute(batch())

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.config.errors import ConfigError
+
 CHUNK = 2**16  # elements in each input of torch.cat
 
 
@@ -81,12 +83,35 @@ def ring(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return unflatten(padded[: len(flattened)], gradients)
 
 
-ALGORITHMS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
+ALGORITHMS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {  # those that run after the backward pass
     "star": star,
     "per_tensor": per_tensor,
     "flat": flat,
     "ring": ring,
 }
+POWER_OF_TWO: set[str] = set()  # names of the algorithms that need 1, 2, 4, 8, ... ranks
+
+
+def require_ranks(algorithm: str, ranks: int) -> None:
+    """Check that an algorithm supports a number of ranks.
+
+    Raises:
+        ConfigError: it needs a power of two.
+    """
+    if algorithm in POWER_OF_TWO and ranks.bit_count() > 1:
+        below = 1 << ranks.bit_length() - 1
+        raise ConfigError(
+            f"strategy.algorithm={algorithm}: needs a power of two of ranks, got {ranks}; start {below} or {2 * below}, or use "
+            "another algorithm, for example flat"
+        )
+
+
+def sum_gradients(
+    parameters: Iterable[nn.Parameter], algorithm: Callable[[list[torch.Tensor]], list[torch.Tensor]] = flat
+) -> None:
+    """Replace the gradients of parameters that all took part in the step by their sums over the ranks. Collective."""
+    for same_type in by_dtype(parameters):
+        set_gradients(same_type, algorithm(gradients_of(same_type)))
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

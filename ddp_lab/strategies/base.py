@@ -1,71 +1,90 @@
-"""The base class of all strategies: methods for one device, some of which each strategy overrides.
+"""The base class of all strategies: a training step as one device computes it, of which each strategy overrides what differs.
 
-What a strategy computes in a step is in forward_backward.py, what of it is compiled in compilation.py, and what of it is saved
-in saved_state.py.
+What of it is compiled is in compilation.py, and what of it is saved in saved_state.py.
 """
 
 import math
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.initial_weights import InitialWeights
-from ddp_lab.strategies.fill import ShapesOnly, fill
-from ddp_lab.strategies.forward_backward import ForwardBackward
+from ddp_lab.strategies.all_reduce import trainable
+from ddp_lab.strategies.batch_norm import BatchNorm, without_padding
+from ddp_lab.strategies.loss import CrossEntropy, Loss, add_up, measure
 from ddp_lab.strategies.mesh_layout import require_division
 from ddp_lab.strategies.saved_state import SavedState
+from ddp_lab.strategies.sharding import Weights
 from ddp_lab.world.runtime import Runtime
 
-Module = TypeVar("Module", bound=nn.Module)
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
 
-class Strategy(ForwardBackward, SavedState, ABC):
+class Strategy(SavedState, ABC):
     """One way of distributing a training step over devices.
 
-    The methods are called in this order:
+    The methods are called in this order. A strategy must have `setup` and overrides what differs of the others:
 
         strategy = SomeStrategy(runtime, ...)   decides which local batch this rank reads, so it comes before the data
         strategy.partition(model, samples)      decides which rank holds what
         (the process group opens, unless the strategy runs in one process)
-        strategy.setup(model)                   moves, wraps or cuts the model
-        optimizer = SGD(strategy.param_groups())
-        strategy.forward_backward(...)          in every training step; then the optimizer's step
-        strategy.predict(...)                   on every test batch
+        strategy.setup(model)                   moves, wraps or cuts the model; sets `module` and `forward`
+        optimizer = SGD(strategy.parameters())
+        strategy.train()
+        strategy.forward_backward(...)          all of a training step but the optimizer's:
+          no_sync                                 context of all gradient-accumulation steps but the last
+            add_gradient                          forward, loss and backward of one accumulation step
+          reduce_gradients                        communication after the last one
+        strategy.gradient_norm()                for clipping; then the optimizer's step
+        strategy.predict(...)                   logits of a batch, in evaluation
 
-    Attributes, besides those of `ForwardBackward`:
+    Args:
+        runtime: of this rank.
+        inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks. Consecutive ranks share a
+            replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
+
+    Attributes, besides those of the class:
         axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
+        dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
         dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
-        one_process: whether one process drives all devices, without a process group.
-        needs_chain: whether the model must be a Chain, because the strategy cuts it into blocks.
-        sharded: whether the ranks of dp_group hold shards of the model instead of replicas.
-        has_dtensors: whether parameters become DTensors; known after `partition`.
-        supports_mps: whether the strategy can train on a Mac's GPU.
-        reports: whether this rank's sums count; True on one rank of each replica.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
+        is_metric_rank: whether this rank's sums count; True on one rank of each replica.
+        device: device that this rank's batches must be on.
+        batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
+        loss: the training loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
-        times_file: where `strategy.balance=time` keeps the times of the blocks; None: nowhere. Set before `setup`.
-        input_shape: a sample's (channels, height, width), for models that are not Chains. Set before `partition`.
+        autocast: returns the context of the forward pass.
+        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `loss.measure`.
+        bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
+        refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
 
     Raises:
-        ConfigError: a one-process strategy was started with several ranks, or the device is not supported by the strategy.
+        ConfigError: a one-process strategy was started with several ranks, the device is not supported by the strategy, or the
+            number of ranks is not divisible by an inner axis.
     """
 
-    one_process: ClassVar[bool] = False
-    needs_chain: ClassVar[bool] = False
-    supports_mps: ClassVar[bool] = False
-    sharded: bool = False
-    has_dtensors: bool = False
+    one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
+    needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
+    supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
+    averages: ClassVar[bool] = False  # a wrapper of the model averages gradients over dp, as DDP does, instead of summing them
+    performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
+    compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
+    bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
+    sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
+    has_dtensors: bool = False  # parameters become DTensors; known after `partition`
 
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # a sample's (channels, height, width); set before `partition`
+    module: nn.Module  # this rank's part of the model, unwrapped, so that its parameters keep their plain names
+    forward: nn.Module  # computes the logits: `module` or a wrapper around it
 
-    def __init__(self, runtime: Runtime):
+    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
@@ -76,36 +95,38 @@ class Strategy(ForwardBackward, SavedState, ABC):
                 f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, and gloo and NCCL do not "
                 "take its tensors. Use strategy=single, or device=cpu"
             )
-        super().__init__(runtime)
-        self.num_devices = runtime.world_size
-        self.reports = True
+        self.runtime, self.device, self.num_devices = runtime, runtime.device, runtime.world_size
+        inner = inner or {}
+        require_division(runtime.world_size, inner)
+        ranks_per_replica = math.prod(inner.values())
+        self.dp_rank = runtime.rank // ranks_per_replica
+        self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
+        self.axes = {"dp": self.dp_size, **inner}
         self.dp_group: dist.ProcessGroup | None = None
-        self.initial_weights: InitialWeights | ShapesOnly | None = None
-        self.times_file: Path | None = None
-        self.lay_out()
+        self.is_metric_rank = True
+        self.batch_norm: BatchNorm = "local"
+        self.loss: Loss = CrossEntropy()
+        self.initial_weights: Weights | None = None
+        self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
+        self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
+        self.bubble: float | None = None
+        self.refusals: dict[str, str] = {}
 
     @property
     def name(self) -> str:
         """The value of `strategy=` that selects it, which is the name of its file."""
         return type(self).__module__.rpartition(".")[2]
 
-    def lay_out(self, **inner: int) -> None:
-        """Arrange the ranks in a mesh with the axis dp and the inner axes, and set `axes`, `dp_rank`, `dp_size` and `replicas`.
+    @property
+    def where(self) -> str:
+        """Number and kind of the devices, for the log, for example "2 x cpu"."""
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        return f"{self.num_devices} x {kind}"
 
-        Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
-
-        Args:
-            inner: sizes of the axes within a replica, by name. The size of dp is the number of ranks divided by their product.
-
-        Raises:
-            ConfigError: the number of ranks is not divisible by an inner axis.
-        """
-        ranks = self.runtime.world_size
-        require_division(ranks, inner)
-        ranks_per_replica = math.prod(inner.values())
-        self.dp_rank = self.runtime.rank // ranks_per_replica
-        self.dp_size = self.replicas = ranks // ranks_per_replica
-        self.axes = {"dp": self.dp_size, **inner}
+    @property
+    def modules_by_device(self) -> list[nn.Module]:
+        """The part of the model on each device that this process drives. Known after `setup`."""
+        return [self.module]
 
     def partition(self, model: nn.Module, samples: int) -> None:
         """Decide which rank holds which part of the model. Called before the process group opens.
@@ -126,55 +147,9 @@ class Strategy(ForwardBackward, SavedState, ABC):
             model: the complete model, the same on every rank: on the CPU, or with `initial_weights` on the meta device.
         """
 
-    def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
-        """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
-
-        Args:
-            blocks: its children are blocks of the model under their names.
-            device: None: `self.device`.
-        """
-        device = device or self.device
-        if self.initial_weights is None:
-            return blocks.to(device)
-        fill(blocks, self.initial_weights, device)
-        return blocks
-
-    def modules_by_device(self) -> list[nn.Module]:
-        """Return the part of the model on each device that this process drives. Called after `setup`."""
-        return [self.module]
-
-    def describe(self) -> str:
-        """Return a line for the log: which part of the model is on which device. Called after `setup`."""
-        return f"{self.name} on {self.where}"
-
-    @property
-    def where(self) -> str:
-        """Number and kind of the devices, for the log, for example "2 x cpu"."""
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        return f"{self.num_devices} x {kind}"
-
-    def bubble(self) -> float | None:
-        """Return the fraction of a step in which the ranks of a balanced pipeline are idle; None if it is not a pipeline.
-
-        Called after `partition`.
-        """
-        return None
-
-    def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
-        """Return when each rank of a pipeline computes what, as in schedules.py; {} without one. Called after a step."""
-        return {}
-
-    def total(self, *sums: torch.Tensor) -> torch.Tensor:
-        """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch.
-
-        Args:
-            sums: vectors of the same dtype. Each is added separately, because the size of a vector affects the order in which
-                the ranks' values are added.
-
-        Returns:
-            The concatenated sums.
-        """
-        return torch.cat([self.runtime.all_reduce(own if self.reports else torch.zeros_like(own)) for own in sums]).cpu()
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters that this rank holds and trains, without the frozen ones. Called after `setup`."""
+        return trainable(self.module.parameters())
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.
@@ -188,5 +163,73 @@ class Strategy(ForwardBackward, SavedState, ABC):
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, group=self.dp_group, group_src=0)
 
-    def forget_gathered(self) -> None:
-        """Discard the strategy's own copies of parameters, because other code than the optimizer is about to change them."""
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
+        """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
+
+        Args:
+            inputs: local batch, [b, channels, height, width].
+            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/augment.py).
+            count: number of samples in the GLOBAL batch, without padding.
+            accumulate: number of gradient-accumulation steps. Only one micro-batch's activations are in memory at a time.
+
+        Returns:
+            [loss_sum, correct, count] of the local batch.
+        """
+        micro_batches = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
+        if self.batch_norm == "sync":
+            left = len(range(self.dp_rank, count, self.dp_size))  # this rank reads every dp_size-th sample of the global batch
+            micro_batches = without_padding(micro_batches, left)
+        divisor = self.divisor(count)
+        *early, last = micro_batches
+        with self.no_sync():
+            results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
+        results.append(self.add_gradient(*last, divisor))
+        self.reduce_gradients()
+        return add_up(results)
+
+    def divisor(self, count: int) -> float:
+        """Return what the loss of each micro-batch is divided by.
+
+        The gradients of all micro-batches and replicas, summed (or averaged: `averages`) over dp, are then the gradient of the
+        mean over the GLOBAL batch, which has `count` samples without padding.
+        """
+        return count / self.dp_size if self.averages else count
+
+    def no_sync(self) -> AbstractContextManager[object]:
+        """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
+        return nullcontext()
+
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, correct, count].
+
+        Args:
+            inputs: [b, channels, height, width].
+            targets: [b], IGNORE for padding.
+            divisor: what the summed loss is divided by.
+        """
+        with self.autocast():
+            logits = self.forward(inputs)
+        loss, results = self.measure(self.loss, logits, targets, divisor)
+        loss.backward()
+        return results
+
+    def reduce_gradients(self) -> None:
+        """Communicate the gradients that the last backward pass of the step has not communicated."""
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the L2 norm of the complete model's gradient, [], the same on every rank.
+
+        Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
+        """
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        return get_total_norm(gradients).to(self.device)  # on the CPU if all parameters here are frozen
+
+    @torch.no_grad()
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [b, classes], of a local batch, [b, channels, height, width], without a gradient."""
+        with self.autocast():
+            return self.forward(inputs)
+
+    def describe(self) -> str:
+        """Return a line for the log: which part of the model is on which device. Called after `setup`."""
+        return f"{self.name} on {self.where}"

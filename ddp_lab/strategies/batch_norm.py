@@ -3,22 +3,43 @@
 local: each rank normalises by the mean and variance of its local batch, so the result depends on the number of ranks.
 sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This costs two small collectives
        per layer in the forward pass and two in the backward pass. The padding of a partial last batch is excluded from the
-       statistics (Strategy.forward_backward), so a rank's local batch may be empty.
+       statistics (`without_padding`), so a rank's local batch may be empty.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.collectives import sum_over_ranks
 
 BatchNorm = Literal["local", "sync"]
 Model = TypeVar("Model", bound=nn.Module)
+MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' tensors, from which each rank computes its own loss; None as the group means all ranks.
+
+    The gradient is therefore the sum of all ranks' gradients. torch's own function is deprecated since torch 2.15.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group  # pyright: ignore[reportAttributeAccessIssue]
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
@@ -89,7 +110,7 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
     if mode == "local":
         return model
     # Excluded from compilation: with it compiled, ResNet-18's step was wrong (weights differed by 0.15; two H200s, torch 2.11).
-    total = cast(Callable[[torch.Tensor], torch.Tensor], torch.compiler.disable(partial(sum_over_ranks, group=group)))
+    total = cast("Callable[[torch.Tensor], torch.Tensor]", torch.compiler.disable(lambda own: SumOverRanks.apply(own, group)))
     for name, layer in model.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
             if type(layer) not in (nn.BatchNorm2d, SyncBatchNorm) or not keeps_usual_statistics(layer):
@@ -105,3 +126,18 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
 def is_batch_norm(layer: nn.Module) -> bool:
     """Return whether `layer` is any of torch's BatchNorm layers: 1d, 2d, 3d or synchronised."""
     return isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage], their only common base
+
+
+def without_padding(micro_batches: list[MicroBatch], left: int) -> list[MicroBatch]:
+    """Remove the padding of a partial last batch: it does not count in the loss, but would in BatchNorm's statistics.
+
+    Micro-batches may be empty afterwards. They are kept, because their number must be the same on every rank.
+
+    Args:
+        left: number of samples without padding, which come first.
+    """
+    kept: list[MicroBatch] = []
+    for inputs, targets in micro_batches:
+        kept.append((inputs[:left], targets[:left]))
+        left = max(0, left - len(targets))
+    return kept

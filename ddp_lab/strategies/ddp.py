@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
+from ddp_lab.strategies.sharding import to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -36,6 +36,7 @@ class DDP(Strategy):
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
+    averages = True  # over the ranks, but the gradient of the global mean is the sum
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class DDP(Strategy):
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
     def setup(self, model: nn.Module) -> None:
-        self.module = set_batch_norm(self.to_device(model), self.batch_norm)
+        self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.forward = self.wrapper = wrap(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -87,9 +88,6 @@ class DDP(Strategy):
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
-    def divisor(self, count: int) -> float:
-        return count / self.dp_size  # DDP averages over the ranks, but the gradient of the global mean is the sum
-
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
 
@@ -113,13 +111,11 @@ class BucketsOnly(DistributedDataParallel):
         module: nn.Module,
         bucket_cap_mb: float = 25.0,
         gradient_as_bucket_view: bool = False,
-        process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ):
         nn.Module.__init__(self)
-        self.module, self.process_group, self.view = module, process_group, gradient_as_bucket_view
+        self.module, self.view = module, gradient_as_bucket_view
         self.require_backward_grad_sync = True
-        self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # called by torch's pipelines
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for bucket in map(Bucket, fill_buckets(trained, bucket_cap_mb * MiB)):
             flat = bucket.parameters[0].detach().new_empty(sum(parameter.numel() for parameter in bucket.parameters))
@@ -135,7 +131,7 @@ class BucketsOnly(DistributedDataParallel):
         bucket.missing -= 1
         if bucket.missing == 0:
             bucket.missing = len(bucket.parameters)
-            dist.all_reduce(flat, group=self.process_group)
+            dist.all_reduce(flat)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)

@@ -8,6 +8,7 @@ from torch import nn
 
 from ddp_lab.config.types import DeviceName
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sharding import to_device
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -32,7 +33,7 @@ class DP(Strategy):
         self.replicas = self.num_devices = len(self.devices)
 
     def setup(self, model: nn.Module) -> None:
-        self.module = self.to_device(model)
+        self.module = to_device(model, self.device, self.initial_weights)
         self.forward = nn.DataParallel(self.module, self.devices) if self.device.type == "cuda" else self.module
 
     def describe(self) -> str:

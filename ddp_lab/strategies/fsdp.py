@@ -23,11 +23,18 @@ from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpoin
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.fully_shard import forget_order, refused, shard, sharded_in, without_sync
-from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
-from ddp_lab.strategies.shardable import require_dimensions, tied
-from ddp_lab.strategies.shards import local
-from ddp_lab.strategies.units import units
+from ddp_lab.strategies.fully_shard import (
+    HOST,
+    forget_order,
+    log_offload,
+    refused,
+    require_shardable,
+    shard,
+    tied_over,
+    units,
+    without_sync,
+)
+from ddp_lab.strategies.sharding import fill, local
 from ddp_lab.world.runtime import Runtime
 
 
@@ -47,7 +54,8 @@ class FSDP(Strategy):
             CPU, which takes less memory of the GPU and more time.
     """
 
-    sharded = has_dtensors = compiled_by_block = True
+    sharded = has_dtensors = True
+    averages = compiled_by_block = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
@@ -63,11 +71,11 @@ class FSDP(Strategy):
         self.reshard_after_forward, self.batch_norm, self.wrap = reshard_after_forward, batch_norm, wrap
         self.checkpointing: Checkpointing = checkpoint_activations
         self.offload = offload
+        self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
 
     def partition(self, model: nn.Module, samples: int) -> None:
-        require_dimensions(model, self.name)
+        require_shardable(model, self.name, self.offload)
         require_no_batch_norm(model.modules(), self.checkpointing)
-        require_no_buffers(model, self.offload)
         if self.checkpointing != "none" and not isinstance(model, Chain):
             raise ConfigError(
                 f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a Chain of blocks, got "
@@ -79,13 +87,14 @@ class FSDP(Strategy):
                 f"strategy.wrap={listed(self.wrap or [])}: the model has no module of class {unknown[0]}; it has "
                 f"{', '.join(sorted(found))}"
             )
-        if names := tied(model, units(model, self.wrap)):
+        parts = units(model, self.wrap)
+        if names := tied_over(model, parts):
             raise ConfigError(
                 f"strategy=fsdp: {' and '.join(names)} are the same parameter, in two units that are gathered and updated "
                 "separately. Use ddp, or set strategy.wrap to classes of which one contains both, or neither"
             )
         self.refusals = refused(self.checkpointing, self.offload)
-        if any(unit not in set(model.children()) for unit in units(model, self.wrap)):
+        if any(part not in set(model.children()) for part in parts):
             self.refusals["compile"] = (
                 f"strategy.wrap={listed(self.wrap or [])} gathers modules within blocks, which would divide a compiled block "
                 "into many parts"
@@ -97,19 +106,13 @@ class FSDP(Strategy):
         if self.initial_weights is None:
             model.to(self.device)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
-        policy = offload_policy(self.offload, self.device)
-        shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision, policy)
+        log_offload(self.offload, self.device)
+        shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision, self.offload)
         if self.initial_weights is not None:
-            self.to_device(model, HOST if self.offload else None)  # now that it is sharded, a rank allocates only its shards
-
+            # Now that it is sharded, a rank allocates only its shards.
+            fill(model, self.initial_weights, HOST if self.offload else self.device)
         if isinstance(model, Chain) and self.checkpointing != "none":
             model.execute_in([checkpointed(block, self.checkpointing) for block in model])
-
-    def autocast(self) -> AbstractContextManager[None]:
-        return nullcontext()  # fully_shard has its own mixed-precision policy
-
-    def divisor(self, count: int) -> float:
-        return count / self.dp_size  # fully_shard averages over the ranks
 
     def no_sync(self) -> AbstractContextManager[None]:
         return without_sync(self.module)
@@ -118,11 +121,6 @@ class FSDP(Strategy):
         logits = super().predict(inputs)
         forget_order(self.module)
         return logits
-
-    def forget_gathered(self) -> None:
-        for module in sharded_in(self.module):
-            module.reshard()  # with reshard_after_forward=False an evaluation leaves the blocks gathered
-        wait_for_copies(self.offload, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         if self.offload:  # torch would add up the ranks' norms on the host, and NCCL adds up on GPUs only

@@ -1,4 +1,4 @@
-"""The training loss, summed over the samples of a local batch; the user may choose their own."""
+"""The loss and the metrics of a batch, as sums over samples, which can be added over micro-batches, steps and ranks."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -15,6 +15,9 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Fraction
 from ddp_lab.data.batch import IGNORE, classes_of
+
+TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
+MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB
 
 
 class Loss(nn.Module, ABC):
@@ -49,7 +52,7 @@ class CrossEntropy(Loss):
         smoothing = self.label_smoothing if self.training else 0.0
         if targets.dim() == 2:
             losses = F.cross_entropy(in_float32(logits), targets, reduction="none", label_smoothing=smoothing)
-            return without_padding(losses, targets).sum()
+            return losses_without_padding(losses, targets).sum()
         return F.cross_entropy(in_float32(logits), targets, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing)
 
 
@@ -67,10 +70,10 @@ class OwnLoss(Loss):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         losses = self.function(in_float32(logits), targets.clamp(min=0))  # IGNORE may not be used as an index
-        return without_padding(losses, targets).sum()
+        return losses_without_padding(losses, targets).sum()
 
 
-def without_padding(losses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def losses_without_padding(losses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the losses, [b], with 0 in place of those of padding."""
     return torch.where(classes_of(targets) != IGNORE, losses, 0)
 
@@ -134,3 +137,74 @@ def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> s
             "of the global batch"
         )
     return None if losses.requires_grad else "returned a tensor without a gradient"
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums over samples: float64, or float32 on mps, which has no float64.
+
+    In float32 a count is exact up to 2**24 samples, and a loss sum keeps about six digits.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return [loss_sum, correct, count] in `sum_dtype`, on the device.
+
+    Sums can be added over steps and ranks. They are divided once, on the host.
+
+    Args:
+        loss: `Loss` of the logits and targets, [].
+        logits: [b, classes].
+        targets: [b], IGNORE for padding; or mixed ones, [b, classes], of which the most probable class is the correct one.
+    """
+    expected = classes_of(targets)
+    dtype = sum_dtype(loss.device)
+    correct = (logits.argmax(1) == expected).sum(dtype=dtype)
+    count = (expected != IGNORE).sum(dtype=dtype)
+    return torch.stack([loss.detach().to(dtype), correct, count])
+
+
+def new_counts(classes: int, device: torch.device) -> torch.Tensor:
+    """Return the counts that `count_predictions` adds to, all zero, in `sum_dtype`.
+
+    Returns:
+        [1 + classes * classes]: the number of samples whose class is among the TOP largest logits; then the confusion matrix,
+        with a row per true class and a column per predicted class. [1] with more than MOST_CLASSES classes.
+    """
+    cells = classes * classes if classes <= MOST_CLASSES else 0
+    return torch.zeros(1 + cells, dtype=sum_dtype(device), device=device)
+
+
+def count_predictions(counts: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> None:
+    """Add a batch to the counts of an evaluation, in place. Padding counts as 0, so the host need not know where it is.
+
+    Args:
+        counts: of `new_counts`.
+        logits: [b, classes].
+        targets: [b], IGNORE for padding.
+    """
+    classes = logits.size(1)
+    real = targets != IGNORE
+    true = torch.where(real, targets, 0)
+    top = logits.topk(min(TOP, classes), dim=1).indices
+    counts[0] += (real & (top == true.unsqueeze(1)).any(1)).sum()
+    if len(counts) > 1:
+        counts[1:].index_add_(0, true * classes + logits.argmax(1), real.to(counts.dtype))
+
+
+def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of one or more tensors of the same shape, added in their order."""
+    return sum(tensors[1:], tensors[0])
+
+
+def measure(loss: Loss, logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss to backpropagate, [], and the sums [loss_sum, correct, count].
+
+    The loss to backpropagate is the sum divided by `divisor` (`Strategy.divisor`).
+
+    Args:
+        logits: [b, classes].
+        targets: [b], IGNORE for padding; or mixed ones, [b, classes].
+    """
+    loss_sum = loss(logits, targets)
+    return loss_sum / divisor, sums(loss_sum, logits, targets)

@@ -15,10 +15,12 @@ Every parameter is therefore a DTensor of the same mesh, which optimizers, clipp
 """
 
 import math
+from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -29,27 +31,31 @@ from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, require_no_batch_norm
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.block_times import Balance
-from ddp_lab.strategies.fill import PresentWeights, fill
-from ddp_lab.strategies.fully_shard import forget_order, refused, shard, sharded_in, without_sync
+from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
+from ddp_lab.strategies.fully_shard import (
+    HOST,
+    forget_order,
+    log_offload,
+    refused,
+    require_shardable,
+    shard,
+    sharded_in,
+    without_sync,
+)
 from ddp_lab.strategies.mesh_layout import arrange, other_sizes, picture
-from ddp_lab.strategies.offload import HOST, offload_policy, require_no_buffers, wait_for_copies
-from ddp_lab.strategies.pipeline import Pipeline
-from ddp_lab.strategies.shardable import require_dimensions, require_own_parameters
-from ddp_lab.strategies.shards import local
-from ddp_lab.strategies.stage import Stage
+from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
+from ddp_lab.strategies.sharding import PresentWeights, fill, local, tied_parameters
+from ddp_lab.strategies.stages import PipelineExecutor, Stage, boundaries_of
 from ddp_lab.strategies.tensor_parallel import OWN, parallelize, token_layouts
 from ddp_lab.strategies.tensor_parallel_plan import check_plans
-from ddp_lab.strategies.whole import complete
 from ddp_lab.world.runtime import Runtime
 
-# interleavedzerobubble is excluded for the same reason as in ddp_pipeline.py.
+# interleavedzerobubble is excluded: it computes the weights' gradients separately, without running fully_shard's hooks.
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
 
 
-class Mesh(Pipeline):
-    """A mesh of pp x dp x tp ranks. The options of Pipeline are used if pp is above 1.
+class Mesh(Strategy):
+    """A mesh of pp x dp x tp ranks. With pp above 1 a pipeline executes its stages.
 
     Args:
         dp: number of local batches that a global batch consists of; null: number of ranks / (pp x tp).
@@ -57,6 +63,11 @@ class Mesh(Pipeline):
         tp: ranks that share each layer. The model's blocks must have a plan for it.
         pp: ranks that share the model's blocks, each with one stage or several.
         sequence_parallel: whether the ranks along tp also share the tokens between the layers.
+        schedule: name of torch's pipeline schedule.
+        num_microbatches: number of micro-batches that a batch is divided into.
+        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved schedules
+            and loopedbfs.
+        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
         checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
@@ -68,9 +79,10 @@ class Mesh(Pipeline):
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
     """
 
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    needs_chain = compiled_by_block = True
     has_dtensors = True
-    save_options = {}  # each rank returns its shards; `gather` makes full tensors of them
+    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    save_options = {}  # each rank returns its shards, of which full tensors are made
 
     def __init__(
         self,
@@ -87,50 +99,72 @@ class Mesh(Pipeline):
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
         offload: bool = False,
-        balance: Balance = "flops",
     ):
-        super().__init__(runtime, schedule, num_microbatches, num_stages, cut, balance)
+        super().__init__(runtime)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
         self.other_sizes = other_sizes(runtime.world_size, dp, shard, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
         self.dp_rank = runtime.rank // tp % self.dp_size
         self.sharded = self.axes["shard"] > 1
+        self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
         self.sequence_parallel, self.batch_norm = sequence_parallel, batch_norm
-        self.checkpointing = checkpoint_activations
+        self.checkpointing: Checkpointing = checkpoint_activations
         self.offload = offload
-        self.refusals = self.refusals | refused(self.checkpointing, offload)
+        self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
+        self.refusals = refused(self.checkpointing, offload)
         if pp > 1:
             self.refusals["cuda_graph"] = f"the stages of a pipeline (strategy.pp={pp}) were never captured"
-        self.stage_autocast = nullcontext  # fully_shard has its own mixed-precision policy
-        self.steps = Pipeline if pp > 1 else Strategy  # whose methods compute a step
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
-        require_dimensions(model, self.name)
-        require_own_parameters(model)
-        require_no_batch_norm(model.modules(), self.checkpointing)
-        require_no_buffers(model, self.offload)
-        tp = self.axes["tp"]
-        if self.axes["pp"] > 1:
-            super().partition(model, samples)
-        elif self.requested_stages not in (None, 1) or self.cut or self.balance == "time":
+        require_shardable(model, self.name, self.offload)
+        for first, name, *_ in tied_parameters(model):
             raise ConfigError(
-                "strategy.num_stages, strategy.cut and strategy.balance=time: are only used if strategy.pp is above 1, got "
-                "strategy.pp=1"
+                f"strategy=mesh: {name} is the same parameter as {first}, which torch does not always update if it is sharded "
+                "(pytorch#176076). Use a copy, or another strategy, for example ddp"
+            )
+        require_no_batch_norm(model.modules(), self.checkpointing)
+        tp, pp = self.axes["tp"], self.axes["pp"]
+        if pp > 1:
+            self.plan = self.options.plan(model, pp, samples, self.name)
+            self.bubble = self.plan.bubble
+        elif self.options.num_stages not in (None, 1) or self.options.cut:
+            raise ConfigError(
+                "strategy.num_stages and strategy.cut: are only used if strategy.pp is above 1, got strategy.pp=1"
             )
         else:
-            self.num_stages, self.parts = 1, Partition(model, 1)
-            self.shapes = self.parts.shapes
+            self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
+        shapes = self.plan.parts.shapes
         if tp > 1 or self.sequence_parallel:
-            check_plans(model, self.shapes, tp, self.sequence_parallel, self.other_sizes)
+            check_plans(model, shapes, tp, self.sequence_parallel, self.other_sizes)
         self.tokens = token_layouts(model, self.sequence_parallel)
         self.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
-            for shape, tokens in zip(self.shapes, self.tokens, strict=True)
+            for shape, tokens in zip(shapes, self.tokens, strict=True)
         ]
 
-    def connect(self) -> None:
-        self.policy = offload_policy(self.offload, self.device)
+    def setup(self, model: nn.Module) -> None:
+        log_offload(self.offload, self.device)
+        self._make_groups()
+        boundaries = boundaries_of(self.plan, self.shapes, self.runtime.precision)
+        blocks = list(model.named_children())
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for _, block in blocks]
+        stages: dict[int, nn.Module] = {}
+        for index in range(dist.get_rank(self.pp_group), self.plan.num_stages, self.plan.ranks):
+            own = OrderedDict(blocks[i] for i in self.plan.parts.parts[index])
+            stages[index] = self._place(Stage(own, nullcontext, boundaries[index + 1].dtype, self.checkpointing))
+        self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
+        self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
+        self.pipeline = None
+        if self.pp_group is not None and self.axes["pp"] > 1:
+            self.pipeline = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.loss, self.device)
+        has_loss = self.plan.num_stages - 1 in stages
+        self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
+        held = torch.zeros(self.num_devices, dtype=torch.int64, device=self.device)
+        held[self.runtime.rank] = sum(local(parameter).nbytes for parameter in self.module.parameters())
+        self.picture = picture(self.axes, self.plan.parts, sizes, self.runtime.all_reduce(held).tolist())
+
+    def _make_groups(self) -> None:
         self.mesh = self.runtime.mesh(self.axes)
         self.pp_group = self.mesh.get_group("pp")
         if min(self.axes["replicate"], self.axes["shard"]) > 1:
@@ -139,57 +173,40 @@ class Mesh(Pipeline):
         else:
             self.dp_group = self.mesh.get_group("shard" if self.sharded else "replicate")
 
-    def setup(self, model: nn.Module) -> None:
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in model.children()]
-        super().setup(model)
-        self.reports = self.has_loss and self.mesh["tp"].get_local_rank() == 0
-        self.forward = next(iter(self.stages.values()))  # the only stage, if no schedule calls the stages
-        held = torch.zeros(self.num_devices, dtype=torch.int64, device=self.device)
-        held[self.runtime.rank] = sum(local(parameter).nbytes for parameter in self.module.parameters())
-        self.picture = picture(self.axes, self.parts, sizes, self.runtime.all_reduce(held).tolist())
-
-    def place(self, stage: Stage) -> nn.Module:
+    def _place(self, stage: Stage) -> nn.Module:
         """Divide a stage over the ranks of its pp. Every rank has the complete stage only on the CPU."""
-        tokens = dict(zip(self.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
+        tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
         weights = self.initial_weights or PresentWeights(stage)
         set_batch_norm(stage.to("meta"), self.batch_norm, self.dp_group)
         if self.axes["tp"] > 1:
             for name, block in stage.named_children():
                 parallelize(block, self.mesh["tp"], *tokens[name])
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
-        shard([*stage.children(), stage], along_dp, self.axes["pp"] == 1, self.runtime.precision, self.policy)
+        shard([*stage.children(), stage], along_dp, self.axes["pp"] == 1, self.runtime.precision, self.offload)
         for part in sharded_in(stage):
-            part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed (`divisor`)
+            part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
         fill(stage, weights, HOST if self.offload else self.device)
         return stage
 
     def describe(self) -> str:
         lines = f"mesh on {self.where}:\n{self.picture}"
-        return lines if self.steps is Strategy else f"{lines}\n{self.describe_schedule()}"
+        return lines if self.pipeline is None else f"{lines}\n{self.plan.describe()}"
 
-    def bubble(self) -> float | None:
-        return self.steps.bubble(self)
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
+        execute = super().add_gradient if self.pipeline is None else self.pipeline.add_gradient
+        return execute(inputs, targets, divisor)
 
-    def autocast(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
-        return self.steps.add_gradient(self, inputs, targets, count)
-
+    @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        logits = self.steps.predict(self, inputs)
+        execute = super().predict if self.pipeline is None else self.pipeline.predict
+        logits = execute(inputs)
         forget_order(self.module)
         return logits
 
     def no_sync(self) -> AbstractContextManager[None]:
         # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.
-        return nullcontext() if self.steps is Pipeline else without_sync(self.forward)
-
-    def forget_gathered(self) -> None:
-        for part in sharded_in(self.module):
-            part.reshard()
-        wait_for_copies(self.offload, self.device)
+        return without_sync(self.forward) if self.pipeline is None else nullcontext()
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.
@@ -200,6 +217,3 @@ class Mesh(Pipeline):
             copies = self.dp_size * self.axes["tp"] / shards
             squares += local(gradient).double().square().sum() / copies
         return self.runtime.all_reduce(squares).sqrt().to(torch.get_default_dtype())
-
-    def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        return super().gather(complete(own))

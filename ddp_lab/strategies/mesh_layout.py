@@ -1,5 +1,6 @@
 """The layout of ranks on a mesh: the sizes of its axes, and the picture of the strategy `mesh` in the log."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddp_lab.config.errors import ConfigError
@@ -8,7 +9,7 @@ from ddp_lab.models.partition import Partition
 MOST_LINES = 8  # of a stage, and ranks on a line, that the picture shows
 
 
-def require_division(ranks: int, inner: dict[str, int]) -> None:
+def require_division(ranks: int, inner: Mapping[str, int]) -> None:
     """Check that the axes within a replica divide the ranks.
 
     Args:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.strategies.all_reduce import trainable
+from ddp_lab.strategies.sharding import full_state
 
 
 class StateOptions(TypedDict, total=False):
@@ -27,16 +28,21 @@ class SavedState:
 
     Attributes:
         module: this rank's part of the model, unwrapped, so that its parameters keep their plain names.
+        pp_group: the ranks of this rank's pipeline, each with its own stages; None if every rank has all blocks.
     """
 
     save_options: ClassVar[StateOptions] = FULL_STATE
     load_options: ClassVar[StateOptions] = FULL_STATE
 
     module: nn.Module
+    pp_group: dist.ProcessGroup | None = None
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Return the complete model's state under plain names, on the CPU. Collective; as `state_dict`, without optimizer."""
-        return self._read_model(self.save_options)
+        own = self._read_model(self.save_options)
+        if self.pp_group is None:
+            return own
+        return {name: tensor for state in gather_states(full_state(own), self.pp_group) for name, tensor in state.items()}
 
     def _read_model(self, options: StateOptions) -> dict[str, torch.Tensor]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -62,10 +68,11 @@ class SavedState:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         options = StateDictOptions(**self.save_options)
-        return {
+        own: dict[str, Any] = {
             "model": self._read_model(self.save_options),
             "optimizer": get_optimizer_state_dict(self.module, optimizer, options=options),
         }
+        return own if self.pp_group is None else merge(gather_states(full_state(own), self.pp_group))
 
     def local_model_state(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of the model under plain names. Sharded tensors are DTensors, and nothing is copied."""

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline: how many stages and micro-batches each supports, and how long its ranks are idle.
+"""The schedules of a pipeline: how many stages and micro-batches each supports, where each cuts the model, and its bubble.
 
 gpipe                  all forward passes, then all backward passes (Huang et al. 2018, arXiv:1811.06965)
 1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
@@ -10,9 +10,17 @@ interleavedzerobubble  also cuts the backward pass in two: gradients of the inpu
 
 import re
 from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.partition import Partition, changes_input
+from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.sharding import require_one_place
 
 # torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
 # them: "can't steal_bwd_input if this stage doesn't have backward".
@@ -63,30 +71,105 @@ def count_stages(schedule: Schedule, ranks: int, num_microbatches: int, num_stag
     return stages
 
 
-def expected_bubble(ranks: int, stages: int, num_microbatches: int) -> float:
-    """Return the fraction of a step in which the ranks of a balanced pipeline are idle: (p-1) / (v m + p - 1).
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The stages of a pipeline and how they run.
 
-    p is the number of ranks, v that of the stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), and m that
-    of micro-batches.
+    Attributes:
+        schedule: name of torch's schedule.
+        ranks: number of ranks of the pipeline, p. Stage s is on rank s % p.
+        num_microbatches: number of micro-batches that a batch is divided into, m.
+        parts: the blocks of each stage.
+        has_batch_norm: whether the model has BatchNorm.
     """
-    return (ranks - 1) / (stages // ranks * num_microbatches + ranks - 1)
+
+    schedule: Schedule
+    ranks: int
+    num_microbatches: int
+    parts: Partition
+    has_batch_norm: bool
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.parts.parts)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of a step in which the ranks of a balanced pipeline are idle: (p-1) / (v m + p - 1).
+
+        v is the number of stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+        """
+        return (self.ranks - 1) / (self.num_stages // self.ranks * self.num_microbatches + self.ranks - 1)
+
+    def describe(self) -> str:
+        """Return lines about the balance of the ranks, the schedule and BatchNorm, for the log."""
+        p, m, v = self.ranks, self.num_microbatches, self.num_stages // self.ranks
+        busiest = max(sum(self.parts.shares[rank::p]) for rank in range(p))
+        below = "below " if "zerobubble" in self.schedule else ""  # the formula ignores the cut of the backward pass
+        lines = [
+            f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
+            f"{self.schedule}, {m} micro-batches, expected bubble of equally busy ranks {below}"
+            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {self.bubble:.0%} of the time, p={p}"
+            + (f", v={v} stages a rank" if v > 1 else ""),
+        ]
+        if self.has_batch_norm and m > 1:
+            lines.append(
+                "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches"
+            )
+        return "\n".join(lines)
 
 
-def describe(schedule: Schedule, ranks: int, stages: int, num_microbatches: int, shares: list[float]) -> list[str]:
-    """Return lines about the balance of a pipeline's ranks and about its schedule, for the log.
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The options of a pipeline, as in the config.
 
-    Args:
-        shares: the fraction of the work that each stage has.
+    Attributes:
+        schedule: name of torch's schedule.
+        num_microbatches: number of micro-batches that a batch is divided into.
+        num_stages: None: one per rank, or two per rank if the schedule supports several.
+        cut: names of the first blocks of the second stage, the third and so on; None cuts by FLOPs.
     """
-    p, m, v = ranks, num_microbatches, stages // ranks
-    busiest = max(sum(shares[rank::p]) for rank in range(p))
-    below = "below " if "zerobubble" in schedule else ""  # the formula ignores the cut of the backward pass
-    return [
-        f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
-        f"{schedule}, {m} micro-batches, expected bubble of equally busy ranks {below}"
-        f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {expected_bubble(p, stages, m):.0%} of the time, p={p}"
-        + (f", v={v} stages a rank" if v > 1 else ""),
-    ]
+
+    schedule: Schedule
+    num_microbatches: int
+    num_stages: int | None
+    cut: Sequence[str | int] | None
+
+    def plan(self, model: Chain, ranks: int, samples: int, strategy: str) -> PipelinePlan:
+        """Cut a model into the stages of a pipeline.
+
+        Args:
+            model: the complete model.
+            ranks: number of ranks of the pipeline.
+            samples: number of samples that the pipeline gets at once.
+            strategy: name of the strategy, for messages.
+
+        Raises:
+            ConfigError: the schedule does not support this number of ranks, stages or micro-batches, or the model cannot be
+                cut into the stages.
+        """
+        stages = count_stages(self.schedule, ranks, self.num_microbatches, self.num_stages, samples)
+        parts = Partition(model, stages, None if self.cut is None else [str(name) for name in self.cut])
+        require_one_place(model, {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}, strategy)
+        require_unchanged_inputs(model, parts)
+        return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())))
+
+
+def require_unchanged_inputs(model: nn.Module, parts: Partition) -> None:
+    """Check that no stage changes what it receives in place: torch's pipelines receive into leaves of autograd.
+
+    Raises:
+        ConfigError: one does.
+    """
+    blocks = list(model.children())
+    for number, part in enumerate(parts.parts[1:], start=2):
+        if changes_input([blocks[i] for i in part], parts.shapes[part.start]):
+            raise ConfigError(
+                f"stage {number} of the pipeline, which begins with block {parts.names[part.start]}, changes its input in "
+                "place; torch's pipelines do not allow that. Use inplace=False in the first layers of this stage, or other "
+                "first blocks of the stages by strategy.cut"
+            )
 
 
 def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:

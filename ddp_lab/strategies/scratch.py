@@ -14,21 +14,25 @@ buckets.py.
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from annotated_types import Predicate
 from torch import nn
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.types import Positive
+from ddp_lab.config.types import Allowed, Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, by_dtype, gradients_of, set_gradients
+from ddp_lab.strategies.all_reduce import ALGORITHMS, require_ranks, sum_gradients
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
+from ddp_lab.strategies.sharding import to_device
 from ddp_lab.world.runtime import Runtime
 
+NAMES = (*ALGORITHMS, "bucketed")
+Algorithm = Annotated[str, Predicate(lambda name: name in NAMES), Allowed(" or ".join(NAMES))]
 LAST_BUCKET = MiB  # maximum bytes of the bucket that `bucketed` sends last, if the model is larger
 
 
@@ -49,17 +53,18 @@ class Scratch(Strategy):
     def __init__(
         self,
         runtime: Runtime,
-        algorithm: Literal["star", "per_tensor", "flat", "bucketed", "ring"],
+        algorithm: Algorithm,
         bucket_mb: Positive,
         batch_norm: BatchNorm,
     ):
         super().__init__(runtime)
+        require_ranks(algorithm, runtime.world_size)
         self.algorithm, self.batch_norm = algorithm, batch_norm
         self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET) if algorithm == "bucketed" else ()
         self.buckets: Buckets | None = None
 
     def setup(self, model: nn.Module) -> None:
-        model = set_batch_norm(self.to_device(model), self.batch_norm)
+        model = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.module = self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -86,8 +91,7 @@ class Scratch(Strategy):
         if self.buckets is not None:
             self.buckets.finish()
         else:
-            for parameters in by_dtype(self.parameters()):
-                set_gradients(parameters, ALGORITHMS[self.algorithm](gradients_of(parameters)))
+            sum_gradients(self.parameters(), ALGORITHMS[self.algorithm])
 
     def require_gradients(self) -> None:
         """Check that the step has used all parameters: the sums are over the same gradients on every rank.

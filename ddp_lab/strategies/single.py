@@ -3,6 +3,7 @@
 from torch import nn
 
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
+from ddp_lab.strategies.sharding import to_device
 
 
 class Single(Strategy):
@@ -12,4 +13,4 @@ class Single(Strategy):
     performance_options = ALL_PERFORMANCE_OPTIONS
 
     def setup(self, model: nn.Module) -> None:
-        self.module = self.forward = self.to_device(model)
+        self.module = self.forward = to_device(model, self.device, self.initial_weights)

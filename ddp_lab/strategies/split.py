@@ -22,9 +22,8 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.block_times import Balance, cut_by_time
-from ddp_lab.strategies.shardable import require_whole
-from ddp_lab.strategies.sums import add_up, sums
+from ddp_lab.strategies.loss import add_up, measure
+from ddp_lab.strategies.sharding import require_one_place, to_device
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -36,8 +35,6 @@ class Split(Strategy):
         devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows, or [cpu, cpu] without a
             GPU.
         num_microbatches: number of micro-batches that a batch is divided into.
-        balance: what the stages have about equally much of: FLOPs, or time, which is measured for each block on the first
-            device at the start; block_times.json in the run directory keeps the times.
 
     Raises:
         NodeError: this machine does not have one of the devices.
@@ -48,7 +45,7 @@ class Split(Strategy):
     performance_options = frozenset({"compile", "channels_last", "fused"})
     load_options = {}  # full_state_dict supports one device only; this process holds all parameters anyway
 
-    def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count, balance: Balance = "flops"):
+    def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)
         self.devices_are_given = devices is not None
         if devices:
@@ -57,7 +54,7 @@ class Split(Strategy):
             self.devices = runtime.devices * (2 if runtime.device.type == "cpu" else 1)
         self.device = self.devices[0]
         self.num_devices = len(set(self.devices))
-        self.num_microbatches, self.balance = num_microbatches, balance
+        self.num_microbatches = num_microbatches
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
@@ -65,26 +62,19 @@ class Split(Strategy):
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
-        self._require_whole(model)
-        self.timed_samples = max(1, samples // self.num_microbatches)
-
-    def _require_whole(self, model: Chain) -> None:
         places = zip(self.parts.parts, self.devices, strict=True)
-        require_whole(model, {self.parts.names[i]: device for part, device in places for i in part}, self.name)
+        require_one_place(model, {self.parts.names[i]: device for part, device in places for i in part}, self.name)
 
     def setup(self, model: nn.Module) -> None:
-        assert isinstance(model, Chain)  # `needs_chain`
-        if self.balance == "time":
-            cut_by_time(self.parts, model, self.timed_samples, self.runtime, self.device, self.times_file)
-            self._require_whole(model)
         self.module = model
         self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
         blocks = list(model.named_children())
         self.stages: list[nn.Module] = [
-            self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
+            to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device, self.initial_weights)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
 
+    @property
     def modules_by_device(self) -> list[nn.Module]:
         return self.stages
 
@@ -102,15 +92,15 @@ class Split(Strategy):
                 activation = stage(activation.to(device, non_blocking=True))
         return activation
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         targets = targets.to(self.devices[-1], non_blocking=True)
         for micro_batch, expected in zip(
             inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True
         ):
-            logits = self._through_stages(micro_batch)
-            losses.append(self.loss_on_last(logits, expected))
-            results.append(sums(losses[-1], logits, expected))
-        (add_up(losses) / self.divisor(count)).backward()
+            loss, sums = measure(self.loss_on_last, self._through_stages(micro_batch), expected, divisor)
+            losses.append(loss)
+            results.append(sums)
+        add_up(losses).backward()
         return add_up(results).to(self.device, non_blocking=True)

@@ -13,13 +13,13 @@ ranks therefore need fast links, and tensor parallelism pays only if a single la
 contain no code for it: `setup` replaces their layers by name.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
@@ -32,9 +32,7 @@ from ddp_lab.models.vit_layers import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.collectives import copy_to_ranks, join_channels
-from ddp_lab.strategies.shardable import shared
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local, tied_parameters, to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -54,7 +52,7 @@ class ShardedConv2d(nn.Module):
 
     def __init__(self, conv: nn.Conv2d, mesh: DeviceMesh):
         super().__init__()
-        self.group = mesh.get_group()
+        self.mesh = mesh
         self.stride, self.padding, self.dilation = conv.stride, conv.padding, conv.dilation
         assert conv.groups == 1, "each output channel must depend on all input channels"
         assert conv.padding_mode == "zeros"
@@ -67,8 +65,10 @@ class ShardedConv2d(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, [b, o, h, w], for `inputs`, [b, c, height, width], both the same on every rank. Collective."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        inputs = copy_to_ranks(inputs, self.group)
-        return join_channels(F.conv2d(inputs, weight, bias, self.stride, self.padding, self.dilation), self.group)
+        # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al. 2019, arXiv:1909.08053).
+        same = DTensor.from_local(inputs, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        own = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
+        return DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False).full_tensor(grad_placements=[Replicate()])
 
 
 def can_be_sharded(layer: nn.Conv2d | nn.Linear) -> bool:
@@ -108,14 +108,13 @@ class TP(Strategy):
         plan: dict[BlockName, Literal["shard", "replicate"]] | None,
         batch_norm: BatchNorm,
     ):
-        super().__init__(runtime)
-        self.lay_out(tp=tp or runtime.world_size)
+        super().__init__(runtime, {"tp": tp or runtime.world_size})
         self.plan = {str(name): placement for name, placement in (plan or {}).items()}
         self.batch_norm = batch_norm
         self.refusals["compile"] = (
             "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
         )
-        self.reports = runtime.rank % self.axes["tp"] == 0
+        self.is_metric_rank = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
@@ -133,7 +132,7 @@ class TP(Strategy):
         read = read_outside(model, layers)
         self.layers = {name: layer for name, layer in layers.items() if name not in read and can_be_sharded(layer)}
         self.whole = [name for name in layers if name not in self.layers]
-        for first, *others in shared(model):
+        for first, *others in tied_parameters(model):
             if any(name.rpartition(".")[0] in self.layers for name in (first, *others)):
                 raise ConfigError(
                     f"strategy=tp: {others[0]} is the same parameter as {first}; sharded, they would be two. Use a copy, "
@@ -156,7 +155,8 @@ class TP(Strategy):
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.dp_group = mesh.get_group("dp")
-        self.module = self.forward = set_batch_norm(self.to_device(model), self.batch_norm, self.dp_group)
+        model = to_device(model, self.device, self.initial_weights)
+        self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
         for path, layer in self.layers.items():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
@@ -179,10 +179,6 @@ class TP(Strategy):
             gradients = [local(gradient) for gradient in gradients_of(self.parameters())]
             # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
             torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-
-    def param_groups(self, decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
-        # The parameters are DTensors and tensors (for example BatchNorm's). The optimizers' foreach kernels need one kind.
-        return [group | {"foreach": False} for group in super().param_groups(decay_norms_and_biases)]
 
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.

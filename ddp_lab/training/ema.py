@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.shards import local, sharded_as
+from ddp_lab.strategies.sharding import local, reshard, sharded_as
 
 
 class EMA:
@@ -72,7 +72,7 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         """Exchange weights and averages, in place, one by one, so that no second copy of the model is needed."""
-        self.strategy.forget_gathered()
+        reshard(self.strategy.module, self.strategy.device)
         for name, average in self.averages.items():
             weight = local(self.tensors[name])
             before = weight.clone()

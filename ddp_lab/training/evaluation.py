@@ -7,7 +7,7 @@ import torch
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sums import TOP, count_predictions, new_counts, sum_dtype, sums
+from ddp_lab.strategies.loss import TOP, count_predictions, new_counts, sum_dtype, sums
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,25 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> Evaluation:
             counts = new_counts(classes, strategy.device)
         totals += sums(strategy.loss(logits, batch.targets), logits, batch.targets)
         count_predictions(counts, logits, batch.targets)
-    summed = strategy.total(totals, counts)
+    summed = total(strategy, totals, counts)
     loss, accuracy, samples = means(summed[:3].tolist())
     top5 = summed[3].item() / samples if classes > TOP else None
     confusion = summed[4:].long().view(classes, classes) if len(summed) > 4 else None
     return Evaluation(loss, accuracy, int(samples), top5, confusion)
+
+
+def total(strategy: Strategy, *sums: torch.Tensor) -> torch.Tensor:
+    """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch.
+
+    Args:
+        sums: vectors of the same dtype. Each is added separately, because the size of a vector affects the order in which
+            the ranks' values are added.
+
+    Returns:
+        The concatenated sums.
+    """
+    counted = [own if strategy.is_metric_rank else torch.zeros_like(own) for own in sums]
+    return torch.cat([strategy.runtime.all_reduce(own) for own in counted]).cpu()
 
 
 def means(sums: list[float]) -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.evaluation import Evaluation, evaluate, means
+from ddp_lab.training.evaluation import Evaluation, evaluate, means, total
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
@@ -134,7 +134,7 @@ def train_epoch(
 
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
-        own = strategy.total(step.tally.totals.clone()).tolist()
+        own = total(strategy, step.tally.totals.clone()).tolist()
         sums = [earlier + now for earlier, now in zip(before.sums, own, strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Rprop
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.shards import local, sharded_as
+from ddp_lab.strategies.sharding import local, sharded_as
 
 ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
 UNSUPPORTED = (Adafactor, Rprop)  # fail on DTensors in their first step (torch 2.14); all others of torch.optim do not

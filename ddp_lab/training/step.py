@@ -14,7 +14,7 @@ from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.strategies.all_reduce import gradient_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.compilation import CompileFn
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.optimizer import has_shards, step_of
 from ddp_lab.training.tally import Tally

@@ -5,7 +5,7 @@ import math
 import torch
 
 from ddp_lab.strategies.compilation import CompileFn
-from ddp_lab.strategies.sums import sum_dtype
+from ddp_lab.strategies.loss import sum_dtype
 
 LONGEST = 1000  # steps whose losses are kept
 

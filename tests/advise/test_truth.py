@@ -21,7 +21,7 @@ from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
 

@@ -63,10 +63,20 @@ def count(cache: Path) -> int:
     return len(path.read_text()) if path.exists() else 0
 
 
-def test_two_launches_build_one_record(tmp_path):
+def test_two_launches_build_one_record_and_remove_what_a_killed_build_left(tmp_path):
     root, cache = write_folder(tmp_path / "images", {"train": 9}), tmp_path / "cache"
-    builders = [FORK.Process(target=slowly, args=(root, cache)) for _ in range(2)]
     cache.mkdir()
+    killed, *builders = [FORK.Process(target=slowly, args=(root, cache)) for _ in range(3)]
+    killed.start()
+    while count(cache) < 4:
+        time.sleep(0.01)
+    killed.kill()
+    killed.join(60)
+    assert not (cache / "key").exists()
+    assert (cache / "building").exists()
+    assert_complete(build(root, cache, "other"), root)  # also a build of another record removes it
+    assert not (cache / "building").exists()
+    (cache / "count").unlink()
     for builder in builders:
         builder.start()
     for builder in builders:
@@ -74,21 +84,7 @@ def test_two_launches_build_one_record(tmp_path):
     assert [builder.exitcode for builder in builders] == [0, 0]
     assert count(cache) == 9
     assert_complete(cache / "key", root)
-
-
-def test_killed_build_is_replaced_by_the_next(tmp_path):
-    root, cache = write_folder(tmp_path / "images", {"train": 9}), tmp_path / "cache"
-    cache.mkdir()
-    builder = FORK.Process(target=slowly, args=(root, cache))
-    builder.start()
-    while count(cache) < 4:
-        time.sleep(0.01)
-    builder.kill()
-    builder.join(60)
-    assert not (cache / "key").exists()
-    assert (cache / "building").exists()
-    assert_complete(build(root, cache, "other"), root)  # also if it builds another record
-    assert sorted(os.listdir(cache)) == ["count", "lock", "other"]
+    assert sorted(os.listdir(cache)) == ["count", "key", "lock", "other"]
 
 
 def test_cache_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, monkeypatch):

@@ -142,6 +142,7 @@ def test_held_out_files_depend_on_their_name_and_the_seed_only(tmp_path):
     assert found.test is None
     assert 8 <= len(out) <= 35
     assert all(is_held_out(name.removeprefix("train/"), 0.25, 0) for name in out)
+    assert torch.equal(found.val.sample(3, 0)[0], evaluation_view(decode(root / out[0], 3), SHORT, SIZE))
     assert names(dataset(root, "data.val_fraction=0.25", "data.val_seed=1").val) != out
     for name in names(found.train)[::3]:
         (root / name).unlink()

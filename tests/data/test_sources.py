@@ -43,10 +43,11 @@ def test_random_numbers_of_a_dataset_depend_on_seed_epoch_and_index():
     assert torch.equal(val.sample(0, 3)[0], val.sample(0, 3)[0])
 
 
-def test_float_images_are_those_of_uint8():
+def test_float_images_are_those_of_uint8_and_images_to_test_on_are_not_augmented():
     numbers = "data.num_classes=2"
     one, other = (load("Tensors", f"+data.dataset.kind={kind}", numbers).test for kind in ("uint8", "float"))
     assert torch.equal(one.sample(0, 3)[0], other.sample(0, 3)[0])
+    assert torch.equal(one.sample(0, 3)[0], one.sample(7, 3)[0])
     assert one.sample(0, 3)[1] == 1
 
 

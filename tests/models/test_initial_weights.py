@@ -13,7 +13,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights, draw, has_unset, unset
 from ddp_lab.models.make import make_model
-from ddp_lab.strategies.fill import PresentWeights, fill
+from ddp_lab.strategies.sharding import PresentWeights, fill
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
 

@@ -17,10 +17,8 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, key_of, require_chain
-from ddp_lab.strategies import pipeline
-from ddp_lab.strategies.pipeline import Pipeline
+from ddp_lab.strategies.fully_shard import units
 from ddp_lab.strategies.split import Split
-from ddp_lab.strategies.units import units
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
@@ -252,16 +250,6 @@ def test_split_refuses_a_weight_on_two_devices():
     strategy.devices[4] = torch.device("meta")
     with pytest.raises(ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"):
         strategy.partition(model, 4)
-
-
-def test_cut_by_time_is_checked_for_shared_weights(monkeypatch):
-    model = build_model({"_target_": "own_models.one_weight"}, SHAPE)
-    strategy = Pipeline(Runtime("cpu"), "gpipe", 1, None, None, "time")
-    strategy.axes = {"pp": 2}
-    strategy.partition(model, 4)
-    monkeypatch.setattr(pipeline, "cut_by_time", lambda parts, *_: parts.cut_by_time([1, 1, 1, 1, 2, 1, 1]))
-    with pytest.raises(ConfigError, match=r"^strategy=pipeline: 4\.weight is the same parameter as 2\.weight"):
-        strategy.setup(model)
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "ddp_pipeline", "tp", "split"])

@@ -28,7 +28,7 @@ def test_wrapped_steps_implement_train_step(tmp_path):
     runtime = Runtime("cpu")
     strategy = Single(runtime)
     strategy.setup(simple_cnn(1, 8, 10))
-    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
     step = Step(strategy, optimizer, make_scheduler(optimizer, constant, 1, 1, 0))
     step.lr = 0.25
     fault = Fault(step, "nan@rank=0,step=1", 0, tmp_path, None, 0)

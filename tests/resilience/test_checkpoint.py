@@ -34,7 +34,7 @@ def save_on_a_slow_disk(folder) -> tuple[list[float], dict, dict]:
     runtime = Runtime("cpu")
     strategy = Single(runtime)
     strategy.setup(make_model("lenet", 0))
-    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1, momentum=0.9)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
     scheduler = make_scheduler(optimizer, cosine, 1, 10, 0)
     checkpoints = Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes)
@@ -119,7 +119,7 @@ def tiny_checkpoints(folder: Path, best: str | None = "val_loss") -> Checkpoints
     runtime = Runtime("cpu")
     strategy = Single(runtime)
     strategy.setup(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(strategy.param_groups(), lr=0.1)
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
     return Checkpoints(folder, runtime, strategy, optimizer, make_scheduler(optimizer, cosine, 10, 1, 0), shapes, best=best)
 

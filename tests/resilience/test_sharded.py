@@ -88,7 +88,7 @@ class Counting(torch.optim.SGD):
 def test_optimizer_state_that_is_no_tensor_is_saved(tmp_path):
     for _ in range(2):
         checkpoints = tiny(tmp_path)
-        checkpoints.optimizer = Counting(checkpoints.strategy.param_groups(), lr=0.1, momentum=0.9)
+        checkpoints.optimizer = Counting(checkpoints.strategy.parameters(), lr=0.1, momentum=0.9)
         checkpoints.optimizer.param_groups[0]["initial_lr"] = 0.1
         progress = resume(checkpoints)
         save_epochs(checkpoints, [1.0], progress)

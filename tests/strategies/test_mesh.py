@@ -237,7 +237,7 @@ def test_ranks_of_one_dp_read_the_same_samples_and_one_of_each_reports(monkeypat
     strategies = [held_by(monkeypatch, rank, **CUBE)[0] for rank in range(8)]
     assert [strategy.dp_rank for strategy in strategies] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert {strategy.dp_size for strategy in strategies} == {2}
-    assert [strategy.reports for strategy in strategies] == [False] * 4 + [True, False, True, False]
+    assert [strategy.is_metric_rank for strategy in strategies] == [False] * 4 + [True, False, True, False]
 
 
 def test_ranks_hold_every_parameter_once_and_layers_are_divided_by_the_plan(monkeypatch):

@@ -14,7 +14,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.mesh import Mesh
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 from ddp_lab.world.runtime import Runtime
 
 
@@ -86,7 +86,7 @@ def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool,
     with torch.no_grad():
         strategy.module.head.linear.weight.fill_(0.1)  # it is 0 at first, and so are the gradients of the blocks
     parameters = list(strategy.parameters())
-    optimizer = configure_optimizer(torch.optim.AdamW(strategy.param_groups(), lr=0.1), PerformanceOptions(), GPU)
+    optimizer = configure_optimizer(torch.optim.AdamW(strategy.parameters(), lr=0.1), PerformanceOptions(), GPU)
     torch.manual_seed(strategy.dp_rank)
     strategy.forward_backward(torch.randn(4, 3, 16, 16), torch.arange(4), 8)
     gradients = [local(parameter.grad).clone() for parameter in parameters]

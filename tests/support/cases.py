@@ -71,11 +71,8 @@ def pipeline_options(schedule: str, m: int, stages: int | None, cut: tuple[str, 
     return (("schedule", schedule), ("num_microbatches", m), ("num_stages", stages), ("cut", cut))
 
 
-def pipeline(
-    schedule: str, m: int = 4, stages: int | None = None, cut: tuple[str, ...] | None = None, balance: str = "flops", **case
-) -> Case:
-    balanced = () if balance == "flops" else (("balance", balance),)
-    return Case(Pipeline, pipeline_options(schedule, m, stages, cut) + balanced, **case)
+def pipeline(schedule: str, m: int = 4, stages: int | None = None, cut: tuple[str, ...] | None = None, **case) -> Case:
+    return Case(Pipeline, pipeline_options(schedule, m, stages, cut), **case)
 
 
 def ddp_pipeline(
@@ -193,7 +190,6 @@ MODEL_PARALLEL = {
         pipeline("1f1b", **FILES),
         tp(2, **FILES),
         pipeline("1f1b", init="by_block"),
-        pipeline("1f1b", balance="time"),
         pipeline("1f1b", **EMPTY_STAGE, **CLIPPED),
         fsdp(init="by_block"),
     ],

@@ -19,7 +19,7 @@ def tiny(folder: Path, best: str | None = "val_loss", sharded: bool = True) -> C
     runtime = Runtime("cpu")
     strategy = Single(runtime)
     strategy.setup(nn.Linear(2, 1))
-    optimizer = torch.optim.AdamW(strategy.param_groups(), lr=0.1, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(strategy.parameters(), lr=0.1, weight_decay=0.0)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
     scheduler = make_scheduler(optimizer, cosine, 10, 1, 0)
     return Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes, best=best, sharded=sharded)

@@ -32,7 +32,7 @@ from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.strategies.loss import CrossEntropy
 from ddp_lab.strategies.pipeline import Pipeline
-from ddp_lab.strategies.shards import local
+from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.tp import TP
 from ddp_lab.training.evaluation import evaluate

@@ -19,8 +19,8 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.speed.options import Facts, choose, refusals_of
+from ddp_lab.strategies.loss import sum_dtype
 from ddp_lab.strategies.single import Single
-from ddp_lab.strategies.sums import sum_dtype
 from ddp_lab.world import process
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.process import is_alive, start_time

@@ -1,0 +1,202 @@
+"""Shards: this rank's part of a tensor, full tensors of shards, and weights for the blocks and shards that a rank holds.
+
+fully_shard.py shards a model, and training/on_shards.py lets an optimizer update the shards. DTensor is imported where it is
+used, because that loads 500 modules.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.initial_weights import InitialWeights, tensors_of
+
+Module = TypeVar("Module", bound=nn.Module)
+Weights: TypeAlias = "InitialWeights | PresentWeights | ShapesOnly"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def sharded_as(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard as a DTensor of the layout of `tensor`, without a copy; if `tensor` is none, return the shard as it is."""
+    if not hasattr(tensor, "to_local"):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    full = cast(DTensor, tensor)
+    # The shape must be given: torch would otherwise compute it from this shard, and be wrong where shards differ in size.
+    return DTensor.from_local(shard, full.device_mesh, full.placements, shape=full.shape, stride=full.stride())
+
+
+def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
+    """Return the parameters that a rank trains in the form that optimizers accept.
+
+    Args:
+        parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do not support.
+        decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with fewer than two
+            dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every rank
+            has both groups, which may be empty.
+    """
+    parameters = list(parameters)
+    kinds = {hasattr(parameter, "to_local") for parameter in parameters}
+    options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
+    if decay_norms_and_biases:
+        return [{"params": parameters, **options}]
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
+    return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
+
+
+def full_state(state: Any) -> Any:
+    """Return a state with full tensors on the CPU in place of shards on the device. Collective.
+
+    Args:
+        state: a dict, whose values may be dicts; the same keys in the same order on all ranks that share the tensors.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if isinstance(state, dict):
+        return {key: full_state(value) for key, value in cast("dict[str, Any]", state).items()}
+    if isinstance(state, DTensor):
+        state = state.to(state.device_mesh.device_type)  # collectives of GPUs need tensors there (strategy.offload)
+        # Along dp first and then along tp: shards of shards cannot be gathered in one collective.
+        along_tp = [place if place.is_shard() else Replicate() for place in state.placements]
+        state = state.redistribute(placements=along_tp).full_tensor()
+    return state.cpu() if isinstance(state, torch.Tensor) else state
+
+
+def reshard(module: nn.Module, device: torch.device) -> None:
+    """Free gathered parameters, and wait for their copies from host memory, so that the shards can be changed.
+
+    With reshard_after_forward=False an evaluation leaves the blocks gathered. The optimizer's step need not call this, because
+    its gradients come after all copies.
+
+    Args:
+        module: a rank's part of the model; one that is not sharded is left as it is.
+        device: on which it is computed.
+    """
+    for part in module.modules():
+        if hasattr(part, "reshard"):  # not isinstance: importing FSDPModule takes as long as importing DTensor
+            cast(Any, part).reshard()
+    if device.type == "cuda" and any(parameter.device.type == "cpu" for parameter in module.parameters()):
+        torch.cuda.synchronize(device)
+
+
+def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -> Module:
+    """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
+
+    Args:
+        blocks: its children are blocks of the model under their names.
+        device: the device.
+        weights: of blocks that are on the meta device (`Strategy.initial_weights`); None if they have their weights.
+    """
+    if weights is None:
+        return blocks.to(device)
+    fill(blocks, weights, device)
+    return blocks
+
+
+@torch.no_grad()
+def fill(blocks: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Allocate blocks that are on the meta device, and give them their weights. Not collective.
+
+    Only one complete block at a time is in host memory.
+
+    Args:
+        blocks: its children are blocks of the model under their names; their parameters may be sharded (DTensors).
+        device: where to allocate them.
+    """
+    if isinstance(weights, ShapesOnly):
+        return weights.allocate(blocks, device)
+    for name, block in blocks.named_children():
+        block.to_empty(device=device)
+        full = weights.of(name)
+        for key, tensor in tensors_of(block).items():
+            copy_shard(full.pop(key), tensor)
+
+
+def copy_shard(full: torch.Tensor, own: torch.Tensor) -> None:
+    """Copy a tensor that this rank has completely to `own`, which may be a DTensor: then this rank's shard of it."""
+    if hasattr(own, "placements"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(own, DTensor)
+        full = distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None).to_local()
+        own = own.to_local()
+    own.copy_(full)
+
+
+class PresentWeights:
+    """The weights that blocks have, for blocks that are then moved to the meta device.
+
+    Args:
+        blocks: its children are blocks of the model under their names.
+    """
+
+    def __init__(self, blocks: nn.Module):
+        self.blocks = {name: tensors_of(block) for name, block in blocks.named_children()}
+
+    def of(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of a block by their names within the block, once."""
+        return self.blocks.pop(name)
+
+
+class ShapesOnly:
+    """Fake tensors in place of weights, for a step that is only planned (advise/plan.py).
+
+    Args:
+        fake: the mode in which tensors have shapes and no memory.
+    """
+
+    def __init__(self, fake: AbstractContextManager[object]):
+        self.fake = fake
+
+    def allocate(self, blocks: nn.Module, device: torch.device) -> None:
+        """Allocate a module that is on the meta device. Tied parameters stay tied."""
+        names = defaultdict[nn.Parameter, list[str]](list)
+        for name, parameter in blocks.named_parameters(remove_duplicate=False):
+            names[parameter].append(name)
+        with self.fake:
+            blocks.to_empty(device=device)
+        for first, *others in names.values():
+            for path in others:
+                module, _, name = path.rpartition(".")
+                setattr(blocks.get_submodule(module), name, blocks.get_parameter(first))
+
+    def set_weights(self, state: dict[str, torch.Tensor]) -> None:
+        """Do nothing: there are no weights to replace."""
+
+
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def require_one_place(model: nn.Module, place_of: Mapping[str, Hashable], strategy: str) -> None:
+    """Check that each parameter is in one place only; in each of several it would be a parameter of its own.
+
+    Args:
+        place_of: the stage or device of each block, by name.
+        strategy: name of the strategy, for the message.
+
+    Raises:
+        ConfigError: a parameter belongs to blocks in different places.
+    """
+    for first, *others in tied_parameters(model):
+        for name in others:
+            if place_of[name.split(".")[0]] != place_of[first.split(".")[0]]:
+                raise ConfigError(
+                    f"strategy={strategy}: {name} is the same parameter as {first}, which is in another stage; each would "
+                    "train its own. Use a copy, another number of stages or strategy.cut, or another strategy, for example ddp"
+                )

@@ -1,0 +1,196 @@
+"""The stages of a pipeline that a rank holds, and torch's schedules, which run micro-batches through them.
+
+torch's pipelining is imported where it is used, because that takes 1.2 s (it imports torch._dynamo).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.data.batch import IGNORE
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
+from ddp_lab.strategies.loss import Loss, add_up, measure
+from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+TorchSchedule: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
+
+
+class Stage(nn.Sequential):
+    """Consecutive blocks of the model.
+
+    Args:
+        blocks: the blocks by name.
+        autocast: returns the context of the forward pass.
+        dtype: dtype of the output, in which the next rank has allocated its receive buffers.
+        checkpointing: which activations are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        blocks: OrderedDict[str, nn.Module],
+        autocast: Callable[[], AbstractContextManager[object]],
+        dtype: torch.dtype,
+        checkpointing: Checkpointing,
+    ):
+        super().__init__(blocks)
+        self.autocast, self.dtype = autocast, dtype
+        self.checkpointing: Checkpointing = checkpointing
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            output = input
+            for block in self:
+                output = checkpointed(block, self.checkpointing)(output)
+            output = output.to(self.dtype).contiguous()  # as sending requires
+            # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own input.
+            return output.clone() if output is input else output
+
+
+class Boundary(NamedTuple):
+    """The activations between two stages, or before the first or after the last one.
+
+    Attributes:
+        shape: shape of one sample's activation.
+        dtype: its dtype.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def example(self, size: int, requires_grad: bool) -> torch.Tensor:
+        """Return the activation of a micro-batch of `size` samples on the meta device."""
+        return torch.empty(size, *self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
+
+
+def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], precision: str) -> list[Boundary]:
+    """Return the boundaries of all stages: what each gets, and what the last one returns.
+
+    Args:
+        plan: of the pipeline.
+        shapes: shape of one sample's activation before each block and after the last one.
+        precision: float32, in which all activations are sent; or bf16, in which all but the images and the logits are.
+    """
+    outside = torch.get_default_dtype()
+    between = torch.bfloat16 if precision == "bf16" else outside
+    at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
+    return [Boundary(shape, outside if place in (0, len(at) - 1) else between) for place, shape in enumerate(at)]
+
+
+class MicroBatchLoss:
+    """The loss that the schedule computes on the last stage, for each micro-batch.
+
+    Attributes:
+        divisor: number that each summed loss is divided by.
+        results: [loss_sum, correct, count] of each micro-batch so far.
+    """
+
+    def __init__(self, loss: Loss):
+        self.loss, self.divisor = loss, 1.0
+        self.results: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss, results = measure(self.loss, logits, targets, self.divisor)
+        self.results.append(results)
+        return loss
+
+
+class PipelineExecutor:
+    """Runs batches through the stages of a pipeline, in micro-batches.
+
+    A schedule of torch has static shapes. There is therefore one for each size of a micro-batch, of which a partial last batch
+    has its own; training and evaluation have separate ones, because only training computes a loss. They are made when they are
+    first used. torch keeps them alive, so they must not refer to a strategy.
+
+    Args:
+        plan: of the pipeline.
+        stages: this rank's stages by their index in the pipeline, on the device.
+        boundaries: of all stages.
+        group: the ranks of the pipeline.
+        loss: the training loss.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        stages: dict[int, nn.Module],
+        boundaries: list[Boundary],
+        group: dist.ProcessGroup,
+        loss: Loss,
+        device: torch.device,
+    ):
+        self.plan, self.stages, self.boundaries, self.group, self.device = plan, stages, boundaries, group, device
+        self.loss = MicroBatchLoss(loss)
+        self.has_loss = plan.num_stages - 1 in stages
+        self._schedules: dict[tuple[int, bool], TorchSchedule] = {}
+
+    @property
+    def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
+        """When each rank computes what, as in schedules.py, by the schedule of the first training step."""
+        schedule: Any = next(made for (_, training), made in self._schedules.items() if training)
+        order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
+        return time_slots({rank: [str(action) for action in actions] for rank, actions in order.items()})
+
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""
+        schedule, rows, arguments = self._prepare(inputs, training=True)
+        targets = targets[rows]
+        targets[len(inputs) :] = IGNORE if targets.dim() == 1 else 0  # mixed targets are probabilities
+        self.loss.divisor, self.loss.results = divisor, []
+        schedule.step(*arguments, target=targets if self.has_loss else None, return_outputs=False)
+        return add_up(self.loss.results) if self.has_loss else torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
+        schedule, rows, arguments = self._prepare(inputs, training=False)
+        logits = schedule.step(*arguments)
+        if logits is None:  # on all ranks but the last
+            logits = torch.empty(len(rows), *self.boundaries[-1].shape, device=self.device)
+        dist.broadcast(logits, group=self.group, group_src=self.plan.ranks - 1)
+        return logits[: len(inputs)]
+
+    def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[TorchSchedule, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Pad a batch, [b, channels, height, width], so that it can be divided into equal micro-batches.
+
+        Returns:
+            The schedule for it; the row of the batch that each row of the padded batch repeats, [padded]; and the arguments
+            of the schedule on this rank, which are the padded inputs on the first rank and nothing on the others.
+        """
+        size = -(-len(inputs) // self.plan.num_microbatches)
+        rows = torch.arange(size * self.plan.num_microbatches, device=inputs.device) % len(inputs)
+        if (size, training) not in self._schedules:
+            self._schedules[size, training] = self._make_schedule(size, training)
+        return self._schedules[size, training], rows, (inputs[rows],) if 0 in self.stages else ()
+
+    def _make_schedule(self, size: int, training: bool) -> TorchSchedule:
+        """Return the schedule for micro-batches of `size` samples."""
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        stages = [
+            PipelineStage(
+                module,
+                index,
+                self.plan.num_stages,
+                self.device,
+                input_args=self.boundaries[index].example(size, requires_grad=index > 0),
+                output_args=self.boundaries[index + 1].example(size, requires_grad=True),
+                group=self.group,
+            )
+            for index, module in self.stages.items()
+        ]
+        make_schedule = cast("Callable[..., Any]", get_schedule_class(self.plan.schedule))
+        return make_schedule(
+            stages[0] if has_one_stage(self.plan.schedule) else stages,
+            self.plan.num_microbatches,
+            loss_fn=self.loss if training else None,
+            scale_grads=False,
+        )
