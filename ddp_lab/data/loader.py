@@ -194,7 +194,7 @@ class Loader(ABC):
         self._first += size
         images, targets = self._read(places)
         if self._offsets is not None:
-            images = augment(images, self._offsets.index_select(1, places))
+            images = augment(images, self._offsets.index_select(1, places), self.options.crop_padding)
         if self.real < self.samples:
             targets = targets.masked_fill(places >= self.real, IGNORE)
         return self.normalise(images), targets

@@ -33,19 +33,21 @@ if TYPE_CHECKING:
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")  # which reach the ranks; each rank saves and exits
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}  # of other signals 128 + number, as in a shell
-# Options of torchrun, whose --nproc-per-node is --nproc here: what is allowed, as a pattern and in words.
+# Options of torchrun, whose --nproc-per-node is --nproc here: the allowed values, as a pattern and in English, and the options
+# of which one must be given, too, as it has no effect otherwise
+ADDRESS = ("rdzv-endpoint", "master-addr")
 OPTIONS = {
-    "nproc": (r"[1-9]\d*", "an integer of at least 1"),
-    "nnodes": (r"[1-9]\d*(:[1-9]\d*)?", "a number of machines, N, or MIN:MAX"),
-    "max-restarts": (r"\d+", "an integer of at least 0"),
-    "rdzv-endpoint": (r".+:\d+", "HOST:PORT"),
-    "rdzv-backend": (r"[\w-]+", "the name of a backend, c10d by default"),
-    "rdzv-id": (".+", "a name"),
-    "rdzv-conf": (r"\w+=[^,]+(,\w+=[^,]+)*", "KEY=VALUE,KEY=VALUE"),
-    "node-rank": (r"\d+", "an integer of at least 0"),
-    "master-addr": (".+", "a host"),
-    "master-port": (r"\d+", "a port"),
-    "local-addr": (".+", "a host"),
+    "nproc": (r"[1-9]\d*", "an integer of at least 1", ()),
+    "nnodes": (r"[1-9]\d*(:[1-9]\d*)?", "a number of machines, N, or MIN:MAX", ()),
+    "max-restarts": (r"\d+", "an integer of at least 0", ()),
+    "rdzv-endpoint": (r".+:\d+", "HOST:PORT", ()),
+    "rdzv-backend": (r"[\w-]+", "the name of a backend, c10d by default", ("rdzv-endpoint",)),
+    "rdzv-id": (".+", "a name", ADDRESS),
+    "rdzv-conf": (r"\w+=[^,]+(,\w+=[^,]+)*", "KEY=VALUE,KEY=VALUE", ADDRESS),
+    "node-rank": (r"\d+", "an integer of at least 0", ("nnodes",)),
+    "master-addr": (".+", "a host", ()),
+    "master-port": (r"\d+", "a port", ("master-addr",)),
+    "local-addr": (".+", "a host", ()),
 }
 # What starts several processes: the number of tasks, the program, and which task this is. SLURM_NTASKS is set in the shells of
 # sbatch and salloc, too.
@@ -53,14 +55,6 @@ TASKS = {
     "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
     "PMI_SIZE": ("mpirun", "PMI_RANK"),
-}
-# Options that have no effect without one of others
-NEEDS = {
-    "rdzv-backend": ("rdzv-endpoint",),
-    "rdzv-id": ("rdzv-endpoint", "master-addr"),
-    "rdzv-conf": ("rdzv-endpoint", "master-addr"),
-    "master-port": ("master-addr",),
-    "node-rank": ("nnodes",),
 }
 
 
@@ -77,16 +71,16 @@ def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     parser.add_argument("--standalone", action="store_true")  # torchrun's word for what is the default here
     known, others = parser.parse_known_args(arguments)
     options = vars(known)
-    if options.pop("standalone", False) and (given := {"rdzv-endpoint", "master-addr"} & set(options)):
+    if options.pop("standalone", False) and (given := set(ADDRESS) & set(options)):
         raise ConfigError(f"--standalone: is for one machine; leave it or --{min(given)} out")
     for name, value in options.items():
-        pattern, allowed = OPTIONS[name]
+        pattern, allowed, needed = OPTIONS[name]
         if not re.fullmatch(pattern, value):
             raise ConfigError(f"--{name} {value}: must be {allowed}")
         if name in ("rdzv-endpoint", "master-port") and int(value.rpartition(":")[2]) > 65535:
             raise ConfigError(f"--{name} {value}: a port must be at most 65535")
-        if name in NEEDS and not set(NEEDS[name]) & set(options):
-            raise ConfigError(f"--{name} {value}: needs --{' or --'.join(NEEDS[name])}")
+        if needed and not set(needed) & set(options):
+            raise ConfigError(f"--{name} {value}: needs --{' or --'.join(needed)}")
     return options, others
 
 
@@ -109,11 +103,11 @@ def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str,
             advice = f"use `{line}`, which starts the ranks of each job" if sweep else "see ddp-lab train --help"
             raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: {advice}")
         return None
-    if int(options.get("nnodes", "1").split(":")[-1]) > 1 and not {"rdzv-endpoint", "master-addr"} & set(options):
+    if int(options.get("nnodes", "1").split(":")[-1]) > 1 and not set(ADDRESS) & set(options):
         raise ConfigError(
             f"--nnodes {options['nnodes']}: needs --rdzv-endpoint HOST:PORT, the same on every machine: a port of one of them"
         )
-    for name in {"rdzv-endpoint", "master-addr"} & set(options):
+    for name in set(ADDRESS) & set(options):
         check_host(name, options[name])
     config_dir, overrides = split_config_dir(arguments)
     cfg = compose_config(quote_faults(overrides), config_dir)

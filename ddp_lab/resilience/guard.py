@@ -14,7 +14,6 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.hooks import Hooks
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.tally import Tally
 
 
 class Preempted(Exception):
@@ -49,8 +48,8 @@ class Guard(Hooks):
     if a loss or a weight is not finite, the replicas differ, or a checkpoint could not be written.
 
     Args:
+        decisions: begun for the steps of this launch.
         progress: the progress at the start of this launch.
-        tally: holds the losses of the steps.
 
     Attributes:
         progress: the progress of the last checkpoint, or at the start of this launch.
@@ -64,12 +63,10 @@ class Guard(Hooks):
         decisions: Decisions,
         watchdog: Watchdog,
         progress: Progress,
-        tally: Tally,
     ):
         self.settings, self.strategy = settings, strategy
         self.checkpoints, self.decisions, self.watchdog = checkpoints, decisions, watchdog
         self.progress = progress
-        decisions.begin(progress.step, tally)
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """Yield the loader's batches and update the heartbeat at each batch. `doing` is "training" or "evaluating"."""

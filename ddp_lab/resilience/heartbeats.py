@@ -133,7 +133,7 @@ class Table:
         os.pwrite(self._file, json.dumps(record).encode()[: ROW - 1] + b"\n", start_of(row))
 
     def read(self, row: str | int) -> dict[str, Any] | None:
-        """Return the content of a row; None if nothing was written (or it is just being written)."""
+        """Return the content of a row; None if nothing was written."""
         return read_row(self._file, row)
 
     def heartbeats(self) -> list[Heartbeat]:
@@ -159,8 +159,9 @@ def start_of(row: str | int) -> int:
 
 def read_row(file: int, row: str | int) -> dict[str, Any] | None:
     """Return the content of a row of an open table, as `Table.read`."""
-    with suppress(ValueError):
-        return json.loads(os.pread(file, ROW, start_of(row)).partition(b"\n")[0])
+    for _ in range(2):  # a row that is just being written may be read in parts of two records
+        with suppress(ValueError):
+            return json.loads(os.pread(file, ROW, start_of(row)).partition(b"\n")[0])
     return None
 
 

@@ -65,30 +65,19 @@ class SyncBatchNorm(nn.BatchNorm2d):
         mean, count = total[:-1] / total[-1], total[-1].detach()
         centred = inputs - mean.view(-1, 1, 1)
         variance = self.sum_over_ranks(centred.square().sum((0, 2, 3))) / count
-        update_running_statistics(self, mean, variance * count / (count - 1))
+        self._update_running_statistics(mean, variance * count / (count - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale.view(-1, 1, 1) + self.bias.view(-1, 1, 1)).to(dtype)
 
-
-@torch.no_grad()
-def update_running_statistics(layer: nn.BatchNorm2d, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
-    """Update the running statistics of a layer that `keeps_usual_statistics`.
-
-    Args:
-        mean, unbiased_variance: of the batch, [channels].
-    """
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert layer.num_batches_tracked is not None
-    assert layer.momentum is not None
-    layer.num_batches_tracked += 1
-    layer.running_mean.lerp_(mean, layer.momentum)
-    layer.running_var.lerp_(unbiased_variance, layer.momentum)
-
-
-def keeps_usual_statistics(layer: nn.BatchNorm2d) -> bool:
-    """Return whether `layer` is affine and tracks running statistics with a momentum, as nn.BatchNorm2d does by default."""
-    return layer.affine and layer.track_running_stats and layer.momentum is not None
+    @torch.no_grad()
+    def _update_running_statistics(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(unbiased_variance, self.momentum)
 
 
 def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Model:
@@ -113,7 +102,8 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
     total = cast("Callable[[torch.Tensor], torch.Tensor]", torch.compiler.disable(lambda own: SumOverRanks.apply(own, group)))
     for name, layer in model.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
-            if type(layer) not in (nn.BatchNorm2d, SyncBatchNorm) or not keeps_usual_statistics(layer):
+            usual = layer.affine and layer.track_running_stats and layer.momentum is not None
+            if type(layer) not in (nn.BatchNorm2d, SyncBatchNorm) or not usual:
                 raise ConfigError(
                     f"strategy.batch_norm=sync: does not support the layer {name}, {layer}; allowed: nn.BatchNorm2d with "
                     "affine, momentum and track_running_stats. Use strategy.batch_norm=local"

@@ -45,7 +45,7 @@ from ddp_lab.strategies.fully_shard import (
 from ddp_lab.strategies.mesh_layout import arrange, other_sizes, picture
 from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
 from ddp_lab.strategies.sharding import PresentWeights, fill, local, tied_parameters
-from ddp_lab.strategies.stages import PipelineExecutor, Stage, boundaries_of
+from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_by_stage, boundaries_of
 from ddp_lab.strategies.tensor_parallel import OWN, parallelize, token_layouts
 from ddp_lab.strategies.tensor_parallel_plan import check_plans
 from ddp_lab.world.runtime import Runtime
@@ -147,11 +147,9 @@ class Mesh(Strategy):
         log_offload(self.offload, self.device)
         self._make_groups()
         boundaries = boundaries_of(self.plan, self.shapes, self.runtime.precision)
-        blocks = list(model.named_children())
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for _, block in blocks]
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in model.children()]
         stages: dict[int, nn.Module] = {}
-        for index in range(dist.get_rank(self.pp_group), self.plan.num_stages, self.plan.ranks):
-            own = OrderedDict(blocks[i] for i in self.plan.parts.parts[index])
+        for index, own in blocks_by_stage(model, self.plan, dist.get_rank(self.pp_group)).items():
             stages[index] = self._place(Stage(own, nullcontext, boundaries[index + 1].dtype, self.checkpointing))
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline

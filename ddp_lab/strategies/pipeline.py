@@ -21,7 +21,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.schedules import PipelineOptions, Schedule
 from ddp_lab.strategies.sharding import to_device
-from ddp_lab.strategies.stages import PipelineExecutor, Stage, boundaries_of
+from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_by_stage, boundaries_of
 from ddp_lab.world.runtime import Runtime
 
 
@@ -69,10 +69,8 @@ class Pipeline(Strategy):
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
         boundaries = boundaries_of(self.plan, self.plan.parts.shapes, self.runtime.precision)
-        blocks = list(model.named_children())
         stages: dict[int, nn.Module] = {}
-        for index in range(dist.get_rank(self.pp_group), self.plan.num_stages, self.plan.ranks):
-            own = OrderedDict(blocks[i] for i in self.plan.parts.parts[index])
+        for index, own in blocks_by_stage(model, self.plan, dist.get_rank(self.pp_group)).items():
             stage = Stage(own, self.runtime.autocast, boundaries[index + 1].dtype, "none")
             stages[index] = to_device(stage, self.device, self.initial_weights)
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))

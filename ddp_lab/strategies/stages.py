@@ -54,6 +54,13 @@ class Stage(nn.Sequential):
             return output.clone() if output is input else output
 
 
+def blocks_by_stage(model: nn.Module, plan: PipelinePlan, rank: int) -> dict[int, OrderedDict[str, nn.Module]]:
+    """Return the blocks of each stage of a rank of the pipeline, by the stage's index."""
+    blocks = list(model.named_children())
+    own = range(rank, plan.num_stages, plan.ranks)
+    return {index: OrderedDict(blocks[i] for i in plan.parts.parts[index]) for index in own}
+
+
 class Boundary(NamedTuple):
     """The activations between two stages, or before the first or after the last one.
 

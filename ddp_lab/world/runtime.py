@@ -1,6 +1,6 @@
 """The distributed environment of a rank: its devices, its process group, and what `ranks.py` says of the other ranks.
 
-Only files of this room read the environment variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
+Only files of this subpackage read the environment variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
 """
 
 import gc

@@ -223,10 +223,10 @@ def test_best_checkpoint_that_cannot_be_corrected_is_logged(tmp_path, caplog):
 def test_best_epoch_is_saved_even_if_no_checkpoint_is_due(loss, saved, tmp_path):
     checkpoints = tiny_checkpoints(tmp_path)
     settings = GuardSettings(10, None, "stop", "stop", None)
-    decisions = SimpleNamespace(begin=lambda step, tally: None, now=lambda *args: Agreement(None, False, False, False))
+    decisions = SimpleNamespace(now=lambda *args: Agreement(None, False, False, False))
     watchdog = SimpleNamespace(at=lambda doing: None)
     start = Progress(epoch=2, step=1, best={"val_loss": 2.0}, best_epochs={"val_loss": 1})
-    guard = Guard(settings, checkpoints.strategy, checkpoints, decisions, watchdog, start, None)
+    guard = Guard(settings, checkpoints.strategy, checkpoints, decisions, watchdog, start)
     guard.end_epoch(start.next_epoch({"val_loss": loss}), last=False)
     checkpoints.wait()
     assert [path.name for path in tmp_path.glob("*.pt")] == saved

@@ -6,8 +6,10 @@ from launches import SMALL, main_in_world, read_metrics
 from torch import nn
 from worlds import run_world
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.resnet import resnet18
+from ddp_lab.strategies import all_reduce
 from ddp_lab.strategies.all_reduce import flatten, unflatten
 from ddp_lab.strategies.buckets import Buckets, MiB
 from ddp_lab.strategies.scratch import Scratch
@@ -99,3 +101,14 @@ def test_blocks_without_parameters_have_no_bucket():
     groups = [list(piece.parameters()) for piece in chain.pieces(1)]
     assert [len(group) for group in groups] == [0, 2]
     assert [bucket.parameters for bucket in Buckets(groups).buckets] == [groups[1]]
+
+
+def test_algorithm_that_needs_a_power_of_two_refuses_other_numbers_of_ranks(monkeypatch):
+    monkeypatch.setattr(all_reduce, "POWER_OF_TWO", {"flat"})
+    for ranks in ("1", "2", "8"):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        Scratch(Runtime("cpu"), "flat", 50, "local")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    Scratch(Runtime("cpu"), "ring", 50, "local")
+    with pytest.raises(ConfigError, match=r"^strategy.algorithm=flat: needs a power of two of ranks, got 6; start 4 or 8"):
+        Scratch(Runtime("cpu"), "flat", 50, "local")

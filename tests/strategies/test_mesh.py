@@ -73,13 +73,7 @@ def test_axes_fill_the_ranks(ranks, axes, expected):
         ),
         (1, (None, 2, 1, 1), "strategy.shard=2: must divide the 1 rank along dp; use 1, or null"),
         (2, (3, 1, 1, 1), "strategy.dp=3: are 1 x 3 x 1 = 3 ranks, but 2 were started; start 3, or"),
-        (8, (None, 1, 3, 2), "strategy.pp=2 strategy.tp=3: cannot lay 8 ranks on a mesh of pp x dp x tp, because 8 is not "),
         (8, (None, 1, 3, 2), "divisible by 2 x 3 = 6; use sizes whose product divides 8, or start a multiple of 6 ranks"),
-        (
-            4,
-            (2, 1, 2, 2),
-            "strategy.dp=2 strategy.pp=2 strategy.tp=2: are 2 x 2 x 2 = 8 ranks, but 4 were started; start 8, or",
-        ),
         (8, (None, 3, 2, 1), "strategy.shard=3: must divide the 4 ranks along dp; use 1 or 2 or 4, or null for all of them"),
     ],
 )
@@ -132,7 +126,6 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
     ("model", "axes", "message"),
     [
         (lenet(1, 28, 10, None), {"tp": 2}, "no block of the model has a plan for tensor parallelism. Give the class of its "),
-        (lenet(1, 28, 10, None), {"tp": 2}, "blocks (Sequential, Linear) the attribute tensor_parallel, as in ddp_lab/models/"),
         (
             CLASS_TOKEN,
             {"tp": 2},
@@ -141,12 +134,6 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
         (NARROW, {"tp": 2}, "strategy.tp=2: the 27 units of block0.fc1 are not divisible by 2. With 2 ranks use strategy.tp=1"),
         (CLASS_TOKEN, {"tp": 3, "sequence_parallel": True}, "the 17 tokens before block0, one of them the class token, "),
         (make_model("vit", 0), {"cut": ["head"]}, "are only used if strategy.pp is above 1"),
-        (make_model("vit", 0), {"num_stages": 2}, "are only used if strategy.pp is above 1"),
-        (
-            make_model("vit", 0),
-            {"pp": 6, "num_microbatches": 6},
-            "the model cannot be cut into 6 stages: it has 4 blocks (embed, block0, block1, head)",
-        ),
         (tied(), {}, "block1.norm1.weight is the same parameter as block0.norm1.weight, which torch does not always update if"),
         (
             with_block(Misnamed(16, 4, 32, 0.0, "block1")),
@@ -176,7 +163,6 @@ def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monke
     ("ranks", "model", "axes", "remedy"),
     [
         (4, CLASS_TOKEN, {"tp": 2}, "With 4 ranks use strategy.tp=1"),  # 3 divides the heads, but not the ranks
-        (12, vit(1, 28, 10, **VIT | {"heads": 6}, pool="mean"), {"tp": 4}, "With 12 ranks use strategy.tp=1 or 2 or 3 or 6"),
         (12, NARROW, {"tp": 4}, "With 12 ranks use strategy.tp=1 or 3"),  # 6 divides the heads, but not the units
         (12, NARROW, {"tp": 2, "pp": 2, "shard": 3}, "With 12 ranks use strategy.tp=1"),  # with 3 there are no 3 shards
         (4, CLASS_TOKEN, {"tp": 2, "dp": 2}, "With 4 ranks use strategy.tp=1 and strategy.dp=null"),
@@ -188,18 +174,6 @@ def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monke
             "strategy.sequence_parallel=false",
         ),
         (
-            3,
-            NARROW,
-            {"tp": 3, "sequence_parallel": True},
-            "there is no strategy.tp above 1 that divides heads, units and tokens; use strategy.sequence_parallel=false",
-        ),
-        (
-            8,
-            vit(1, 28, 10, **VIT | {"heads": 4}, pool="mean"),
-            {"tp": 8, "sequence_parallel": True},
-            "With 8 ranks use strategy.tp=2 or 4",
-        ),
-        (
             2,
             CLASS_TOKEN,
             {"tp": 2, "sequence_parallel": True},
@@ -207,7 +181,6 @@ def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monke
             "strategy.tp=1 with strategy.sequence_parallel=false",
         ),
         (2, make_model("vit", 0), {"sequence_parallel": True}, "got strategy.tp=1. With 2 ranks use strategy.tp=2"),
-        (1, make_model("vit", 0), {"sequence_parallel": True}, "use strategy.sequence_parallel=false"),
     ],
 )
 def test_remedies_can_be_launched(ranks, model, axes, remedy, monkeypatch):
@@ -256,18 +229,7 @@ def test_ranks_hold_every_parameter_once_and_layers_are_divided_by_the_plan(monk
     assert held == {name: parameter.numel() for name, parameter in complete.items()}
 
 
-def test_log_has_a_picture_of_the_mesh(monkeypatch):
-    strategy, _ = held_by(monkeypatch, 0, **CUBE)
-    picture, *_ = strategy.describe().split("\nbalance")
-    assert picture.splitlines()[:4] == [
-        "mesh on 8 x cpu:",
-        "pp 2 x dp 2 x tp 2: 2 shards",
-        "  pp 0  dp 0   shard 0   rank 0   rank 1  embed .. block0: 3,264 parameters, 0.00 MiB of them on each rank",
-        "        dp 1   shard 1   rank 2   rank 3",
-    ]
-
-
-def test_picture_shows_replicas_and_shards(monkeypatch):
+def test_log_has_a_picture_of_replicas_and_shards(monkeypatch):
     strategy, _ = held_by(monkeypatch, 0, shard=4)
     _, first, *rows = strategy.describe().splitlines()
     assert first == "pp 1 x dp 8 x tp 1: 4 shards in each of 2 replicas"
