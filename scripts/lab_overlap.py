@@ -38,13 +38,7 @@ from ddp_lab.observe.plot import Boxes, beside, timeline
 Work = Callable[[], object]
 Box = tuple[float, float, str]  # start and end in seconds, and a label
 SIZE = {"cuda": 4096, "cpu": 512}
-
-
-class Run(NamedTuple):
-    """One timed run: its seconds, and a timeline of the host and of each lane, in seconds since the first call."""
-
-    seconds: float
-    rows: dict[str, Boxes]
+Run = NamedTuple("Run", [("seconds", float), ("rows", dict[str, Boxes])])  # rows of a timeline, from the first call on
 
 
 class Lane:

@@ -60,13 +60,8 @@ class Counts(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What was measured without a fault.
-
-    Attributes:
-        start_seconds: until all ranks train.
-        start, training, end: what was done until then, while training, and from the preemption on.
-        preempted_seconds: from the signal until all ranks have agreed to stop.
-    """
+    """What was measured without a fault: what was done until all ranks train, then, and from a preemption on; and how long the
+    first took, and the ranks to agree to stop."""
 
     start_seconds: float
     start: Counts
@@ -86,12 +81,9 @@ class Failure(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault, and how it must be reported.
+    """A fault: its `kind` in failure.json, which ranks of a node it happens to, and the signal that their processes receive.
 
-    Attributes:
-        kind: the `kind` of failure.json; a hang is reported after the watchdog's timeout.
-        victims: which ranks of a node it happens to.
-        signal: what their processes receive; None: they hang in their next step.
+    Without a signal they hang in their next step. A hang is reported after the watchdog's timeout.
     """
 
     name: str
