@@ -38,7 +38,11 @@ from ddp_lab.observe.plot import Boxes, beside, timeline
 Work = Callable[[], object]
 Box = tuple[float, float, str]  # start and end in seconds, and a label
 SIZE = {"cuda": 4096, "cpu": 512}
-Run = NamedTuple("Run", [("seconds", float), ("rows", dict[str, Boxes])])  # rows of a timeline, from the first call on
+
+
+class Run(NamedTuple):
+    seconds: float
+    rows: dict[str, Boxes]  # rows of a timeline, from the first call on
 
 
 class Lane:

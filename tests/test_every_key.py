@@ -271,8 +271,9 @@ FLAGS = {
     "merge --force": AFTER + "test_merge_writes_a_whole_checkpoint",
     "train --config-dir": "tests/launch/test_renamed.py::test_old_name_trains_as_the_new_one_in_a_sweep_and_in_yaml",
     **dict.fromkeys((f"train --{name}" for name in (*LAUNCH, "standalone")), HERE + "test_option_of_a_launch_reaches_torchrun"),
-    **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "all", "config-dir", "json")), PLANS),
-    "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+    **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
+    "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_a_picture_and_a_page",
+    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_a_picture_and_a_page",
     "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
     "advise --minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
 }
@@ -385,7 +386,7 @@ def test_option_of_a_launch_reaches_torchrun():
 def test_advise_plans_what_its_flags_say(command, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: own_models.sequential")
-    given = "--gpus", "1xH100", "--nodes", "2", "--link", "25", "--all", "--config-dir", tmp_path, "--json", tmp_path / "plans"
+    given = "--gpus", "1xH100", "--nodes", "2", "--link", "25", "--config-dir", tmp_path, "--json", tmp_path / "plans"
     code, _, errors = command(advise.main, *given, "model=mine", "data=digits", "batch_size=8")
     assert code == 0, errors
     plans = json.loads((tmp_path / "plans").read_text())
