@@ -20,6 +20,7 @@ from cases import (
     FOCAL,
     HALF,
     OFFLOADED,
+    ON_EIGHT,
     RECIPE,
     SHORT,
     VIT,
@@ -32,9 +33,6 @@ from cases import (
     pipeline,
     scratch,
     tp,
-)
-from cases import (
-    MODEL_PARALLEL as MODEL_PARALLEL_ON_CPU,
 )
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
@@ -100,7 +98,7 @@ MODEL_PARALLEL = {
         mesh(shard=None, pp=2, **CLIPPED),
         mesh(shard=2, accumulate=2, **CLIPPED),
     ],
-    8: MODEL_PARALLEL_ON_CPU[8],
+    8: ON_EIGHT,
 }
 BY_SIZE = [
     pytest.param(case, size, marks=pytest.mark.gpu(size), id=f"{name(case)}-on-{size}")
