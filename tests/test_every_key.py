@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -49,7 +48,7 @@ WORKERS = [
     "data.crop_scale=null",
 ]
 CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"  # its best epoch is not its last one
-SHARED = "model=own model._target_=own_models.twice ema=0.5 scheduler=constant"  # two layers with the same weight
+SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"  # two layers with the same weight
 NORMED = f"{SHARED} +model.shared=false"  # and BatchNorm, which both models have
 
 
@@ -124,7 +123,7 @@ KEYS: dict[str, Row | str] = {
     "seed": Row("seed=1", TRAINED),
     "epochs": Row("epochs=2", lambda run, base: [row["epoch"] for row in read_metrics(run.path)] == [1, 2]),
     "batch_size": Row("batch_size=10", has("step", 4)),
-    "scaling": "tests/test_every_key.py::test_ranks",
+    "scaling": "tests/test_every_key.py::test_ranks_share_a_weakly_scaled_batch_and_its_statistics",
     "lr_scaling": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=10", has("lr", 0.02)),
     "lr_base_batch_size": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)),
     "warmup_epochs": Row("warmup_epochs=1", has("lr", 0.01 * 2 / 3)),
@@ -136,8 +135,8 @@ KEYS: dict[str, Row | str] = {
     "cutmix": Row("cutmix=0.9", TRAINED),
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
     "precision": Row("precision=bf16", TRAINED),
-    "float32_matmul": "tests/training/test_float32_matmul.py::test_training_and_evaluation_have_the_chosen_precision",
-    "speed": "tests/training/test_auto.py::test_nothing_is_chosen_without_a_gpu_or_with_speed_off_and_no_fact_is_asked_for",
+    "float32_matmul": "tests/world/test_precision.py::test_training_and_evaluation_have_the_chosen_precision",
+    "speed": "tests/speed/test_options.py::test_no_fact_is_asked_for_where_nothing_is_chosen",
     "cuda_graph": Row("cuda_graph=true", logs("cuda_graph=true is disabled: no GPU is available")),
     "compile": Row("strategy=dp compile=true", logs("compile=true is disabled: not supported by strategy=dp")),
     "channels_last": Row("strategy=fsdp channels_last=true", logs("channels_last=true is disabled: not supported by strat")),
@@ -269,7 +268,7 @@ FLAGS = {
     "merge --checkpoint": AFTER + "test_merge_writes_a_whole_checkpoint",
     "merge --output": AFTER + "test_merge_writes_a_whole_checkpoint",
     "merge --force": AFTER + "test_merge_writes_a_whole_checkpoint",
-    "train --config-dir": "tests/launch/test_renamed.py::test_old_name_trains_as_the_new_one_in_a_sweep_and_in_yaml",
+    "train --config-dir": "tests/launch/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
     **dict.fromkeys((f"train --{name}" for name in (*LAUNCH, "standalone")), HERE + "test_option_of_a_launch_reaches_torchrun"),
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
     "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_a_picture_and_a_page",
@@ -425,18 +424,23 @@ def test_hparams_of_tensorboard_have_the_scaled_learning_rate(runs):
     assert HParamsPluginData.FromString(data).session_start_info.hparams["lr"].number_value == pytest.approx(0.04)
 
 
-def test_ranks(runs, tmp_path):
-    """Four ranks in pairs that share one copy of the weights: BatchNorm's statistics are of all of them."""
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    """Return the directory of a run of four ranks, in pairs that share one copy of the weights."""
+    folder = tmp_path_factory.mktemp("four")
     overrides = ["strategy=mesh", "strategy.shard=2", "strategy.batch_norm=sync", "scaling=weak", "batch_size=5"]
-    run_world(4, main_in_world, *BASE, *NORMED.split(), *overrides, f"runs_dir={tmp_path}", "name=four")
-    (row,), one = read_metrics(tmp_path / "four"), runs[NORMED].last
+    run_world(4, main_in_world, *BASE, *NORMED.split(), *overrides, f"runs_dir={folder}", "name=run")
+    return folder / "run"
+
+
+def test_ranks_share_a_weakly_scaled_batch_and_its_statistics(runs, four):
+    (row,), one = read_metrics(four), runs[NORMED].last
     assert (row["global_batch_size"], row["world_size"]) == (20, 4)
     assert (row["train_loss"], row["test_loss"]) == pytest.approx((one["train_loss"], one["test_loss"]), rel=1e-5)
-    shutil.copytree(tmp_path / "four", runs[NORMED].path.with_name("four"))
 
 
-def test_averages_of_shared_and_of_sharded_weights_are_saved(runs, command):
-    for path in (runs[SHARED].path, runs[NORMED].path.with_name("four")):
+def test_averages_of_shared_and_of_sharded_weights_are_saved(runs, four, command):
+    for path in (runs[SHARED].path, four):
         found = evaluated(command, path, "strategy=single")
         assert found["test_loss"] == pytest.approx(read_metrics(path)[-1]["test_loss"], rel=1e-5)
 
