@@ -161,12 +161,11 @@ class Alternating(torch.optim.SGD):
         self.pairs: list[tuple[float, float]] = []
         self.clock = 0.0
 
-    def step(self, closure: Any = None) -> Any:
-        done = super().step(closure)
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
         self.steps += 1
         if self.steps % self.bench.turn == 0:
             self.take_turn(self.param_groups[0]["params"][0].device)
-        return done
 
     def take_turn(self, device: torch.device) -> None:
         """Measure the steps since the last turn, then run and measure the other loop's."""
@@ -177,7 +176,7 @@ class Alternating(torch.optim.SGD):
             self.other()
         others = self.passed(device)
         self.pairs.append((mine, others))
-        if time.monotonic() > self.end:
+        if time.monotonic() > self.end and len(self.pairs) > WARM_UP:
             Path(bench.out).write_text(json.dumps(self.pairs[WARM_UP:]))
             os._exit(0)
 

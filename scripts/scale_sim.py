@@ -6,8 +6,7 @@ python scripts/scale_sim.py --ranks 16 --nodes 4 --seconds 5
 The ranks are threads of a few processes (scale_ranks.py), with their own connections to a real store. Start-up, agreement,
 heartbeats, failure reports, preemption and the run directory are ddp_lab's own code; the training is simulated. Five launches
 are made: one without a fault, which is preempted after `--seconds`, one in which a rank is killed, one in which all processes
-of a node are, one in which a rank hangs, and one in which the first rank of a node is suspended. Prints what it measures. Exit
-code 1 if a failure is not known everywhere, or another rank or node is blamed.
+of a node are, one in which a rank hangs, and one in which a node's first rank is suspended. Exit code 1: another is blamed.
 """
 
 import argparse
