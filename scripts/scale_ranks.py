@@ -24,8 +24,8 @@ from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.heartbeats import wait_for_turn
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import BEAT, Watchdog
+from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.tally import Tally
 from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 
@@ -151,7 +151,7 @@ class Rank:
         watchdog.__enter__()  # leaving it would end the process
         runtime.all_reduce(torch.zeros(1))  # where the process group opens, which needs all ranks
         self.peers.send("trains", runtime.rank, time.time())
-        self.decisions.begin(0, Tally(runtime.device))
+        self.decisions.begin(0, RunningSums(runtime.device))
         step = self._train(watchdog)
         self.peers.send("stops", runtime.rank, time.time())
         watchdog.end("preempted", Progress(step=step))

@@ -20,6 +20,7 @@ from cases import (
     FOCAL,
     HALF,
     OFFLOADED,
+    ON_EIGHT,
     RECIPE,
     SHORT,
     VIT,
@@ -32,9 +33,6 @@ from cases import (
     pipeline,
     scratch,
     tp,
-)
-from cases import (
-    MODEL_PARALLEL as MODEL_PARALLEL_ON_CPU,
 )
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
@@ -56,7 +54,7 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.tp import TP
-from ddp_lab.training.tally import Tally
+from ddp_lab.training.metrics import RunningSums
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
@@ -100,7 +98,7 @@ MODEL_PARALLEL = {
         mesh(shard=None, pp=2, **CLIPPED),
         mesh(shard=2, accumulate=2, **CLIPPED),
     ],
-    8: MODEL_PARALLEL_ON_CPU[8],
+    8: ON_EIGHT,
 }
 BY_SIZE = [
     pytest.param(case, size, marks=pytest.mark.gpu(size), id=f"{name(case)}-on-{size}")
@@ -564,17 +562,17 @@ def decide_without_waiting() -> int:
     runtime = Runtime("cuda")
     decisions = Decisions(runtime)
     sums = torch.ones(3, dtype=torch.float64, device=runtime.device)
-    decisions.begin(0, tally := Tally(runtime.device))
+    decisions.begin(0, running_sums := RunningSums(runtime.device))
     exchanges = 0
     torch.cuda.set_sync_debug_mode("error")
     for step in range(1, 301):
         torch.cuda._sleep(10_000_000)  # some milliseconds of work
-        tally.add(sums)
+        running_sums.add(sums)
         if decisions.due(step):
             exchanges += 1
             decisions.after(step, save_failed=False)
     torch.cuda.set_sync_debug_mode("default")
-    tally.add(sums * float("nan"))
+    running_sums.add(sums * float("nan"))
     assert decisions.now(301, save_failed=False).not_finite == (301, 0)
     return exchanges
 

@@ -184,9 +184,9 @@ class Loader(ABC):
         """Return the next batch, whose sizes are the next of `batch_sizes`."""
         return Batch(*self._compute(size.size), size.count)
 
-    def compile(self, fuse: Callable[[Callable[[int], Tensors]], Callable[[int], Tensors]]) -> None:
-        """Compile `next_batch` with `fuse`, which is torch.compile with its options, to fuse its kernels."""
-        self._compute = fuse(self._compute_eagerly)
+    def compile(self, compile_fn: Callable[[Callable[[int], Tensors]], Callable[[int], Tensors]]) -> None:
+        """Compile `next_batch` with `compile_fn`, which is torch.compile with its options, to fuse its kernels."""
+        self._compute = compile_fn(self._compute_eagerly)
 
     def _compute_eagerly(self, size: int) -> Tensors:
         """Return the inputs and targets of a batch. Nothing is decided by values on the device."""

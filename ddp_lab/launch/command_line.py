@@ -19,7 +19,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.process import env_int
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
-RENAMED = {"data.shift": "data.crop_padding"}  # by the old name, which is accepted for one release, with a warning
+# Keys of the release before that have a new name or were removed, with a remedy. Old names are accepted for one release.
+RENAMED = {"data.shift": "data.crop_padding"}
+REMOVED = {"strategy.balance": "name the first block of the second stage and of every later one by strategy.cut"}
 
 
 def quote_faults(arguments: list[str]) -> list[str]:
@@ -147,9 +149,11 @@ def rename_overrides(arguments: Sequence[str]) -> list[str]:
         arguments: Hydra overrides such as key=value and ~key, among other arguments.
 
     Raises:
-        ConfigError: a key is given under both names.
+        ConfigError: a key is given under both names, or was removed.
     """
     keys = [argument.partition("=")[0].lstrip("+~") for argument in arguments]
+    if removed := [argument for key, argument in zip(keys, arguments, strict=True) if key in REMOVED and "=" in argument]:
+        raise ConfigError(f"{removed[0].lstrip('+')}: was removed; {REMOVED[removed[0].partition('=')[0].lstrip('+~')]}")
     old = {key for key, argument in zip(keys, arguments, strict=True) if key in RENAMED and re.search(r"=|^~", argument)}
     if both := [key for key in old if RENAMED[key] in keys]:
         raise _both(both[0])
@@ -159,7 +163,7 @@ def rename_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def rename_keys(cfg: DictConfig) -> list[str]:
-    """Move the values of old names to the new ones, in place. Recorded configs have old names, and users' own yaml may.
+    """Move the values of old names to the new ones and drop removed keys, in place. Recorded configs and users' yaml have them.
 
     Returns:
         The old names that were found.
@@ -168,17 +172,18 @@ def rename_keys(cfg: DictConfig) -> list[str]:
         ConfigError: a key has a value under both names, and that of the new name is not its default.
     """
     found: list[str] = []
-    for old, new in RENAMED.items():
+    for old, new in (RENAMED | dict.fromkeys(REMOVED)).items():
         group, _, key = old.rpartition(".")
         node = OmegaConf.select(cfg, group) if group else cfg
         if not isinstance(node, DictConfig) or key not in node:
             continue
-        if OmegaConf.select(cfg, new) not in (None, OmegaConf.select(OmegaConf.load(CONF / "config.yaml"), new)):
+        if new and OmegaConf.select(cfg, new) not in (None, OmegaConf.select(OmegaConf.load(CONF / "config.yaml"), new)):
             raise _both(old)
         value = cast("dict[str, Any]", OmegaConf.to_container(node))[key]  # a reference to another key remains one
         with open_dict(cfg):
             del node[key]
-            OmegaConf.update(cfg, new, value, force_add=True)
+            if new:
+                OmegaConf.update(cfg, new, value, force_add=True)
         found.append(old)
     return found
 
@@ -186,8 +191,9 @@ def rename_keys(cfg: DictConfig) -> list[str]:
 def warn(names: Sequence[str]) -> None:
     """Print a warning for each old name, on rank 0."""
     for old in names if env_int("RANK", 0) == 0 else ():
-        text = f"warning: {old} is now called {RENAMED[old]}; the old name is accepted until the next release"
-        print(text, file=sys.stderr, flush=True)
+        now = f"has no effect any more; {REMOVED[old]}" if old in REMOVED else f"is now called {RENAMED[old]}"
+        until = "" if old in REMOVED else "; the old name is accepted until the next release"
+        print(f"warning: {old} {now}{until}", file=sys.stderr, flush=True)
 
 
 def _both(old: str) -> ConfigError:

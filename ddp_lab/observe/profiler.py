@@ -53,7 +53,7 @@ class WrappedStep(Protocol):
     """The part of `training.step.TrainStep` that is used here. Its types are `Any`, to import nothing from `training`."""
 
     @property
-    def tally(self) -> Any: ...
+    def running_sums(self) -> Any: ...
 
     @property
     def lr(self) -> float: ...
@@ -87,9 +87,9 @@ class Profiled:
         self.profiler: profile | None = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
 
     @property
-    def tally(self) -> Any:
-        """The tally of the wrapped step."""
-        return self.step.tally
+    def running_sums(self) -> Any:
+        """The running_sums of the wrapped step."""
+        return self.step.running_sums
 
     @property
     def lr(self) -> float:

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_lab.training.tally import LONGEST, Tally
+from ddp_lab.training.metrics import LONGEST, RunningSums
 from ddp_lab.world.process import REQUESTS
 from ddp_lab.world.runtime import Runtime
 
@@ -69,15 +69,15 @@ class Decisions:
         self.preempted = self.interrupted = False
         self._pending: HostCopy | None = None
 
-    def begin(self, step: int, tally: Tally) -> None:
+    def begin(self, step: int, running_sums: RunningSums) -> None:
         """Begin before the first step of this launch. Call it before any other method except `listen`.
 
         Args:
             step: number of optimizer steps that the run has taken so far.
-            tally: holds the losses of the steps.
+            running_sums: holds the losses of the steps.
         """
-        self.tally = tally
-        tally.begin(step)
+        self.running_sums = running_sums
+        running_sums.begin(step)
         self._next, self._last_step, self._last_time = step + 1, step, time.monotonic()
 
     def listen(self) -> None:
@@ -131,7 +131,7 @@ class Decisions:
 
     def _exchange(self, step: int, save_failed: bool, weights: Iterable[torch.Tensor] = ()) -> HostCopy:
         # The first step whose loss is not finite and its rank are encoded in one negative number: MAX finds the earliest.
-        first = -(self.tally.first_bad(step) * self.runtime.world_size + self.runtime.rank)
+        first = -(self.running_sums.first_bad(step) * self.runtime.world_size + self.runtime.rank)
         elapsed = max(time.monotonic() - self._last_time, 1e-6)
         steps = min(LONGEST, max(1, round((step - self._last_step) * PERIOD / elapsed)))
         self._last_step, self._last_time = step, time.monotonic()

@@ -30,8 +30,8 @@ from ddp_lab.data.loader import Loader
 from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.speed.cuda_graph import GraphStep
+from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.step import Step
-from ddp_lab.training.tally import Tally
 
 
 def fill_disk(folder: Path, share: Any) -> NoReturn:
@@ -65,8 +65,8 @@ class Fault:
         self.injection = injection
 
     @property
-    def tally(self) -> Tally:
-        return self.step.tally
+    def running_sums(self) -> RunningSums:
+        return self.step.running_sums
 
     @property
     def lr(self) -> float:

@@ -12,7 +12,7 @@ from ddp_lab.resilience.replicas import first_difference
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
-from ddp_lab.training.hooks import Hooks
+from ddp_lab.training.loop import Hooks
 from ddp_lab.training.progress import Progress
 
 

@@ -15,7 +15,7 @@ from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
-from ddp_lab.training.evaluation import Evaluation, evaluate
+from ddp_lab.training.metrics import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.precision import float32_matmul
 from ddp_lab.world.runtime import Runtime

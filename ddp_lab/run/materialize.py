@@ -14,11 +14,10 @@ from ddp_lab.speed.fastest import build_step
 from ddp_lab.speed.fused import configure_optimizer
 from ddp_lab.strategies.sharding import param_groups
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.hooks import Hooks
-from ddp_lab.training.loop import fit
+from ddp_lab.training.loop import Hooks, Parts, fit
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import make_scheduler
-from ddp_lab.training.step import Step, TrainStep
+from ddp_lab.training.step import Step, StepOptions, TrainStep
 
 
 @dataclass
@@ -53,7 +52,7 @@ class Training:
     def fit(self, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
         """Train from `progress` to the end of the run, and return the final progress."""
         job = self.job
-        return fit(job.strategy, self.step, job.loaders, logger, hooks, progress, job.fit_settings, self.ema)
+        return fit(Parts(job.strategy, self.step, job.loaders, job.fit_settings, self.ema), logger, hooks, progress)
 
 
 def place(job: Job) -> None:
@@ -83,6 +82,6 @@ def materialize(job: Job) -> Training:
     ema = None if recipe.ema is None else EMA(strategy, recipe.ema)
     mix = job.mix and job.mix.to(strategy.device)
     drop_paths = DropPaths(strategy.module.modules(), recipe.seed)
-    skip = recipe.on_nan == "skip"
-    step = Step(strategy, optimizer, scheduler, recipe.accumulate, recipe.max_grad_norm, skip, ema, mix, drop_paths)
+    options = StepOptions(recipe.accumulate, recipe.max_grad_norm, recipe.on_nan == "skip", mix, drop_paths)
+    step = Step(strategy, optimizer, scheduler, options, ema)
     return Training(job, optimizer, scheduler, step, step, ema)

@@ -113,7 +113,7 @@ def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog
     profile = profiled(training, steps_left, isinstance(step, GraphStep), logger, run_dir.path) if cfg.profile else None
     every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, at_steps)
-    decisions.begin(progress.step, training.step.tally)
+    decisions.begin(progress.step, training.step.running_sums)
     guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:

@@ -33,8 +33,8 @@ class GraphStep:
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
-        self.step, self.loader, self.tally = step, loader, step.tally
-        self.tally.in_graph = True
+        self.step, self.loader, self.running_sums = step, loader, step.running_sums
+        self.running_sums.in_graph = True
         fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
         self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
         self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}

@@ -140,7 +140,7 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
 def reset(step: Step) -> None:
     """Free what a failed attempt has left, and let the step run in eager mode."""
     step.optimizer.zero_grad()
-    step.tally.in_graph = False
+    step.running_sums.in_graph = False
     gc.collect()
     if step.strategy.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -173,7 +173,7 @@ def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:
         built: the step that would be taken without compiling.
         loader: of the training set.
     """
-    device, wait = step.strategy.device, step.tally.totals.tolist
+    device, wait = step.strategy.device, step.running_sums.totals.tolist
     loader.set_epoch(1)
     batches: list[Any] = [next(iter(built.batches(loader)))] * TIMED
     seconds = 0.0
@@ -199,9 +199,9 @@ def mark_of(step: Step, loader: Loader) -> Path:
 
     device, strategy = step.strategy.device, step.strategy
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    work = [CODE, torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.accumulate]
+    work = [CODE, torch.__version__, name, strategy.name, strategy.axes, strategy.runtime.precision, step.options.accumulate]
     work += [torch.get_float32_matmul_precision(), type(loader).__name__, loader.local_batch_size]
-    work += [type(step.optimizer).__name__, step.ema is None, step.mix is None, strategy.module]
+    work += [type(step.optimizer).__name__, step.ema is None, step.options.mix is None, strategy.module]
     return Path(cache_dir()) / "ddp_lab" / hashlib.sha256(repr(work).encode()).hexdigest()[:16]
 
 

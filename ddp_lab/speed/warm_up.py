@@ -21,8 +21,9 @@ def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
         for batch in batches:
             # Kernels are timed in one micro-batch without collectives, which would occupy a part of the GPU meanwhile.
             inputs, targets, count = step.mixed(batch())
+            accumulate = step.options.accumulate
             with step.strategy.no_sync():
-                first = inputs.chunk(step.accumulate)[0], targets.chunk(step.accumulate)[0]
+                first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
                 step.strategy.add_gradient(*first, step.strategy.divisor(count))
             step.optimizer.zero_grad()
             for _ in range(times):
@@ -37,7 +38,7 @@ def unchanged(step: Step) -> Generator[None]:
     """
     module, optimizer = step.strategy.module, step.optimizer
     averages = step.ema.averages.values() if step.ema else ()
-    held = [*module.parameters(), *module.buffers(), *averages, *step.tally.state]
+    held = [*module.parameters(), *module.buffers(), *averages, *step.running_sums.state]
     before = [tensor.detach().clone() for tensor in held]
     moments = {(parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)}
     try:

@@ -1,10 +1,10 @@
 """The training loop, the same for all strategies and ranks."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.loader import Loader
@@ -12,8 +12,7 @@ from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.evaluation import Evaluation, evaluate, means, total
-from ddp_lab.training.hooks import Hooks
+from ddp_lab.training.metrics import Evaluation, evaluate, means, total
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
 
@@ -33,47 +32,80 @@ class FitSettings:
     evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
 
 
-def fit(
-    strategy: Strategy,
-    step: TrainStep,
-    loaders: Mapping[str, Loader],
-    logger: Logger,
-    hooks: Hooks,
-    progress: Progress,
-    settings: FitSettings,
-    ema: EMA | None = None,
-) -> Progress:
-    """Train from `progress` to the end, and evaluate and log after each epoch.
+@dataclass(frozen=True)
+class Parts:
+    """What the loop works with.
+
+    Attributes:
+        strategy: after `Strategy.setup`.
+        step: computes one training step.
+        loaders: of the sets train, val and test; of the last two at least one.
+        settings: when training ends.
+        ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
+    """
+
+    strategy: Strategy
+    step: TrainStep
+    loaders: Mapping[str, Loader]
+    settings: FitSettings
+    ema: EMA | None = None
+
+
+class Hooks:
+    """Hooks that do nothing. `resilience.guard.Guard` overrides them to save checkpoints, compare replicas and stop the run.
+
+    Every method is called on all ranks at the same point.
+    """
+
+    def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
+        """Yield the batches of `loader`. `doing` is "training" or "evaluating", for messages."""
+        yield from loader
+
+    def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
+        """Run after every step.
+
+        Args:
+            progress: the position after the step, except that `sums` and `seconds` are those at the start of the epoch or, in a
+                resumed epoch, at the start of this launch.
+            here: returns the position with the current `sums` and `seconds`. Collective; waits for the device.
+        """
+
+    def check(self, progress: Progress) -> None:
+        """Run after the last step of an epoch, before its evaluation, with `progress` after that step."""
+
+    def evaluating(self, loader: Iterable[Any], progress: Progress, done: int = 0) -> Iterator[Any]:
+        """Yield the batches of an evaluation. `done` is the number of batches of other sets that were evaluated before."""
+        yield from self.batches("evaluating", loader, progress)
+
+    def end_epoch(self, progress: Progress, last: bool) -> None:
+        """Run after an evaluation, with `progress` at the beginning of the next epoch. `last`: no epoch follows."""
+
+
+def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
+    """Train from `progress` to the end, and evaluate and log after each epoch. Return the position at the end.
 
     The logged duration of an epoch is that of its training steps, without the evaluation.
 
     Args:
-        strategy: after `Strategy.setup`.
-        step: computes one training step.
-        loaders: of the sets train, val and test; of the last two at least one.
+        parts: what is trained and evaluated.
         logger: gets a record of each epoch.
         hooks: called between steps and epochs; the exceptions that they raise end the training.
         progress: position to resume from.
-        settings: when training ends.
-        ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
-
-    Returns:
-        The position at the end.
 
     Raises:
         TrainingError: every batch of an epoch was skipped.
     """
-    drawn = "val" if "val" in loaders else "test"
-    shown = next(iter(loaders[drawn]))
-    while not is_over(progress, settings):
-        progress = train_epoch(strategy, step, loaders["train"], logger, hooks, progress, settings.epochs)
+    drawn = "val" if "val" in parts.loaders else "test"
+    shown = next(iter(parts.loaders[drawn]))
+    while not is_over(progress, parts.settings):
+        progress = train_epoch(parts, logger, hooks, progress)
         hooks.check(progress)
         if progress.sums[2] == 0:
             message = f"every batch of epoch {progress.epoch} was skipped (on_nan=skip): lower optimizer.lr"
             raise TrainingError(message, "not_finite")
-        with ema.in_use() if ema else nullcontext():
-            evaluated, following = evaluate_epoch(strategy, loaders, hooks, progress, settings)
-            logits = strategy.predict(shown.inputs) if drawn in evaluated else None
+        with parts.ema.in_use() if parts.ema else nullcontext():
+            evaluated, following = evaluate_epoch(parts, hooks, progress)
+            logits = parts.strategy.predict(shown.inputs) if drawn in evaluated else None
         train_loss, train_accuracy, samples = means(progress.sums)
         logger.epoch(
             progress.epoch,
@@ -89,15 +121,36 @@ def fit(
             logger.predictions(progress.epoch, shown.inputs, shown.targets, logits)
             logger.confusion(progress.epoch, evaluated[drawn].confusion)
         progress = following
-        hooks.end_epoch(progress, last=is_over(progress, settings))
-    if progress.epoch <= settings.epochs:
-        log.info(f"stopped early: {no_lower_loss(progress)} (patience={settings.patience})")
+        hooks.end_epoch(progress, last=is_over(progress, parts.settings))
+    if progress.epoch <= parts.settings.epochs:
+        log.info(f"stopped early: {no_lower_loss(progress)} (patience={parts.settings.patience})")
     return progress
 
 
-def evaluate_epoch(
-    strategy: Strategy, loaders: Mapping[str, Loader], hooks: Hooks, progress: Progress, settings: FitSettings
-) -> tuple[dict[str, Evaluation], Progress]:
+def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress) -> Progress:
+    """Take the remaining steps of an epoch, from the position `before`, and return the position after the last one."""
+    strategy, step, loader = parts.strategy, parts.step, parts.loaders["train"]
+    loader.set_epoch(before.epoch, before.samples)
+    strategy.train()
+    step.running_sums.totals.zero_()
+    progress, start = replace(before), time.perf_counter()
+
+    def here() -> Progress:
+        """Return the position after the last step, with its sums. Collective; waits for the device."""
+        own = total(strategy, step.running_sums.totals.clone()).tolist()
+        sums = [earlier + now for earlier, now in zip(before.sums, own, strict=True)]
+        return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
+
+    done = -(-before.samples // loader.batch_size)
+    batches = hooks.batches("training", step.batches(loader), progress)
+    for batch in logger.progress(batches, f"epoch {before.epoch}/{parts.settings.epochs}", done, len(loader)):
+        step(batch)
+        progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
+        hooks.after_step(progress, here)
+    return here()
+
+
+def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict[str, Evaluation], Progress]:
     """Evaluate the sets that are due after an epoch. Collective.
 
     The validation set comes first, because it decides whether the epoch is the last one.
@@ -106,45 +159,14 @@ def evaluate_epoch(
         The metrics by set, and the position at the beginning of the next epoch.
     """
     evaluated: dict[str, Evaluation] = {}
+    loaders, settings = parts.loaders, parts.settings
     if "val" in loaders:
-        evaluated["val"] = evaluate(strategy, hooks.evaluating(loaders["val"], progress))
+        evaluated["val"] = evaluate(parts.strategy, hooks.evaluating(loaders["val"], progress))
     following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {})
     if "test" in loaders and (settings.evaluate_test == "every_epoch" or is_over(following, settings)):
         done = len(loaders["val"]) if evaluated else 0
-        evaluated["test"] = evaluate(strategy, hooks.evaluating(loaders["test"], progress, done))
+        evaluated["test"] = evaluate(parts.strategy, hooks.evaluating(loaders["test"], progress, done))
     return evaluated, following
-
-
-def train_epoch(
-    strategy: Strategy, step: TrainStep, loader: Loader, logger: Logger, hooks: Hooks, before: Progress, epochs: int
-) -> Progress:
-    """Run the remaining steps of an epoch.
-
-    Args:
-        before: position to resume from.
-        epochs: number of the last epoch, for the progress bar.
-
-    Returns:
-        The position after the epoch's last step.
-    """
-    loader.set_epoch(before.epoch, before.samples)
-    strategy.train()
-    step.tally.totals.zero_()
-    progress, start = replace(before), time.perf_counter()
-
-    def here() -> Progress:
-        """Return the position after the last step, with its sums. Collective; waits for the device."""
-        own = total(strategy, step.tally.totals.clone()).tolist()
-        sums = [earlier + now for earlier, now in zip(before.sums, own, strict=True)]
-        return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
-
-    done = -(-before.samples // loader.batch_size)
-    batches = hooks.batches("training", step.batches(loader), progress)
-    for batch in logger.progress(batches, f"epoch {before.epoch}/{epochs}", done, len(loader)):
-        step(batch)
-        progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
-        hooks.after_step(progress, here)
-    return here()
 
 
 def is_over(progress: Progress, settings: FitSettings) -> bool:

@@ -1,6 +1,7 @@
 """One training step as a callable."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,8 +17,8 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.compilation import CompileFn
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.ema import EMA
+from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.optimizer import has_shards, step_of
-from ddp_lab.training.tally import Tally
 
 
 @runtime_checkable
@@ -25,12 +26,12 @@ class TrainStep(Protocol):
     """The interface of a training step. `Step` and `GraphStep` compute a step; `Fault` and `Profiled` wrap another one.
 
     Attributes:
-        tally: sums of the losses, each computed before the optimizer's step.
+        running_sums: sums of the losses, each computed before the optimizer's step.
         lr: learning rate of the last step.
     """
 
     @property
-    def tally(self) -> Tally: ...
+    def running_sums(self) -> RunningSums: ...
 
     @property
     def lr(self) -> float: ...
@@ -43,6 +44,25 @@ class TrainStep(Protocol):
         """Take one step, without waiting for the device."""
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does besides forward, backward and update.
+
+    Attributes:
+        accumulate: number of gradient-accumulation steps.
+        max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled down. None: no clipping.
+        skip_not_finite: replace a gradient that is not finite by zeros.
+        mix: mixes the samples of each batch; None: they stay as they are.
+        drop_paths: branches of the model that are dropped at random; None: none.
+    """
+
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    skip_not_finite: bool = False
+    mix: Mix | None = None
+    drop_paths: DropPaths | None = None
+
+
 class Step:
     """A training step: gradients of one global batch, one optimizer step, one step of the learning-rate schedule.
 
@@ -50,15 +70,11 @@ class Step:
         strategy: computes the gradients; after `Strategy.setup`.
         optimizer: of the strategy's parameters.
         scheduler: of the learning rate.
-        accumulate: number of gradient-accumulation steps.
-        max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled down. None: no clipping.
-        skip_not_finite: replace a gradient that is not finite by zeros.
+        options: what else it does.
         ema: averages of the weights, updated after each step; None: no averages.
-        mix: mixes the samples of each batch; None: they stay as they are.
-        drop_paths: branches of the model that are dropped at random; None: none.
 
     Attributes:
-        tally: sums of the losses, each computed before the optimizer's step.
+        running_sums: sums of the losses, each computed before the optimizer's step.
         lr: learning rate of the last step.
     """
 
@@ -67,22 +83,17 @@ class Step:
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
-        accumulate: int = 1,
-        max_grad_norm: float | None = None,
-        skip_not_finite: bool = False,
+        options: StepOptions | None = None,
         ema: EMA | None = None,
-        mix: Mix | None = None,
-        drop_paths: DropPaths | None = None,
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
-        self.ema, self.mix, self.drop_paths = ema, mix, drop_paths
-        self.accumulate, self.max_grad_norm, self.skip_not_finite = accumulate, max_grad_norm, skip_not_finite
-        self.tally = Tally(strategy.device, skip_not_finite)
+        self.options, self.ema = options or StepOptions(), ema
+        self.running_sums = RunningSums(strategy.device, self.options.skip_not_finite)
         self._optimize = step_of(optimizer)
         self.lr = 0.0
 
     def compile(self, compile_fn: CompileFn) -> None:
-        """Compile the optimizer's step but the first, with torch.compile's default options, and the tally, with `compile_fn`.
+        """Compile the running sums, with `compile_fn`, and the optimizer's step but the first, with torch.compile's defaults.
 
         An optimizer with a fused kernel or with shards is not compiled. The learning rate of others must be a tensor: a number
         would be compiled again whenever it changes.
@@ -92,7 +103,7 @@ class Step:
             # The first step creates the optimizer's state: compiled, it would be compiled a second time for the next ones.
             steps = chain([self.optimizer.step], repeat(torch.compile(self.optimizer.step)))
             self._optimize = lambda: next(steps)()
-        self.tally.compile(compile_fn)
+        self.running_sums.compile(compile_fn)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
         """Return the argument of `__call__` for each remaining step of the epoch, in order: the loader's batches."""
@@ -111,29 +122,30 @@ class Step:
     def prepare(self) -> None:
         """Do the work on the host that a step needs: draw how its batch is mixed, and which branches are dropped."""
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
-        for drawn in filter(None, (self.mix, self.drop_paths)):
+        for drawn in filter(None, (self.options.mix, self.options.drop_paths)):
             drawn.prepare(step)
 
     def mixed(self, batch: Batch) -> Batch:
         """Return the batch to train on."""
-        return batch if self.mix is None else self.mix(batch)
+        return batch if self.options.mix is None else self.options.mix(batch)
 
     def compute(self, batch: Batch) -> None:
         """Queue the work of a step on the device. A CUDA graph captures this method."""
-        buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if self.skip_not_finite else []
-        sums = self.strategy.forward_backward(*self.mixed(batch), self.accumulate)
-        if self.max_grad_norm is not None or self.skip_not_finite:
+        skip, largest = self.options.skip_not_finite, self.options.max_grad_norm
+        buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if skip else []
+        sums = self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
+        if skip or largest is not None:
             norm = self.strategy.gradient_norm()
-            if self.skip_not_finite:
+            if skip:
                 self._drop_unless(norm.isfinite(), buffers)
-            if self.max_grad_norm is not None:
+            if largest is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp sets it to False
-                clip_grads_with_norm_(self.strategy.parameters(), self.max_grad_norm, norm.nan_to_num(), foreach=foreach)
+                clip_grads_with_norm_(self.strategy.parameters(), largest, norm.nan_to_num(), foreach=foreach)
         self._optimize()
         if self.ema is not None:
             self.ema.update()
         self.optimizer.zero_grad()
-        self.tally.add(sums)
+        self.running_sums.add(sums)
 
     def advance(self) -> None:
         """Do the work of a step on the host: record its learning rate and set that of the next step."""

@@ -14,7 +14,7 @@ from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.launch.command import user_errors
-from ddp_lab.launch.command_line import explain, explain_unknown_key, rename_keys, rename_overrides
+from ddp_lab.launch.command_line import explain, explain_unknown_key, rename_keys, rename_overrides, warn
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,15 @@ def test_key_under_both_names_is_refused():
         rename_overrides(["data.shift=2", "++data.crop_padding=2"])
     with pytest.raises(ConfigError, match=message):
         rename_keys(config("data.crop_padding=3", "+data.shift=2"))
+
+
+def test_removed_key_is_refused_on_the_command_line_and_ignored_with_a_warning_in_a_config(capsys):
+    with pytest.raises(ConfigError, match=r"^strategy\.balance=time: was removed; name the first block of the second stage"):
+        rename_overrides(["+strategy.balance=time"])
+    cfg = config("+strategy.balance=time")
+    warn(rename_keys(cfg))
+    assert "balance" not in cfg.strategy
+    assert capsys.readouterr().err.startswith("warning: strategy.balance has no effect any more; name the first block")
 
 
 def test_old_name_trains_as_the_new_one_in_a_sweep_and_in_yaml(tmp_path):

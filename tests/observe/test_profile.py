@@ -35,14 +35,14 @@ def test_wrapped_steps_implement_train_step(tmp_path):
     profiled = Profiled(step, runtime, Logger(), tmp_path / "profile", graph=False, bubble=None)
     for wrapped in (step, fault, profiled):
         assert isinstance(wrapped, TrainStep)
-        assert wrapped.tally is step.tally
+        assert wrapped.running_sums is step.running_sums
         assert wrapped.lr == 0.25
 
 
 class Addition:
     """A step for the profiler that neither reads data nor trains."""
 
-    tally, lr = None, 0.0
+    running_sums, lr = None, 0.0
 
     def batches(self, loader):
         return loader

@@ -49,11 +49,11 @@ def train(step, loader, epochs: int) -> list[float]:
     """Return the summed losses of each epoch."""
     losses = []
     for epoch in range(1, epochs + 1):
-        step.tally.begin(0)
+        step.running_sums.begin(0)
         loader.set_epoch(epoch)
         for batch in step.batches(loader):
             step(batch)
-        losses.append(step.tally.totals[0].item())
+        losses.append(step.running_sums.totals[0].item())
     return losses
 
 

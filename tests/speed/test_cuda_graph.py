@@ -46,12 +46,12 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     graph.capture(nullcontext())
     assert modes == ["error", "default"], "a step that waits for the GPU must not reach the capture"
     assert sorted(graph.graphs) == [BatchSize(12, 12), BatchSize(24, 24)]
-    eager.tally.begin(0)
-    graph.tally.begin(0)
+    eager.running_sums.begin(0)
+    graph.running_sums.begin(0)
     assert train(graph, own) == train(eager, loader)
     for mine, other in zip(step.strategy.parameters(), eager.strategy.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
-    torch.testing.assert_close(graph.tally.totals, eager.tally.totals, rtol=1e-6, atol=0)
+    torch.testing.assert_close(graph.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0)
     if step.ema:
         torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)
 
@@ -80,13 +80,13 @@ def test_fault_injects_nan_into_a_captured_step(modes, tmp_path):
     step, loader = make_step()
     graph = GraphStep(step, loader)
     graph.capture(nullcontext())
-    graph.tally.begin(0)
+    graph.running_sums.begin(0)
     fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)
     loader.set_epoch(1)
     first_bad = []
     for size in fault.batches(loader):
         fault(size)
-        first_bad.append(graph.tally.first_bad(fault.taken).item())
+        first_bad.append(graph.running_sums.first_bad(fault.taken).item())
     assert first_bad == [float("inf"), float("inf"), 3]
 
 

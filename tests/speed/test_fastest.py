@@ -40,7 +40,7 @@ class Attempts:
             assert step.optimizer.param_groups[0]["fused"] is (True if not options.cuda_graph else None)
         for name in self.broken:
             if getattr(options, name):
-                step.tally.in_graph = True
+                step.running_sums.in_graph = True
                 raise RuntimeError(f"{name} is impossible\nbecause of the test")
         return step
 
@@ -104,7 +104,7 @@ def test_what_fails_is_given_up_with_its_reason(broken, tried, logged, attempts,
     assert build_step(CHOSEN, step, loader, 1_000_000) is step
     assert [options for options, _ in attempts.tried] == tried
     assert logged in caplog.text
-    assert not step.tally.in_graph
+    assert not step.running_sums.in_graph
     if "compile" in broken:
         assert torch._dynamo.eval_frame._stance.stance == "force_eager", "parts of the step are compiled"
         assert step.optimizer.param_groups[0]["fused"]
@@ -143,7 +143,7 @@ def test_compiling_pays_off_sooner_in_bf16_from_the_cache_and_with_few_layers(mo
 
 def test_measuring_a_step_changes_nothing():
     step, loader = make_step(ema=0.9)
-    held = [*step.strategy.parameters(), *step.ema.averages.values(), *step.tally.state]
+    held = [*step.strategy.parameters(), *step.ema.averages.values(), *step.running_sums.state]
     before, drawn = [tensor.clone() for tensor in held], torch.get_rng_state()
     assert 0 < measure(step, step, loader) < 10
     assert all(map(torch.equal, before, held))

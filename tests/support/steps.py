@@ -8,7 +8,7 @@ from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.schedule import cosine, make_scheduler
-from ddp_lab.training.step import Step
+from ddp_lab.training.step import Step, StepOptions
 from ddp_lab.world.runtime import Runtime
 
 SAMPLES, BATCH = 60, 24  # two full batches and a partial one
@@ -21,7 +21,7 @@ def make_step(fused: bool | None = None, ema: float | None = None, **options) ->
     strategy.setup(simple_cnn(1, 8, 10))
     optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1, momentum=0.9, fused=fused)
     averages = None if ema is None else EMA(strategy, ema)
-    step = Step(strategy, optimizer, make_scheduler(optimizer, cosine, 2, 3, 0), ema=averages, **options)
+    step = Step(strategy, optimizer, make_scheduler(optimizer, cosine, 2, 3, 0), StepOptions(**options), averages)
     data = Synthetic(SAMPLES, 8, 1, 8, 10).load().train
     made = LoaderOptions(BATCH, 0, 1, strategy.device, [0.5], [0.2], shuffle=True, crop_padding=1, flip=True)
     return step, DeviceLoader(data, made)

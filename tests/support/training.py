@@ -35,8 +35,8 @@ from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.tp import TP
-from ddp_lab.training.evaluation import evaluate
-from ddp_lab.training.hooks import Hooks
+from ddp_lab.training.loop import Hooks
+from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, multi_step, one_cycle
 from ddp_lab.world.runtime import Runtime

@@ -4,21 +4,21 @@ import pytest
 import torch
 from steps import make_step
 
+from ddp_lab.training.metrics import LONGEST, RunningSums
 from ddp_lab.training.optimizer import match_strides
-from ddp_lab.training.tally import LONGEST, Tally
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("start", [0, 7, LONGEST - 3])
 def test_tally_returns_the_first_step_that_is_not_finite(start, in_graph):
-    tally = Tally(torch.device("cpu"))
-    tally.in_graph = in_graph
-    tally.begin(start)
+    running_sums = RunningSums(torch.device("cpu"))
+    running_sums.in_graph = in_graph
+    running_sums.begin(start)
     for step in range(1, 11):
-        tally.add(torch.tensor([float("nan") if step in (5, 8) else 1.0, 1.0, 1.0], dtype=torch.float64))
-    assert tally.first_bad(start + 10).item() == start + 5
-    tally.add(torch.ones(3, dtype=torch.float64))
-    assert tally.first_bad(start + 11).item() == float("inf")
+        running_sums.add(torch.tensor([float("nan") if step in (5, 8) else 1.0, 1.0, 1.0], dtype=torch.float64))
+    assert running_sums.first_bad(start + 10).item() == start + 5
+    running_sums.add(torch.ones(3, dtype=torch.float64))
+    assert running_sums.first_bad(start + 11).item() == float("inf")
 
 
 def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights():
