@@ -92,8 +92,11 @@ def gib(size: float) -> str:
 
 def as_json(advisor: Advisor) -> dict[str, Any]:
     """Return the plans as plain values: bytes, seconds and FLOPs."""
+    keys = ("name", "overrides", "devices", "images", "fits", "launch", "measured")
     rows = [
-        vars(row) | {"name": row.name, "plans": [plan_as_json(advisor, plan) for plan in row.plans]} for row in advisor.rows
+        {key: getattr(row, key) for key in keys}
+        | {"step_seconds_at_least": row.bound, "ranks": [plan_as_json(advisor, plan) for plan in row.plans]}
+        for row in advisor.rows
     ]
     recommended = advisor.ranked[0].overrides if advisor.ranked else None
     shown = {"head": head(advisor), "own": advisor.own, "rows": rows, "refused": advisor.refused, "notes": advisor.notes}

@@ -54,7 +54,7 @@ def own_model(name: str) -> list[str]:
     return ["model=own", f"model._target_=own_models.{name}", "data=digits", "batch_size=256"]
 
 
-def test_command_prints_a_table_and_writes_json_a_picture_and_a_page(tmp_path):
+def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
     files = f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png --html {tmp_path}/advice.html"
     code, output = launch(f"python -m ddp_lab advise --gpus 2xH100 batch_size=256 strategy=ddp {files}")
     assert code == 0, output
@@ -66,7 +66,7 @@ def test_command_prints_a_table_and_writes_json_a_picture_and_a_page(tmp_path):
     found = json.loads((tmp_path / "advice.json").read_text())
     assert {"single", "ddp", "fsdp", "pipeline", "scratch", "split", "tp tp=2"} <= {row["name"] for row in found["rows"]}
     row = found["rows"][1]
-    (rank,) = row["plans"]
+    (rank,) = row["ranks"]
     assert rank["held"]["parameters"] == 4 * 129_068
     assert rank["allocated"] == pytest.approx(sum(rank["peak"].values()))
     assert rank["total"] == rank["allocated"] + rank["outside"]
@@ -148,7 +148,7 @@ def test_every_stage_of_a_pipeline_is_planned_and_groups_that_cross_machines_are
     found = advisor(*VIT, nodes=2)
     found.rows = [found.plan(["strategy=ddp_pipeline", "strategy.pp=2"])]
     assert [plan.rank for plan in found.rows[0].plans] == [0, 1]
-    crossing = {each["name"]: each["crosses_machines"] for each in as_json(found)["rows"][0]["plans"][0]["collectives"]}
+    crossing = {each["name"]: each["crosses_machines"] for each in as_json(found)["rows"][0]["ranks"][0]["collectives"]}
     assert crossing == {"send": False, "recv": False, "allreduce": True}
 
 
