@@ -133,6 +133,7 @@ KEYS: dict[str, Row | str] = {
     "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),
     "mixup": Row("mixup=0.9", TRAINED),
     "cutmix": Row("cutmix=0.9", TRAINED),
+    "memory_limit": "tests/advise/test_fit.py::test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices",
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
     "precision": Row("precision=bf16", TRAINED),
     "float32_matmul": "tests/world/test_precision.py::test_training_and_evaluation_have_the_chosen_precision",
@@ -391,7 +392,6 @@ def test_advise_plans_what_its_flags_say(command, tmp_path):
     plans = json.loads((tmp_path / "plans").read_text())
     assert plans["head"][0].startswith("1 x H100 (79.1 GiB) on each of 2 machines; 658 parameters")
     rows = {row["overrides"][0]: row for row in plans["rows"]}
-    assert "strategy=mesh" in rows, "all meshes are planned"
     (sent,) = (found["bytes_sent"] for found in rows["strategy=ddp"]["ranks"][0]["collectives"])
     assert rows["strategy=ddp"]["step_seconds_at_least"] == pytest.approx(sent / 25e9)
 

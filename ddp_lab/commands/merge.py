@@ -1,4 +1,4 @@
-"""Make a whole checkpoint, one file, of a sharded one, for other programs or to move it.
+"""Make one file of a sharded checkpoint, for other programs or to move it.
 
 ddp-lab merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
 ddp-lab merge runs/mine --checkpoint best --output best.pt
