@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +15,7 @@ from ddp_lab.advise.advisor import Advice, Advisor, Row, places
 from ddp_lab.advise.candidates import Candidate
 from ddp_lab.advise.machine import GiB, find_machine
 from ddp_lab.advise.report import as_json, table
-from ddp_lab.commands import advise as command
+from ddp_lab.commands import advise
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.lenet import lenet
 
@@ -191,12 +190,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_wrong_arguments_are_refused_with_the_remedy(line, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["advise", *shlex.split(line)])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 2
-    assert f"error: {REFUSED[line]}" in capfd.readouterr().err
+def test_wrong_arguments_are_refused_with_the_remedy(line, command):
+    code, _, errors = command(advise.main, *shlex.split(line))
+    assert code == 2
+    assert f"error: {REFUSED[line]}" in errors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
