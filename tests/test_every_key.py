@@ -116,7 +116,7 @@ def writes(name: str) -> Effect:
 
 TRAINED, TESTED, VALIDATED = changes("train_loss", "test_loss"), changes("test_loss"), changes("train_loss", "val_loss")
 STEPS = [f"step_{step:08}.pt" for step in range(7)]
-FAULTS = "tests/resilience/test_faults.py::"
+FAULTS, FITS = "tests/resilience/test_faults.py::", "tests/advise/test_fit.py::"
 # {FOLDER} is a folder of images of which one cannot be decoded, {RUN} the directory of the base run, {NEW} a new directory.
 FOLDER = "data=folder data.root={FOLDER} data.on_corrupt=skip data.image_size=16 data.num_workers=0"
 KEYS: dict[str, Row | str] = {
@@ -133,7 +133,7 @@ KEYS: dict[str, Row | str] = {
     "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),
     "mixup": Row("mixup=0.9", TRAINED),
     "cutmix": Row("cutmix=0.9", TRAINED),
-    "memory_limit": AUTO,
+    "memory_limit": FITS + "test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices",
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
     "precision": Row("precision=bf16", TRAINED),
     "float32_matmul": "tests/world/test_precision.py::test_training_and_evaluation_have_the_chosen_precision",
@@ -272,8 +272,8 @@ FLAGS = {
     "train --config-dir": "tests/launch/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
     **dict.fromkeys((f"train --{name}" for name in (*LAUNCH, "standalone")), HERE + "test_option_of_a_launch_reaches_torchrun"),
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
-    "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_a_picture_and_a_page",
-    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_a_picture_and_a_page",
+    "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
     "advise --minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
 }

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
-from torch.distributed.tensor import _redistribute, debug
 
 from ddp_lab.advise.live import HELD, STATE, Collective, Live
 from ddp_lab.advise.planned import PlannedRuntime
@@ -114,6 +113,7 @@ def places(strategy: Strategy) -> list[int]:
 def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> list[Planned]:
     """Return the plan of each device of a rank: of one, unless the strategy drives several. See `plan_ranks`."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
+    from torch.distributed.tensor import _redistribute, debug  # loads torch._dynamo
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     strategy = build(cfg.strategy, runtime)
