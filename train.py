@@ -15,7 +15,9 @@ python train.py --help                                                every grou
 `ddp-lab` and `torchrun -m ddp_lab` are the same command, for any directory.
 """
 
+import sys
+
 from ddp_lab.commands.train import main_of_rank
 
 if __name__ == "__main__":
-    main_of_rank()
+    main_of_rank(sys.argv[1:])

@@ -19,22 +19,24 @@ HELP = ("-h", "--help", "help")
 
 
 def main() -> None:
-    command, *arguments = sys.argv[1:] if is_command(sys.argv[1:2]) else ["train", *sys.argv[1:]]
-    if command in HELP:
-        print("usage: ddp-lab COMMAND ...\n", *(f"  {name:<10}{text}" for name, text in COMMANDS.items()), sep="\n")
+    name, *arguments = sys.argv[1:] if is_command(sys.argv[1:2]) else ["train", *sys.argv[1:]]
+    if name in HELP:
+        print("usage: ddp-lab COMMAND ...\n", *(f"  {each:<10}{text}" for each, text in COMMANDS.items()), sep="\n")
         print("\n`ddp-lab COMMAND --help` describes a command. `python -m ddp_lab` is the same as `ddp-lab`.")
-    elif command == "--version":
+    elif name == "--version":
         print(", ".join(map(version, ("ddp_lab", "torch"))))
-    elif command not in COMMANDS:
-        close = [f" Did you mean {name}?" for name in difflib.get_close_matches(command, COMMANDS, 1)]
+    elif name not in COMMANDS:
+        close = [f" Did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)]
         allowed = f"allowed: {', '.join(COMMANDS)}, or overrides such as epochs=3"
-        print(f"error: {command}: there is no such command.{''.join(close)} {allowed}", file=sys.stderr)
+        print(f"error: {name}: there is no such command.{''.join(close)} {allowed}", file=sys.stderr)
         sys.exit(2)
     else:
-        sys.argv = [f"ddp-lab {command}", *arguments]
         try:
-            importlib.import_module(f"ddp_lab.commands.{command}").main()
-        except KeyboardInterrupt:  # during the imports; later the command handles it
+            from ddp_lab.launch.command import command  # loads Hydra, which --help does not need
+
+            with command():
+                importlib.import_module(f"ddp_lab.commands.{name}").main(arguments)
+        except KeyboardInterrupt:  # during that import; later the command handles it
             sys.exit(130)
 
 

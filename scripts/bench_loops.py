@@ -80,12 +80,8 @@ def resident(model: Model, device: torch.device, arguments: Namespace) -> Batche
 def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | None) -> Step:
     """Return the step of an expert: images on the device, bf16 and channels_last (float32 on a CPU), fused SGD.
 
-    Args:
-        model: the model.
-        device: of this rank.
-        arguments: of the command line.
-        mode: of torch.compile, for the forward pass and the loss; on several ranks for the model inside of
-            DistributedDataParallel. None: eager mode.
+    `mode` is that of torch.compile, for the forward pass and the loss; on several ranks for the model inside of
+    DistributedDataParallel. None is eager mode.
     """
     cuda, alone = device.type == "cuda", not dist.is_initialized()
     torch.backends.cudnn.benchmark = True
@@ -156,21 +152,20 @@ class Alternating(torch.optim.SGD):
     Args:
         params, lr, momentum, weight_decay, nesterov: as of torch's SGD.
         bench: a JSON object with `model`, `batch`, `steps`, `turn`, `seconds`, how long to measure, and `out`, the file for the
-            measured pairs: seconds of train.py's steps and of the others, then the same in CPU time. Then the process ends.
+            measured pairs: seconds of train.py's steps and of the others. Then the process ends.
     """
 
     def __init__(self, params: Any, lr: float, momentum: float, weight_decay: float, nesterov: bool, bench: str):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
         self.bench, self.steps, self.other = Namespace(**json.loads(bench)), 0, None
-        self.pairs: list[tuple[float, float, float, float]] = []
-        self.clocks = 0.0, 0.0
+        self.pairs: list[tuple[float, float]] = []
+        self.clock = 0.0
 
-    def step(self, closure: Any = None) -> Any:
-        done = super().step(closure)
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
         self.steps += 1
         if self.steps % self.bench.turn == 0:
             self.take_turn(self.param_groups[0]["params"][0].device)
-        return done
 
     def take_turn(self, device: torch.device) -> None:
         """Measure the steps since the last turn, then run and measure the other loop's."""
@@ -180,16 +175,16 @@ class Alternating(torch.optim.SGD):
         for _ in range(bench.turn):
             self.other()
         others = self.passed(device)
-        self.pairs.append((mine[0], others[0], mine[1], others[1]))
-        if time.monotonic() > self.end:
+        self.pairs.append((mine, others))
+        if time.monotonic() > self.end and len(self.pairs) > WARM_UP:
             Path(bench.out).write_text(json.dumps(self.pairs[WARM_UP:]))
             os._exit(0)
 
-    def passed(self, device: torch.device) -> tuple[float, float]:
-        """Return the seconds and the CPU time since the last call."""
+    def passed(self, device: torch.device) -> float:
+        """Return the seconds since the last call."""
         wait(device)
-        before, self.clocks = self.clocks, (time.perf_counter(), time.process_time())
-        return self.clocks[0] - before[0], self.clocks[1] - before[1]
+        before, self.clock = self.clock, time.perf_counter()
+        return self.clock - before
 
 
 def main(arguments: Namespace) -> None:

@@ -17,22 +17,15 @@ EARLY = 5  # steps after which weights still agree up to rounding
 
 
 class Entry(NamedTuple):
-    """A strategy to run.
+    """A strategy to run, on so many devices: its name, the overrides that it needs, and further ones that the user named.
 
-    Attributes:
-        name: name of the strategy.
-        overrides: Hydra overrides that it needs.
-        ranks: number of processes; None runs train.py without torchrun.
-        devices: number of devices it uses.
-        why_not: why it cannot run on this machine; None if it can.
-        options: further overrides of the strategy, which the user named.
+    `ranks` is the number of processes; None runs train.py without torchrun.
     """
 
     name: str
     overrides: list[str]
     ranks: int | None
     devices: int
-    why_not: str | None = None
     options: tuple[str, ...] = ()
 
     @property
@@ -49,13 +42,16 @@ class Entry(NamedTuple):
 
 def entries(counts: list[int], gpus: int) -> list[Entry]:
     """Return all strategies but mesh; those of several processes once for each number of ranks."""
-    one = "cuda:0" if gpus else "cpu"
-    alone = [
-        Entry("single", [f"device={one}"], None, 1),
-        Entry("dp", [], None, max(1, gpus), None if gpus else "without GPUs it has only one replica"),
-        Entry("split", [], None, max(2, gpus) if gpus else 1, "needs two GPUs" if gpus == 1 else None),
+    options = {"scratch": [], "ddp": [], "fsdp": [], "pipeline": [], "ddp_pipeline": ["strategy.pp=2"], "tp": ["strategy.tp=2"]}
+    single = Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)
+    several = [
+        Entry(name, overrides, ranks, ranks)
+        for ranks in counts
+        for name, overrides in options.items()
+        if name != "ddp_pipeline" or ranks >= 4
     ]
-    return alone[:1] + [entry for ranks in counts for entry in of_ranks(ranks)] + alone[1:]
+    dp = [Entry("dp", [], None, gpus)] if gpus else []  # without GPUs it has only one replica
+    return [single, *several, *dp, *([Entry("split", [], None, max(1, gpus))] if gpus != 1 else [])]
 
 
 def choose(values: list[str], counts: list[int], gpus: int) -> list[Entry]:
@@ -83,18 +79,6 @@ def choose(values: list[str], counts: list[int], gpus: int) -> list[Entry]:
                 )
         chosen += found
     return list({entry.label: entry for entry in chosen}.values())
-
-
-def of_ranks(ranks: int) -> list[Entry]:
-    """Return the strategies of several processes for one number of ranks."""
-    pairs = None if ranks % 2 == 0 else f"needs an even number of ranks, got {ranks}"
-    fours = None if ranks >= 4 and ranks % 2 == 0 else f"needs an even number of at least 4 ranks, got {ranks}"
-    plain = [Entry(name, [], ranks, ranks) for name in ("scratch", "ddp", "fsdp", "pipeline")]
-    return [
-        *plain,
-        Entry("ddp_pipeline", ["strategy.pp=2"], ranks, ranks, fours),
-        Entry("tp", ["strategy.tp=2"], ranks, ranks, pairs),
-    ]
 
 
 class Result(NamedTuple):
@@ -136,8 +120,6 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     """Run train.py under one strategy and read what it wrote."""
-    if entry.why_not:
-        return Result(entry, [], {}, entry.why_not)
     given = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
     given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
     done = train(given, entry.ranks, out, entry.label)
@@ -157,15 +139,6 @@ COLUMNS = (
     "test accuracy",
     f"difference after {EARLY} steps",
     "difference at the end",
-)
-
-NOTES = (
-    f"difference: the largest difference of any weight from single's. After {EARLY} steps it is expected below 1e-6, as in the "
-    "tests: strategies add the same float32 numbers in other orders, which rounds differently. Then it grows by a factor with "
-    "every step, because each gradient depends on all weights, and by more with a larger learning rate. "
-    "Under BatchNorm each rank normalises its local batch, which is a different function (docs/strategies.md).",
-    "throughput: the median of the epochs after the first, in which steps are profiled; for a run of one epoch, that epoch.",
-    "memory: peak memory allocated on one GPU; without GPUs, peak resident size of one process, PyTorch included.",
 )
 
 
@@ -245,6 +218,7 @@ def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) 
             "",
             *(f"- {line}" for line in diagnosis),
             "",
-            *(f"*{note}*\n" for note in NOTES),
+            "`python scripts/compare.py --help` describes the columns.",
+            "",
         ]
     )

@@ -7,8 +7,7 @@ Work on the same queue (a stream) runs in the order of issue. Work on different 
 
 1. Matrix multiplications on two devices. Sequential: the host waits for the first device before it issues the second's work.
 Concurrent: the host issues both, then waits; this should take as long as one device. Exercise: when is the work too small for a
-second device (--size)? When the host takes longer to issue the work than the device takes to compute it. With one GPU, two of
-its streams are used instead; large multiplications fill the GPU, so they gain nothing.
+second device (--size)? When the host takes longer to issue the work than the device takes to compute it.
 
 2. Matrix multiplications, and a copy of each result to the host. Three conditions let copy i overlap with multiplication i+1.
 `non_blocking=True`: otherwise the host waits for copy i before it issues multiplication i+1. Pinned memory: the copy engine
@@ -16,8 +15,7 @@ needs pages that do not move; to pageable memory the driver copies through a pin
 meanwhile. A second stream: on the compute stream, multiplication i+1 would run after copy i. On the second stream copy i must
 wait for the event recorded after multiplication i, or it would copy incomplete data; the script checks all copies.
 
-Without a GPU torch's calls are synchronous. A thread with one core then takes the place of a device or stream, and copies are
-plain copies.
+Without a GPU torch's calls are synchronous. A thread with one core then takes the place of a device or stream.
 """
 
 import argparse
@@ -41,7 +39,7 @@ SIZE = {"cuda": 4096, "cpu": 512}
 
 
 class Run(NamedTuple):
-    """One timed run: its seconds, and a timeline of the host and of each lane, in seconds since the first call."""
+    """The seconds of a run, and its timeline: rows of boxes by name, from the first call on."""
 
     seconds: float
     rows: dict[str, Boxes]

@@ -6,8 +6,7 @@ python scripts/scale_sim.py --ranks 16 --nodes 4 --seconds 5
 The ranks are threads of a few processes (scale_ranks.py), with their own connections to a real store. Start-up, agreement,
 heartbeats, failure reports, preemption and the run directory are ddp_lab's own code; the training is simulated. Five launches
 are made: one without a fault, which is preempted after `--seconds`, one in which a rank is killed, one in which all processes
-of a node are, one in which a rank hangs, and one in which the first rank of a node is suspended. Prints what it measures. Exit
-code 1 if a failure is not known everywhere, or another rank or node is blamed.
+of a node are, one in which a rank hangs, and one in which a node's first rank is suspended. Exit code 1: another is blamed.
 """
 
 import argparse
@@ -60,13 +59,8 @@ class Counts(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What was measured without a fault.
-
-    Attributes:
-        start_seconds: until all ranks train.
-        start, training, end: what was done until then, while training, and from the preemption on.
-        preempted_seconds: from the signal until all ranks have agreed to stop.
-    """
+    """What was measured without a fault: what was done until all ranks train, then, and from a preemption on; and how long the
+    first took, and the ranks to agree to stop."""
 
     start_seconds: float
     start: Counts
@@ -86,12 +80,9 @@ class Failure(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault, and how it must be reported.
+    """A fault: its `kind` in failure.json, which ranks of a node it happens to, and the signal that their processes receive.
 
-    Attributes:
-        kind: the `kind` of failure.json; a hang is reported after the watchdog's timeout.
-        victims: which ranks of a node it happens to.
-        signal: what their processes receive; None: they hang in their next step.
+    Without a signal they hang in their next step. A hang is reported after the watchdog's timeout.
     """
 
     name: str

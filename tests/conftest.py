@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import warm
 
+from ddp_lab.launch.command import command as launch_command
+
 # Helper modules with asserts: pytest rewrites them to show the values in a failed assert.
 pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")
 
@@ -60,9 +62,11 @@ def command(monkeypatch, capsys):
     monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
 
     def run(main, *arguments) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        given = list(map(str, arguments))
+        monkeypatch.setattr(sys, "argv", ["command", *given])  # which messages name
         try:
-            main()
+            with launch_command():
+                main(given)
             code = 0
         except SystemExit as ended:
             code = ended.code

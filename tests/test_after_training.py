@@ -209,9 +209,9 @@ def test_predictions_of_files_equal_those_of_the_test_set(trained, command, tmp_
     model, images, inputs, classes = reference(trained)
     for number, pixels in enumerate(images):
         save(pixels, tmp_path / "images" / f"{number:02d}.png")
-    code, output, errors = command(
-        predict.main, trained, tmp_path / "images", "--output", tmp_path / "p.csv", "--top=3", "--batch-size=17"
-    )
+    (tmp_path / "p.csv").write_text("old")
+    given = "--output", tmp_path / "p.csv", "--force", "--top=3", "--batch-size=17"
+    code, output, errors = command(predict.main, trained, tmp_path / "images", *given)
     weights = f"weights: {trained}/checkpoints/step_00000010.pt\n"
     assert (code, output, errors) == (0, "", weights)
     header, *rows = csv.reader((tmp_path / "p.csv").open())
@@ -460,6 +460,7 @@ def test_merge_writes_a_whole_checkpoint(sharded, command, tmp_path):
     code, _, errors = command(merge.main, sharded)
     assert code == 2
     assert "already exists" in errors
+    assert command(merge.main, sharded, "--force")[0] == 0
     code, _, errors = command(merge.main, sharded, "--checkpoint", merged, "--output", tmp_path / "again.pt")
     assert code == 2
     assert "is a whole checkpoint already" in errors

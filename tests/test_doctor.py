@@ -24,6 +24,7 @@ from worlds import once, run_world
 from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
 from ddp_lab.launch import storage
+from ddp_lab.launch.command import command
 from ddp_lab.launch.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.run.doctor import Findings, find_backend
@@ -144,7 +145,8 @@ def doctor_in_world(line: str) -> tuple[object, list[str], str]:
     with tempfile.TemporaryFile("w+") as failed, contextlib.redirect_stderr(failed):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                doctor.main()
+                with command():
+                    doctor.main(line.split())
                 code = 0
             except SystemExit as error:
                 code = error.code

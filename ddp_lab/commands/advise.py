@@ -15,11 +15,10 @@ from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.arguments import Parser, check_folder
-from ddp_lab.launch.command import command
 from ddp_lab.world.process import env_int
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab advise", __doc__)
     parser.add_overrides("Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
     parser.add_argument("--gpus", default="here", metavar="NxCARD|here", help="GPUs of each machine, for example 2xH100")
@@ -33,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the memory of each strategy")
     parser.add_argument("--html", type=Path, metavar="FILE.html", help="write one page with the table and pictures")
     parser.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
-    given = parser.parse_intermixed_args()
+    given = parser.parse_intermixed_args(arguments)
     for option in ("nodes", "link", "minutes"):
         if not 0 < getattr(given, option) < math.inf:
             raise ConfigError(f"--{option} {getattr(given, option):g}: must be a number above 0")
@@ -48,9 +47,8 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-@command()
-def main() -> None:
-    given = arguments()
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab advise: runs in one process; start it without torchrun")
     from ddp_lab.advise import report

@@ -7,17 +7,14 @@ It does not train and creates no run directory, but it downloads a missing datas
 finding is an error, else 0.
 """
 
-import sys
-
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launch.command import command, run_with_config
+from ddp_lab.launch.command import run_with_config
 
 
-@command()
-def main() -> None:
-    run_with_config(examine, sys.argv[1:])
+def main(arguments: list[str]) -> None:
+    run_with_config(examine, arguments)
 
 
 def examine(cfg: DictConfig) -> None:

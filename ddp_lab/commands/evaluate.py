@@ -14,21 +14,20 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.launch.arguments import Parser, check_folder
-from ddp_lab.launch.command import command
 from ddp_lab.world.process import env_int
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab evaluate", __doc__)
     parser.add_run()
     parser.add_overrides("split=val or test; Hydra overrides of the run's config, as strategy=ddp")
+    parser.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to this file, too")
-    return parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(arguments)
 
 
-@command()
-def main() -> None:
-    given = arguments()
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
     if given.json and env_int("RANK", 0) == 0:
         check_folder(given.json, "--json")
     from ddp_lab.resilience.run_directory import write_json

@@ -11,19 +11,17 @@ The weights are the best ones if a validation set chose them, else those of the 
 import argparse
 
 from ddp_lab.launch.arguments import Parser, check_output, replacing
-from ddp_lab.launch.command import command
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab export", __doc__)
     parser.add_run()
     parser.add_output("file to write: .safetensors, .onnx or .pt2", required=True)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-@command()
-def main() -> None:
-    given = arguments()
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
     from ddp_lab.run.data_record import read_data
     from ddp_lab.run.export import describe_input, find_writer
     from ddp_lab.run.recorded_config import read_config
@@ -32,7 +30,7 @@ def main() -> None:
 
     write = find_writer(given.output)
     check_output(given.output, given.force)
-    cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
+    cfg, data = read_config(given.run), read_data(given.run)
     checkpoint = find_checkpoint(given.run, given.checkpoint, Runtime("cpu"))
     model = load_model(given.run, cfg, checkpoint)
     with replacing(given.output) as temporary:

@@ -12,19 +12,17 @@ from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.arguments import Parser, check_output
-from ddp_lab.launch.command import command
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab merge", __doc__)
     parser.add_run("last")
     parser.add_output("file to write (default: the checkpoint's name, in the run directory)", required=False)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-@command()
-def main() -> None:
-    given = arguments()
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
     from ddp_lab.resilience.checkpoint_files import write_atomically
     from ddp_lab.resilience.sharded_files import is_sharded
     from ddp_lab.resilience.sharded_read import ShardedCheckpoint

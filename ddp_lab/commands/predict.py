@@ -14,11 +14,10 @@ import sys
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.arguments import Parser, check_output, replacing
-from ddp_lab.launch.command import command
 from ddp_lab.world.process import env_int
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab predict", __doc__)
     parser.add_run()
     parser.add_argument("images", nargs="+", help="files, folders or quoted globs")
@@ -26,7 +25,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes in a row (default: 5)")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
-    given = parser.parse_intermixed_args()
+    given = parser.parse_intermixed_args(arguments)
     for option in ("top", "batch_size"):
         if getattr(given, option) < 1:
             text = f"--{option.replace('_', '-')} {getattr(given, option)}"
@@ -34,9 +33,8 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-@command()
-def main() -> None:
-    given = arguments()
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if given.output:
@@ -49,7 +47,7 @@ def main() -> None:
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)
-    cfg, data = read_config(given.run, [], given.config_dir), read_data(given.run)
+    cfg, data = read_config(given.run), read_data(given.run)
     runtime = Runtime(given.device, cfg.precision)
     checkpoint = find_checkpoint(given.run, given.checkpoint, runtime)
     print(f"weights: {checkpoint}", file=sys.stderr)

@@ -6,24 +6,21 @@ ddp-lab submit kubernetes hydra.launcher.trainer.numProcPerNode=4 strategy=scrat
 It is short for `ddp-lab train --multirun hydra/launcher=slurm`. hydra.launcher.dry_run=true prints the jobs instead.
 """
 
-import sys
-
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command import command, run_with_config
+from ddp_lab.launch.command import run_with_config
 
 SCHEDULERS = ["slurm", "kubernetes"]
 
 
-@command()
-def main() -> None:
-    scheduler, *arguments = sys.argv[1:] or ["nothing"]
-    if {"-h", "--help"} & {scheduler, *arguments}:
+def main(arguments: list[str]) -> None:
+    scheduler, *overrides = arguments or ["nothing"]
+    if {"-h", "--help"} & {scheduler, *overrides}:
         return print(__doc__)
     if scheduler not in SCHEDULERS:
         raise ConfigError(f"ddp-lab submit: must be followed by {' or '.join(SCHEDULERS)}, got {scheduler}")
-    run_with_config(train_here, ["--multirun", f"hydra/launcher={scheduler}", *arguments])
+    run_with_config(train_here, ["--multirun", f"hydra/launcher={scheduler}", *overrides])
 
 
 def train_here(cfg: DictConfig) -> None:

@@ -18,24 +18,23 @@ from ddp_lab.launch.start_ranks import complete_options, refuse_tasks, split_opt
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
-    with command():
-        given, arguments = split_options(sys.argv[1:])
-        if "RANK" in os.environ and given:
-            raise ConfigError(f"--{next(iter(given))}: this process is a rank already; give the option to torchrun")
-        options = None if "RANK" in os.environ else complete_options(given, arguments)
-        refuse_tasks(options or {})
-        if options:
-            sys.exit(start_ranks(options, arguments))
-        run_with_config(train_rank, arguments)
+    given, overrides = split_options(arguments)
+    if "RANK" in os.environ and given:
+        raise ConfigError(f"--{next(iter(given))}: this process is a rank already; give the option to torchrun")
+    options = None if "RANK" in os.environ else complete_options(given, overrides)
+    refuse_tasks(options or {})
+    if options:
+        sys.exit(start_ranks(options, overrides))
+    run_with_config(train_rank, overrides)
 
 
-def main_of_rank() -> None:
+def main_of_rank(arguments: list[str]) -> None:
     """Train in this process: train.py."""
     with command():
         refuse_tasks({})
-        run_with_config(train_rank, sys.argv[1:])
+        run_with_config(train_rank, arguments)
 
 
 def train_rank(cfg: DictConfig) -> float | None:

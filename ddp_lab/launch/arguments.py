@@ -32,7 +32,6 @@ class Parser(argparse.ArgumentParser):
             help=f"the newest one (last), the best one, or a path; auto: the best if a validation set chose it, else the newest"
             f" (default: {default})",
         )
-        self.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
 
     def add_overrides(self, help: str) -> None:
         """Add any number of overrides. Without the default, argparse would name them among the required arguments."""

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import hydra
+from hydra._internal.utils import _run_hydra, get_args_parser  # pyright: ignore[reportPrivateUsage]
 from hydra.errors import HydraException
+from hydra.version import setbase
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -76,17 +77,18 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     arguments = rename_overrides(arguments)
     refuse_sweep(arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
-    sys.argv[1:] = options_first(quote_faults(arguments))
 
-    # The errors of the task are reported inside of Hydra, which prints a line about them, those of overrides outside.
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-    @user_errors()
     @functools.wraps(task)
     def run(cfg: DictConfig) -> Any:
-        warn(rename_keys(cfg))  # in yaml of the user's own
-        return task(cfg)
+        with user_errors():  # inside of Hydra, which prints a line about errors; those of overrides are reported outside
+            warn(rename_keys(cfg))  # in yaml of the user's own
+            return task(cfg)
 
-    run()
+    parser = get_args_parser()
+    given = parser.parse_args(options_first(quote_faults(arguments)))
+    setbase("1.3")
+    # What hydra.main does with sys.argv; it takes no other arguments.
+    _run_hydra(given, parser, task_function=run, config_path=str(CONF), config_name="config")
 
 
 def refuse_sweep(arguments: list[str]) -> None:

@@ -1,6 +1,7 @@
 """The config of a run as it is recorded in its directory, and as the commands after training read it."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,7 +45,7 @@ def _keep_references(raw: Any, resolved: Any) -> Any:
     return raw if isinstance(raw, str) and REFERENCE.fullmatch(raw) else resolved
 
 
-def read_config(folder: Path, overrides: list[str], config_dir: str | None) -> DictConfig:
+def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
     """Return the config of a run with overrides: choices of a group replace the whole group, other keys are set.
 
     In one process the recorded strategy is laid out on one rank, with the overrides after that.

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -21,7 +20,7 @@ from worlds import run_world
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import GiB, card_called, find_devices
 from ddp_lab.advise.report import as_json, page, table
-from ddp_lab.commands import advise as command
+from ddp_lab.commands import advise
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.lenet import lenet
 from ddp_lab.strategies.schedules import time_slots
@@ -273,9 +272,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_wrong_arguments_are_refused_with_the_remedy(line, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["advise", *shlex.split(line)])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 2
-    assert f"error: {REFUSED[line]}" in capfd.readouterr().err
+def test_wrong_arguments_are_refused_with_the_remedy(line, command):
+    code, _, errors = command(advise.main, *shlex.split(line))
+    assert code == 2
+    assert f"error: {REFUSED[line]}" in errors

@@ -1,7 +1,5 @@
 """`advise --measure`: what short runs of train.py take, and how their results are kept and offered again."""
 
-import sys
-
 import pytest
 
 from ddp_lab.advise import measure
@@ -9,7 +7,7 @@ from ddp_lab.advise.advisor import Advisor
 from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.measure import Run, cache_of, is_stable, offer, summary
 from ddp_lab.advise.report import table
-from ddp_lab.commands import advise as command
+from ddp_lab.commands import advise
 
 LENET = ["data=synthetic", "data.dataset.channels=1", "data.dataset.train_size=64", "data.dataset.test_size=8", "batch_size=64"]
 
@@ -44,8 +42,7 @@ def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, ca
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measure, "train", lambda given, *others: run_of(900.0 if "strategy=fsdp" in given else 800.0))
     for more, expected in ((["--measure", "--minutes", "1"], " 800"), ([], "images/s were measured on ")):
-        monkeypatch.setattr(sys, "argv", ["advise", "--gpus", "2xcpu", *more, *LENET])
-        command.main()
+        advise.main(["--gpus", "2xcpu", *more, *LENET])
         shown = capfd.readouterr().out
         assert expected in shown
         assert "Recommended: fsdp, the fastest that was measured" in shown

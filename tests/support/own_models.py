@@ -266,6 +266,24 @@ class Tied(Plain):
         self.blocks[1].inner.weight = self.blocks[0].inner.weight
 
 
+class Twice(nn.Module):
+    """Two convolutions, which may share a weight, and BatchNorm."""
+
+    def __init__(self, channels, shared):
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        if shared:
+            self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, inputs):
+        return self.norm(self.second(self.first(inputs).relu()))
+
+
+def twice(in_channels, image_size, num_classes, shared: bool = True):
+    return nn.Sequential(Twice(in_channels, shared), nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+
+
 class Waiting(Plain):
     """Its forward pass waits for the device, which a CUDA graph cannot capture."""
 

@@ -1,0 +1,467 @@
+"""Every config key and every flag, from the command line to an effect that a user sees. One without a row fails here.
+
+A row is a run with the key on its command line, and the effect; or the id of another test that has the key on a command line.
+The runs are short and follow each other in one process.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from configs import CONF, config
+from image_folders import write_folder
+from launches import ROOT, SMALL, main_in_world, read_metrics
+from omegaconf import OmegaConf
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from worlds import run_world
+
+from ddp_lab.__main__ import COMMANDS
+from ddp_lab.commands import advise, evaluate, export, predict, train
+from ddp_lab.config.build import build
+from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.schema import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from ddp_lab.launch.start_ranks import OPTIONS as LAUNCH
+from ddp_lab.launch.start_ranks import split_options, torchrun_options
+
+GROUPS = ("strategy", "loss", "scheduler", "model", "data.dataset")  # whose keys are parameters of a constructor
+BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=20", "batch_size=20", "epochs=1", "strategy=single"]
+FILES = [override for override in BASE if not override.startswith("data")]  # for other datasets
+OWN = ["data=own", "data.dataset._target_=own_datasets.Shapes", "data.image_size=24", "data.resize=28"]
+OWN += ["data.num_workers=0", "data.mean=[0.5]", "data.std=[0.2]"]
+WORKERS = [
+    "data=own",
+    "data.dataset._target_=own_datasets.Workers",
+    "data.num_classes=2",
+    "data.image_size=24",
+    "data.crop_scale=null",
+]
+CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"  # its best epoch is not its last one
+SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"  # two layers with the same weight
+NORMED = f"{SHARED} +model.shared=false"  # and BatchNorm, which both models have
+
+
+class Ended(NamedTuple):
+    """A run: its exit code, its error, what it returned to a sweeper, and its directory."""
+
+    code: object
+    errors: str
+    returned: float | None
+    path: Path
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return read_metrics(self.path)[-1]
+
+    @property
+    def log(self) -> str:
+        return (self.path / "train.log").read_text()
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.path / "checkpoints").glob("*") if path.suffix != ".sha256")
+
+
+Effect = Callable[[Ended, Ended], bool]
+
+
+class Row(NamedTuple):
+    """A run, and whether it shows the effect of a key.
+
+    Attributes:
+        overrides: of `train.py`, besides BASE.
+        effect: of the run and of the run to compare it with.
+        base: overrides of that run, besides BASE.
+    """
+
+    overrides: str
+    effect: Effect
+    base: str = ""
+
+
+def changes(*metrics: str) -> Effect:
+    return lambda run, base: run.code == base.code == 0 and all(run.last[name] != base.last[name] for name in metrics)
+
+
+def logs(text: str) -> Effect:
+    return lambda run, base: text in run.log and text not in base.log
+
+
+def has(name: str, value: float) -> Effect:
+    return lambda run, base: run.last[name] == pytest.approx(value) != base.last[name]
+
+
+def keeps(*checkpoints: str) -> Effect:
+    return lambda run, base: run.checkpoints == sorted(checkpoints) != base.checkpoints
+
+
+def refused(text: str) -> Effect:
+    return lambda run, base: run.code == 2 and f"error: {text}" in run.errors
+
+
+def writes(name: str) -> Effect:
+    return lambda run, base: (run.path / name).exists() and not (base.path / name).exists()
+
+
+TRAINED, TESTED, VALIDATED = changes("train_loss", "test_loss"), changes("test_loss"), changes("train_loss", "val_loss")
+STEPS = [f"step_{step:08}.pt" for step in range(7)]
+FAULTS = "tests/resilience/test_faults.py::"
+# {FOLDER} is a folder of images of which one cannot be decoded, {RUN} the directory of the base run, {NEW} a new directory.
+FOLDER = "data=folder data.root={FOLDER} data.on_corrupt=skip data.image_size=16 data.num_workers=0"
+KEYS: dict[str, Row | str] = {
+    "seed": Row("seed=1", TRAINED),
+    "epochs": Row("epochs=2", lambda run, base: [row["epoch"] for row in read_metrics(run.path)] == [1, 2]),
+    "batch_size": Row("batch_size=10", has("step", 4)),
+    "scaling": "tests/test_every_key.py::test_ranks_share_a_weakly_scaled_batch_and_its_statistics",
+    "lr_scaling": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=10", has("lr", 0.02)),
+    "lr_base_batch_size": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)),
+    "warmup_epochs": Row("warmup_epochs=1", has("lr", 0.01 * 2 / 3)),
+    "accumulate": Row("model=resnet18 accumulate=2", TRAINED, "model=resnet18"),  # statistics of BatchNorm are of micro-batches
+    "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit_and_changes_nothing_else",
+    "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
+    "ema": Row("ema=0.9", TESTED),
+    "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),
+    "mixup": Row("mixup=0.9", TRAINED),
+    "cutmix": Row("cutmix=0.9", TRAINED),
+    "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
+    "precision": Row("precision=bf16", TRAINED),
+    "float32_matmul": "tests/world/test_precision.py::test_training_and_evaluation_have_the_chosen_precision",
+    "speed": "tests/speed/test_options.py::test_no_fact_is_asked_for_where_nothing_is_chosen",
+    "cuda_graph": Row("cuda_graph=true", logs("cuda_graph=true is disabled: no GPU is available")),
+    "compile": Row("strategy=dp compile=true", logs("compile=true is disabled: not supported by strategy=dp")),
+    "channels_last": Row("strategy=fsdp channels_last=true", logs("channels_last=true is disabled: not supported by strat")),
+    "timeout": FAULTS + "test_frozen_rank_is_named",
+    "name": Row("name=other", lambda run, base: (run.path.parent / "other" / "metrics.jsonl").exists()),
+    "runs_dir": Row("runs_dir={NEW}/runs", lambda run, base: any(run.path.parent.glob("new*/runs/*/metrics.jsonl"))),
+    "resume": Row("epochs=2 resume={RUN}/checkpoints/" + STEPS[2], has("step", 4)),
+    "on_nan": Row("inject=nan@rank=0,step=1 on_nan=skip", lambda run, base: run.code == 0),
+    "patience": Row("data.val_fraction=0.25 epochs=4 optimizer.lr=1e-12 patience=1", logs("stopped early: ")),
+    "evaluate_test": Row("epochs=2 evaluate_test=end", lambda run, base: "test_loss" not in read_metrics(run.path)[0]),
+    "optimize": Row(
+        "data.val_fraction=0.25 optimize=val_accuracy",
+        lambda run, base: run.returned == run.last["val_accuracy"] != base.returned,
+        "data.val_fraction=0.25",
+    ),
+    "check_replicas": FAULTS + "test_drifting_replicas_are_named",
+    "profile": "tests/observe/test_profile.py::test_profile_writes_summary_traces_and_picture",
+    "inject": FAULTS + "test_first_failure_is_reported_once_and_nothing_hangs",
+    "checkpoint.every_epochs": Row("epochs=2 checkpoint.every_epochs=2", keeps(STEPS[4]), "epochs=2"),
+    "checkpoint.every_steps": Row("checkpoint.every_steps=1", keeps(*STEPS[1:3])),
+    "checkpoint.at_steps": Row("checkpoint.at_steps=[1]", keeps(*STEPS[1:3])),
+    "checkpoint.keep": Row("epochs=3 checkpoint.keep=3", keeps(STEPS[2], STEPS[4], STEPS[6]), "epochs=3"),
+    "checkpoint.best": Row("data.val_fraction=0.25 checkpoint.best=null", keeps(STEPS[2]), "data.val_fraction=0.25"),
+    "checkpoint.on_error": Row("inject=disk_full@rank=0,step=1 checkpoint.on_error=continue", lambda run, base: run.code == 0),
+    "checkpoint.format": Row("checkpoint.format=sharded", keeps("step_00000002.sharded")),
+    "data.root": Row(f"{FOLDER} data.crop_scale=null", lambda run, base: "class 0" in (run.path / "data.json").read_text()),
+    "data.loader": Row(
+        FOLDER.replace("data.num_workers=0", "data.loader=device"), refused("data.loader=device: is not supported")
+    ),
+    "data.num_workers": Row("{WORKERS} data.num_workers=2", TRAINED, "{WORKERS} data.num_workers=1"),
+    "data.crop_padding": Row("data.crop_padding=3", TRAINED),
+    "data.flip": Row("data.flip=true", TRAINED),
+    "data.val_fraction": Row(
+        "data.val_fraction=0.25", lambda run, base: "val_loss" in run.last and "val_loss" not in base.last
+    ),
+    "data.val_seed": Row("data.val_fraction=0.25 data.val_seed=1", changes("val_loss"), "data.val_fraction=0.25"),
+    "data.mean": Row("data.mean=[0.4]", TRAINED),
+    "data.std": Row("data.std=[0.3]", TRAINED),
+    "data.channels": Row("{OWN} data.channels=1", VALIDATED, "{OWN}"),
+    "data.image_size": Row("{OWN} data.image_size=20", VALIDATED, "{OWN}"),
+    "data.resize": Row("{OWN} data.resize=32 data.crop_scale=null", VALIDATED, "{OWN} data.crop_scale=null"),
+    "data.crop_scale": Row("{OWN} data.crop_scale=null", VALIDATED, "{OWN}"),
+    "data.randaugment": Row("{OWN} data.randaugment=9", VALIDATED, "{OWN}"),
+    "data.erasing": Row("{OWN} data.erasing=1", VALIDATED, "{OWN}"),
+    "data.num_classes": Row("{OWN} data.num_classes=5", VALIDATED, "{OWN}"),
+    "data.val_split": Row(
+        "{OWN} data.val_split=null data.test_split=val", lambda run, base: "val_loss" not in run.last, "{OWN}"
+    ),
+    "data.test_split": Row("{OWN} data.test_split=test", lambda run, base: "test_loss" in run.last, "{OWN}"),
+    "data.on_corrupt": Row(FOLDER, logs("data.on_corrupt=skip: 1 files cannot be decoded and are left out")),
+    "data.cache": Row(f"{FOLDER} data.cache=disk", lambda run, base: (run.path.parent / "images" / ".cache").is_dir()),
+    "data.cache_dir": Row(
+        f"{FOLDER} data.cache=disk data.cache_dir={{NEW}}/cache", lambda run, base: any(run.path.parent.glob("new*/cache/*"))
+    ),
+    "model.weights": Row("model.weights={RUN}/checkpoints/" + STEPS[2], TRAINED),
+    "model.init": Row("model.init=by_block", TRAINED),
+    "optimizer.lr": Row("optimizer.lr=0.02", TESTED),
+    "optimizer.momentum": Row("optimizer.momentum=0.5", TESTED),
+    "optimizer.weight_decay": Row("optimizer.weight_decay=0.5", TESTED),
+    "optimizer.nesterov": Row("optimizer.nesterov=true", TESTED),
+    "optimizer.fused": Row(
+        "optimizer._target_=torch.optim.RMSprop ~optimizer.nesterov optimizer.fused=true",
+        refused("optimizer.fused=True: there is no such key"),
+    ),
+}
+
+
+def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | None]]:
+    """Run train.py with each line of overrides, in this process; return exit codes, errors, and values for a sweeper."""
+    found, returned, train_rank = [], [], train.train_rank
+
+    def recorded(cfg: Any) -> None:
+        returned.append(train_rank(cfg))
+
+    train.train_rank = recorded
+    for number, line in enumerate(lines):
+        returned.clear()
+        with tempfile.TemporaryFile("w+") as printed, contextlib.redirect_stderr(printed):
+            try:
+                main_in_world(*(FILES if "data=" in line else BASE), f"runs_dir={folder}", f"name=run{number}", *line.split())
+                code = 0
+            except SystemExit as ended:
+                code = ended.code
+            except TrainingError as error:
+                code = f"{error}"
+            printed.seek(0)
+            found.append((code, printed.read(), *(returned or [None])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Ended]:
+    """Return the runs of all rows, and those that they are compared with, by their overrides."""
+    folder = tmp_path_factory.mktemp("runs")
+    images = write_folder(folder / "images", {"train": 20, "test": 6}, sides=(20, 30))
+    (images / "train" / "class 0" / "broken.png").write_bytes(b"not an image")
+    rows = [row for row in KEYS.values() if isinstance(row, Row)]
+    lines = list(dict.fromkeys(["", CHOSEN, SHARED, NORMED, *(line for row in rows for line in (row.base, row.overrides))]))
+    names = {"FOLDER": images, "RUN": folder / "run0", "OWN": " ".join(OWN), "WORKERS": " ".join(WORKERS)}
+    given = [line.format(NEW=folder / f"new{number}", **names) for number, line in enumerate(lines)]
+    (ended,) = run_world(1, run_all, str(folder), given)
+    return {line: Ended(*found, folder / f"run{number}") for number, (line, found) in enumerate(zip(lines, ended, strict=True))}
+
+
+@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if isinstance(row, Row)])
+def test_key_has_its_effect(key, runs):
+    row = KEYS[key]
+    assert re.search(rf"(^| ){re.escape(key)}=", row.overrides), "the run does not set the key"
+    run = runs[row.overrides]
+    assert row.effect(run, runs[row.base]), f"{run}"
+
+
+# Each flag of a command, and the test that gives it.
+HERE, AFTER = "tests/test_every_key.py::", "tests/test_after_training.py::"
+PLANS = HERE + "test_advise_plans_what_its_flags_say"
+FLAGS = {
+    "evaluate --checkpoint": HERE + "test_checkpoint_and_precision_change_what_is_evaluated",
+    "evaluate --config-dir": HERE + "test_evaluate_reads_yaml_of_the_users_own",
+    "evaluate --json": AFTER + "test_evaluate_prints_one_line_and_writes_only_the_json_asked_for",
+    "predict --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
+    "predict --output": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
+    "predict --force": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
+    "predict --top": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
+    "predict --batch-size": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
+    "predict --device": AFTER + "test_predict_and_export_report_mistakes_in_one_message",
+    "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
+    "export --output": HERE + "test_checkpoint_changes_predictions_and_exports",
+    "export --force": AFTER + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
+    "merge --checkpoint": AFTER + "test_merge_writes_a_whole_checkpoint",
+    "merge --output": AFTER + "test_merge_writes_a_whole_checkpoint",
+    "merge --force": AFTER + "test_merge_writes_a_whole_checkpoint",
+    "train --config-dir": "tests/launch/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
+    **dict.fromkeys((f"train --{name}" for name in (*LAUNCH, "standalone")), HERE + "test_option_of_a_launch_reaches_torchrun"),
+    **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
+    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+    "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+    "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
+    "advise --minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
+}
+
+
+def source_of(test: str) -> str:
+    """Return the source of a test, and of the functions and values in its file that it names."""
+    file, _, name = test.partition("::")
+    blocks = (ROOT / file).read_text().split("\n\n\n")
+    own = [block for block in blocks if f"\ndef {name}(" in f"\n{block}"]
+    assert own, f"there is no test {test}"
+    named = set(re.findall(r"\w+", own[0]))
+    defined = [set(re.findall(r"^(?:def |class )?(\w+)(?:\(|:| \+?= )", block, re.MULTILINE)) for block in blocks]
+    return "\n".join(block for block, names in zip(blocks, defined, strict=True) if block in own or names & named)
+
+
+@pytest.mark.parametrize(("what", "test"), [*((key, row) for key, row in KEYS.items() if isinstance(row, str)), *FLAGS.items()])
+def test_test_of_a_key_or_flag_gives_it(what, test):
+    given = re.escape(what.split()[1]) + r"\b" if " " in what else rf"(?<![\w.]){re.escape(what)}="
+    assert re.search(given, source_of(test)), f"{test} does not give {what}"
+
+
+def keys() -> set[str]:
+    """Return the keys of the schema but those of GROUPS, whose constructors define them."""
+    nested = {"checkpoint": CheckpointConfig, "data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig}
+    found = {f"{group}.{name}" for group, schema in nested.items() for name in schema.model_fields}
+    return (found | RunConfig.model_fields.keys()) - {*nested, *GROUPS}
+
+
+def flags(capsys: pytest.CaptureFixture) -> set[str]:
+    """Return the flags of all commands."""
+    found = {f"train --{name}" for name in (*LAUNCH, "standalone", "config-dir")}
+    for name in COMMANDS:
+        module = importlib.import_module(f"ddp_lab.commands.{name}")
+        if hasattr(module, "parse"):
+            with pytest.raises(SystemExit):
+                module.parse(["--help"])
+            options = re.findall(r"^  (?:-h, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+            found |= {f"{name} {option}" for option in options if option != "--help"}
+    return found
+
+
+def test_every_key_and_flag_has_a_row(capsys):
+    assert keys() == KEYS.keys()
+    assert flags(capsys) == FLAGS.keys()
+
+
+OPTIONS = [(group, path) for group in GROUPS for path in sorted((CONF / group.partition(".")[0]).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(("group", "path"), OPTIONS, ids=lambda value: getattr(value, "stem", value))
+def test_constructor_gets_every_option_of_its_group(group, path):
+    """What it does with them is tested where it is."""
+    node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    options = node["dataset"] if group == "data.dataset" else node
+    given = {name: f"given {name}" for name in options if not name.startswith("_")}
+    cfg = config(f"{group.partition('.')[0]}={path.stem}", *(f"{group}.{name}='{value}'" for name, value in given.items()))
+    made = build(OmegaConf.merge(OmegaConf.select(cfg, group), {"_target_": "builtins.dict"}))
+    assert given.items() <= (made.keywords if isinstance(made, partial) else made).items()
+
+
+def evaluated(command, run: Path, *arguments: str) -> dict[str, Any]:
+    file = run / "found.json"
+    code, _, errors = command(evaluate.main, run, *arguments, "--json", file)
+    assert code == 0, errors
+    return json.loads(file.read_text())
+
+
+def test_checkpoint_and_precision_change_what_is_evaluated(runs, command):
+    run = runs[CHOSEN].path
+    rows = read_metrics(run)
+    best = min(rows, key=lambda row: row["val_loss"])
+    assert best["epoch"] < 3, "the checkpoints have the same weights"
+    for choice, row in (("best", best), ("last", rows[-1])):
+        assert evaluated(command, run, "--checkpoint", choice)["test_loss"] == pytest.approx(row["test_loss"], rel=1e-6)
+    assert evaluated(command, run, "precision=bf16")["test_loss"] != evaluated(command, run)["test_loss"]
+
+
+def test_evaluate_reads_yaml_of_the_users_own(runs, command, tmp_path):
+    (tmp_path / "data").mkdir()
+    yaml = (CONF / "data" / "synthetic.yaml").read_text()
+    (tmp_path / "data" / "mine.yaml").write_text(yaml.replace("test_size: 1000", "test_size: 7"))
+    code, output, errors = command(evaluate.main, runs[CHOSEN].path, "--config-dir", tmp_path, "data=mine", "split=test")
+    assert (code, " on 7 images" in output) == (0, True), output + errors
+
+
+LAUNCHED = {
+    "--nproc": "3",
+    "--nnodes": "2",
+    "--max-restarts": "1",
+    "--rdzv-endpoint": "here:1",
+    "--rdzv-backend": "c10d",
+    "--rdzv-id": "run",
+    "--rdzv-conf": "timeout=9",
+    "--node-rank": "1",
+    "--master-addr": "here",
+    "--master-port": "7",
+    "--local-addr": "there",
+}
+
+
+def test_option_of_a_launch_reaches_torchrun():
+    options, overrides = split_options([*(f"{option}={value}" for option, value in LAUNCHED.items()), "epochs=1"])
+    passed = {f"{option.replace('--nproc', '--nproc-per-node')}={value}" for option, value in LAUNCHED.items()}
+    assert passed <= set(torchrun_options(options))
+    assert overrides == ["epochs=1"]
+    assert "--standalone" in torchrun_options(split_options(["--standalone", "--nproc=2"])[0])
+
+
+def test_advise_plans_what_its_flags_say(command, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("_target_: own_models.sequential")
+    given = "--gpus", "1xH100", "--nodes", "2", "--link", "25", "--config-dir", tmp_path, "--json", tmp_path / "plans"
+    code, _, errors = command(advise.main, *given, "model=mine", "data=digits", "batch_size=8")
+    assert code == 0, errors
+    plans = json.loads((tmp_path / "plans").read_text())
+    assert plans["head"][0].startswith("1 x H100 (79.1 GiB) on each of 2 machines; 658 parameters")
+    rows = {row["overrides"][0]: row for row in plans["rows"]}
+    (sent,) = (found["bytes_sent"] for found in rows["strategy=ddp"]["ranks"][0]["collectives"])
+    assert rows["strategy=ddp"]["step_seconds_at_least"] == pytest.approx(sent / 25e9)
+
+
+def test_images_that_are_evaluated_with_are_not_augmented(runs, command):
+    run, more = runs["{OWN}"], ["data.erasing=1", "data.randaugment=9", "data.crop_scale=[0.1,0.2]", "data.flip=true"]
+    assert evaluated(command, run.path, *more)["val_loss"] == pytest.approx(run.last["val_loss"], rel=1e-6)
+
+
+def test_checkpoint_changes_predictions_and_exports(runs, command, tmp_path):
+    run, image = runs[CHOSEN].path, ROOT / "docs" / "tensorboard.png"
+    predictions, weights = {}, {}
+    for choice in ("best", "last"):
+        predictions[choice] = command(predict.main, run, image, "--checkpoint", choice)[:2]
+        file = tmp_path / f"{choice}.safetensors"
+        assert command(export.main, run, "--checkpoint", choice, "--output", file)[0] == 0
+        weights[choice] = torch.cat([tensor.flatten() for tensor in load_file(file).values()])
+    assert predictions["best"][0] == predictions["last"][0] == 0
+    assert predictions["best"] != predictions["last"]
+    assert not torch.equal(weights["best"], weights["last"])
+    with safe_open(tmp_path / "best.safetensors", "pt") as file:
+        metadata = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
+    assert metadata == {"classes": [str(number) for number in range(10)], "mean": [0.5], "std": [0.2]}
+
+
+def test_hparams_of_tensorboard_have_the_scaled_learning_rate(runs):
+    run = runs["scheduler=constant lr_scaling=linear lr_base_batch_size=5"]
+    board = EventAccumulator(str(run.path)).Reload()
+    data = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert HParamsPluginData.FromString(data).session_start_info.hparams["lr"].number_value == pytest.approx(0.04)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    """Return the directory of a run of four ranks, in pairs that share one copy of the weights."""
+    folder = tmp_path_factory.mktemp("four")
+    overrides = ["strategy=mesh", "strategy.shard=2", "strategy.batch_norm=sync", "scaling=weak", "batch_size=5"]
+    run_world(4, main_in_world, *BASE, *NORMED.split(), *overrides, f"runs_dir={folder}", "name=run")
+    return folder / "run"
+
+
+def test_ranks_share_a_weakly_scaled_batch_and_its_statistics(runs, four):
+    (row,), one = read_metrics(four), runs[NORMED].last
+    assert (row["global_batch_size"], row["world_size"]) == (20, 4)
+    assert (row["train_loss"], row["test_loss"]) == pytest.approx((one["train_loss"], one["test_loss"]), rel=1e-5)
+
+
+def test_averages_of_shared_and_of_sharded_weights_are_saved(runs, four, command):
+    for path in (runs[SHARED].path, four):
+        found = evaluated(command, path, "strategy=single")
+        assert found["test_loss"] == pytest.approx(read_metrics(path)[-1]["test_loss"], rel=1e-5)
+
+
+def on_node(root: str, *overrides: str) -> None:
+    """Train as the only rank of a machine, with a directory of its own."""
+    node = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": node}
+    main_in_world(*(override.replace("NODE", node) for override in overrides), f"data.root={root}/{node}")
+
+
+def test_each_node_prepares_its_own_files(tmp_path):
+    for node in "01":
+        write_folder(tmp_path / node, {"train": 8, "val": 4}, sides=(20, 30))
+    files = [
+        "data=folder",
+        "data.cache=disk",
+        "data.image_size=16",
+        "data.num_workers=0",
+        "strategy=ddp",
+        f"runs_dir={tmp_path}/runs",
+    ]
+    run_world(2, on_node, str(tmp_path), *FILES, *files)
+    assert all((tmp_path / node / ".cache").is_dir() for node in "01")
