@@ -128,6 +128,7 @@ KEYS: dict[str, Row | str] = {
     "lr_base_batch_size": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)),
     "warmup_epochs": Row("warmup_epochs=1", has("lr", 0.01 * 2 / 3)),
     "accumulate": Row("model=resnet18 accumulate=2", TRAINED, "model=resnet18"),  # statistics of BatchNorm are of micro-batches
+    "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit_and_changes_nothing_else",
     "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
     "ema": Row("ema=0.9", TESTED),
     "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),
@@ -272,6 +273,10 @@ FLAGS = {
     "train --config-dir": "tests/launch/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
     **dict.fromkeys((f"train --{name}" for name in (*LAUNCH, "standalone")), HERE + "test_option_of_a_launch_reaches_torchrun"),
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
+<<<<<<< HEAD
+=======
+    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+>>>>>>> advise
     "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
