@@ -273,10 +273,6 @@ FLAGS = {
     "train --config-dir": "tests/launch/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
     **dict.fromkeys((f"train --{name}" for name in (*LAUNCH, "standalone")), HERE + "test_option_of_a_launch_reaches_torchrun"),
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
-<<<<<<< HEAD
-=======
-    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
->>>>>>> advise
     "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
