@@ -14,7 +14,7 @@ from ddp_lab.launch.command import command as launch_command
 pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")
 
 # These files take the longest and therefore start first. Each file runs in a single pytest process.
-FIRST = ["faults", "equivalence", "tutorial", "slurm", "launch", "resume", "resume_by_strategy", "checkpoint", "sweep"]
+FIRST = ["faults", "equivalence", "tutorial", "slurm", "launch", "by_strategy", "resume", "sweep"]
 FIRST += ["doctor", "profile", "compare", "speed"]
 
 

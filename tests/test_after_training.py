@@ -19,17 +19,17 @@ from torch import nn
 from torchvision.models import resnet18
 from worlds import run_world
 
+from ddp_lab.checkpoints.files import find_damage
+from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.resilience.checkpoint_files import damage, load_checkpoint
-from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import DataRecord
 from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import find_writer, write_pt2
 from ddp_lab.run.job import build
 from ddp_lab.run.predict import Predictor, find_images, short_side
 from ddp_lab.run.recorded_config import read_config
-from ddp_lab.run.trained import find_checkpoint, load_model
+from ddp_lab.run.trained import checkpoint_of, load_model
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.
@@ -134,10 +134,10 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluate
     code, output, _ = command(evaluate.main, tmp_path / "run", "strategy=single")
     assert code == 0
     assert "step_00000005.pt, epoch 1: " in output
-    assert f"{newest} is damaged (its SHA-256 differs" in caplog.text
+    assert f"{newest} is damaged (the SHA-256 of {newest.name} differs" in caplog.text
     code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", f"--checkpoint={newest}")
     assert (code, output) == (2, "")
-    assert errors.startswith(f"error: --checkpoint {newest}: the file is damaged: its SHA-256 differs")
+    assert errors.startswith(f"error: --checkpoint {newest}: the checkpoint is damaged: the SHA-256 of {newest.name} differs")
     code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", "--checkpoint=best")
     assert (code, output, errors) == (
         2,
@@ -196,7 +196,7 @@ def reference(folder: Path) -> tuple[nn.Module, torch.Tensor, torch.Tensor, list
     """Return the trained model, the test images as they are and normalised by the loader, and the classes."""
     cfg = read_config(folder, ["strategy=single", "batch_size=50"], None)
     job = build(cfg, Runtime("cpu"))
-    model = load_model(folder, cfg, find_checkpoint(folder, "last", Runtime("cpu")))
+    model = load_model(folder, cfg, checkpoint_of(folder, "last", Runtime("cpu")))
     return model, job.dataset.test.images, next(iter(job.loaders["test"])).inputs, job.dataset.classes
 
 
@@ -383,27 +383,27 @@ def test_run_of_a_version_with_fewer_keys_is_evaluated(trained, command, tmp_pat
     assert f"epoch 2: test loss {read_metrics(trained)[-1]['test_loss']:.4f}" in output
 
 
-def test_run_of_an_earlier_commit_is_evaluated_predicted_exported_and_merged(command, tmp_path):
-    """28654ea wrote it; two ranks of fsdp wrote its last checkpoint. Its config has data.shift, and none of the later keys."""
+def test_run_of_an_earlier_commit_is_evaluated_predicted_and_exported(command, tmp_path):
+    """28654ea wrote it. Its config has data.shift, and none of the later keys. Its last checkpoint is not read any more."""
     run = shutil.copytree(SUPPORT / "run_of_28654ea", tmp_path / "run")
     save(torch.full((3, 8, 8), 128, dtype=torch.uint8), tmp_path / "a" / "grey.png")
-    logged = {record["epoch"]: record for record in read_metrics(run)}
-    for checkpoint, epoch in (("last", 2), ("best", 1)):
-        code, output, errors = command(evaluate.main, run, "--checkpoint", checkpoint)
-        assert (code, errors) == (0, ""), "nobody can correct a recorded config, so nobody is warned"
-        assert (
-            f"epoch {epoch}: test loss {logged[epoch]['test_loss']:.4f} accuracy {logged[epoch]['test_accuracy']:.4f}" in output
-        )
+    logged = {record["epoch"]: record for record in read_metrics(run)}[1]
+    best = "--checkpoint", "best"
+    code, output, errors = command(evaluate.main, run, *best)
+    assert (code, errors) == (0, ""), "nobody can correct a recorded config, so nobody is warned"
+    assert f"epoch 1: test loss {logged['test_loss']:.4f} accuracy {logged['test_accuracy']:.4f}" in output
     for main, *arguments in (
         (predict.main, tmp_path / "a" / "grey.png"),
         (export.main, "--output", tmp_path / "m.safetensors"),
-        (merge.main, "--output", tmp_path / "m.pt"),
     ):
-        code, output, errors = command(main, run, *arguments)
-        named = f"weights: {run}/checkpoints/step_00000008.sharded\n" if main is predict.main else ""
-        assert (code, errors) == (0, named), output
-    code, output, _ = command(evaluate.main, run, "--checkpoint", tmp_path / "m.pt", "strategy=single")
-    assert (code, f"test loss {logged[2]['test_loss']:.4f}" in output) == (0, True), output
+        code, output, errors = command(main, run, *arguments, *best)
+        assert (code, errors) == (0, f"weights: {run}/checkpoints/best.pt\n" * (main is predict.main)), output
+    for main in (evaluate.main, merge.main):
+        code, _, errors = command(main, run)
+        assert code == 2
+        assert errors.startswith(
+            f"error: {run}/checkpoints/step_00000008.sharded: is a sharded checkpoint of an earlier version"
+        )
 
 
 def test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one(trained, command, tmp_path, monkeypatch):
@@ -433,7 +433,7 @@ def test_commands_read_sharded_checkpoints(sharded, command, tmp_path):
     assert found["test_loss"] == pytest.approx(logged["test_loss"], rel=1e-6)
     code, _, errors = command(export.main, sharded, "--output", tmp_path / "model.safetensors")
     assert (code, errors) == (0, "")
-    averages = ShardedCheckpoint(sharded / "checkpoints" / "step_00000010.sharded").whole()["ema"]
+    averages = open_checkpoint(sharded / "checkpoints" / "step_00000010.sharded").full()["ema"]
     exported = load_file(tmp_path / "model.safetensors")
     assert exported.keys() == averages.keys()
     assert all(torch.equal(tensor, averages[name]) for name, tensor in exported.items())
@@ -454,16 +454,17 @@ def test_merge_writes_a_whole_checkpoint(sharded, command, tmp_path):
     assert (code, errors) == (0, "")
     merged = sharded / "step_00000010.pt"
     assert output.startswith(f"{merged}: {sharded}/checkpoints/step_00000010.sharded, step 10; ")
-    assert damage(merged) is None
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_model_of(sharded).state_dict().items()}
-    assert load_checkpoint(str(merged), shapes)["progress"]["epoch"] == 3
+    assert find_damage(merged) is None
+    saved = open_checkpoint(merged)
+    saved.check({name: tuple(tensor.shape) for name, tensor in load_model_of(sharded).state_dict().items()})
+    assert saved.state["progress"]["epoch"] == 3
     code, _, errors = command(merge.main, sharded)
     assert code == 2
     assert "already exists" in errors
     assert command(merge.main, sharded, "--force")[0] == 0
     code, _, errors = command(merge.main, sharded, "--checkpoint", merged, "--output", tmp_path / "again.pt")
     assert code == 2
-    assert "is a whole checkpoint already" in errors
+    assert "is one file already" in errors
 
 
 @pytest.mark.parametrize("main", [merge.main, evaluate.main])
@@ -481,22 +482,22 @@ def test_run_that_is_none_is_reported(main, sharded, trained, command, tmp_path)
 
 
 def load_model_of(run: Path) -> nn.Module:
-    checkpoint = find_checkpoint(run, "last", Runtime("cpu"))
+    checkpoint = checkpoint_of(run, "last", Runtime("cpu"))
     return load_model(run, read_config(run, ["strategy=single"], None), checkpoint)
 
 
 def test_damaged_shards_are_refused_by_name_and_passed_over(sharded, command, tmp_path):
     run = shutil.copytree(sharded, tmp_path / "damaged")
-    newest, share = run / "checkpoints" / "step_00000010.sharded", "__1_0.distcp"
+    newest, share = run / "checkpoints" / "step_00000010.sharded", "shard-00002-model-00001-of-00001.safetensors"
     (newest / share).write_bytes((newest / share).read_bytes()[:-1])
     code, _, errors = command(export.main, run, "--checkpoint", newest, "--output", tmp_path / "a.safetensors")
     assert code == 2
-    assert f"--checkpoint {newest}: the checkpoint is damaged: {share} has " in errors
+    assert f"--checkpoint {newest}: the checkpoint is damaged: the SHA-256 of {share} differs" in errors
     code, output, _ = command(export.main, run, "--output", tmp_path / "a.safetensors")
     assert code == 0
     assert "step_00000005.sharded; " in output
     line = f"{' '.join(LENET[:-2])} strategy=single name=new runs_dir={tmp_path} resume={newest}"
     ((code, printed),) = run_world(1, refusal_in_world, line)
     assert code == 2
-    assert f"resume={newest}: the checkpoint is damaged: {share} has " in printed
+    assert f"resume={newest}: the checkpoint is damaged: the SHA-256 of {share} differs" in printed
     assert not (tmp_path / "new").exists(), "the damage must be found before a run directory is made"

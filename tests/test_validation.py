@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
+from ddp_lab.checkpoints.files import write_file
 from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import IGNORE
@@ -22,10 +23,9 @@ from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loader import DeviceLoader, LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
-from ddp_lab.resilience.checkpoint_files import write_atomically
 from ddp_lab.run.checks import check_and_build
 from ddp_lab.run.recorded_config import read_config, to_record
-from ddp_lab.run.trained import find_checkpoint
+from ddp_lab.run.trained import checkpoint_of
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -129,7 +129,7 @@ def test_result_of_the_log_is_that_of_the_commands(criterion, chosen, tmp_path):
         f"result: epoch {row['epoch']} ({which}), val loss {row['val_loss']:.4f} accuracy {row['val_accuracy']:.4f} | test"
         in line
     )
-    assert line.endswith(f"({find_checkpoint(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
+    assert line.endswith(f"({checkpoint_of(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
 
 
 def test_evaluate_refuses_a_set_that_does_not_exist(chosen, command):
@@ -183,11 +183,11 @@ def test_older_run_is_evaluated_by_its_newest_weights_and_not_resumed_with_a_val
     (old / "checkpoints").mkdir(parents=True)
     state = torch.load(chosen / "checkpoints" / "step_00000015.pt", weights_only=True)
     for name in ("step_00000015.pt", "best.pt"):
-        write_atomically(old / "checkpoints" / name, as_before(state, loss=1e-3))
+        write_file(old / "checkpoints" / name, as_before(state, loss=1e-3))
     record = json.loads((chosen / "data.json").read_text())
     (old / "data.json").write_text(json.dumps({key: record[key] for key in ("shape", "classes")}))
     shutil.copy(chosen / "config.yaml", old)
-    assert find_checkpoint(old, "auto", Runtime("cpu")).endswith("step_00000015.pt")
+    assert checkpoint_of(old, "auto", Runtime("cpu")).name == "step_00000015.pt"
     code, output, errors = command(evaluate.main, old, "strategy=single", "split=val")
     assert code == 0, errors
     assert output.startswith(f"{old}/checkpoints/step_00000015.pt, epoch 3: val loss {read_metrics(chosen)[2]['val_loss']:.4f}")

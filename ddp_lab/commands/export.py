@@ -25,13 +25,13 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.run.data_record import read_data
     from ddp_lab.run.export import describe_input, find_writer
     from ddp_lab.run.recorded_config import read_config
-    from ddp_lab.run.trained import find_checkpoint, load_model
+    from ddp_lab.run.trained import checkpoint_of, load_model
     from ddp_lab.world.runtime import Runtime
 
     write = find_writer(given.output)
     check_output(given.output, given.force)
     cfg, data = read_config(given.run), read_data(given.run)
-    checkpoint = find_checkpoint(given.run, given.checkpoint, Runtime("cpu"))
+    checkpoint = checkpoint_of(given.run, given.checkpoint, Runtime("cpu"))
     model = load_model(given.run, cfg, checkpoint)
     with replacing(given.output) as temporary:
         write(model, data, cfg.data, temporary)

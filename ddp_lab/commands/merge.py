@@ -1,4 +1,4 @@
-"""Make a whole checkpoint, one file, of a sharded one, for other programs or to move it.
+"""Make one file of a sharded checkpoint, for other programs or to move it.
 
 ddp-lab merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
 ddp-lab merge runs/mine --checkpoint best --output best.pt
@@ -23,25 +23,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     given = parse(arguments)
-    from ddp_lab.resilience.checkpoint_files import write_atomically
-    from ddp_lab.resilience.sharded_files import is_sharded
-    from ddp_lab.resilience.sharded_read import ShardedCheckpoint
+    from ddp_lab.checkpoints.files import write_file
+    from ddp_lab.checkpoints.sharded import ShardedCheckpoint
     from ddp_lab.run.recorded_config import require_run
-    from ddp_lab.run.trained import find_checkpoint
+    from ddp_lab.run.trained import checkpoint_of
     from ddp_lab.world.runtime import Runtime
 
     runtime = Runtime("cpu")
     if runtime.world_size > 1:
         raise ConfigError("ddp-lab merge: runs in one process; start it without torchrun")
     require_run(given.run)
-    checkpoint = Path(find_checkpoint(given.run, given.checkpoint, runtime))
-    if not is_sharded(checkpoint):
-        raise ConfigError(f"--checkpoint {given.checkpoint}: {checkpoint} is a whole checkpoint already")
-    output: Path = given.output or given.run / f"{checkpoint.stem}.pt"
+    checkpoint = checkpoint_of(given.run, given.checkpoint, runtime)
+    if not checkpoint.is_dir():
+        raise ConfigError(f"--checkpoint {given.checkpoint}: {checkpoint} is one file already")
+    output: Path = given.output or given.run / f"{checkpoint.resolve().stem}.pt"
     check_output(output, given.force)
-    state = ShardedCheckpoint(checkpoint, key="--checkpoint ").whole()
+    state = ShardedCheckpoint(checkpoint, key="--checkpoint ").full()
     try:
-        write_atomically(output, state)
+        write_file(output, state)
     except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
         raise ConfigError(f"--output {output}: cannot be written ({str(error).splitlines()[0]})") from None
     progress = state["progress"]

@@ -42,14 +42,14 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.run.data_record import read_data
     from ddp_lab.run.predict import Predictor, find_images, write_table
     from ddp_lab.run.recorded_config import read_config
-    from ddp_lab.run.trained import find_checkpoint, load_model
+    from ddp_lab.run.trained import checkpoint_of, load_model
     from ddp_lab.world.precision import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images)
     cfg, data = read_config(given.run), read_data(given.run)
     runtime = Runtime(given.device, cfg.precision)
-    checkpoint = find_checkpoint(given.run, given.checkpoint, runtime)
+    checkpoint = checkpoint_of(given.run, given.checkpoint, runtime)
     print(f"weights: {checkpoint}", file=sys.stderr)
     model = load_model(given.run, cfg, checkpoint)
     predictor = Predictor(model, cfg.data, data, runtime, given.top)

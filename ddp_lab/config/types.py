@@ -49,6 +49,13 @@ BlockName = Annotated[str | int, Allowed("the name of a block")]
 Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by `options` of build.py
 Resume = Annotated[
     str,
-    Predicate(lambda value: value in ("auto", "never") or Path(value).is_file() or Path(value, "manifest.json").is_file()),
+    Predicate(
+        lambda value: (
+            value in ("auto", "never")
+            or Path(value).is_file()
+            or Path(value, "SHA256SUMS").is_file()
+            or Path(value, "manifest.json").is_file()
+        )  # of an earlier version, which find_checkpoint refuses by name
+    ),
     Allowed("auto, never or the path of an existing checkpoint"),
 ]

@@ -36,13 +36,6 @@ class BuiltModel(NamedTuple):
     initial_weights: InitialWeights | None
     notes: list[str]
 
-    def set_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Give the complete model these weights in place of its initial ones, before a strategy places it."""
-        if self.initial_weights is None:
-            self.model.load_state_dict(state)
-        else:
-            self.initial_weights.set_weights(state)
-
 
 def make_model(
     node: DictConfig | dict[str, Any], shape: Mapping[str, int], runtime: Runtime, seed: int, with_weights: bool = True

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.log import log
-from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.resilience.decisions import Agreement, Decisions
 from ddp_lab.resilience.replicas import first_difference
 from ddp_lab.resilience.watchdog import Watchdog
@@ -123,10 +123,9 @@ class Guard(Hooks):
         Raises:
             Preempted, TrainingError: on all ranks.
         """
-        if last or (progress.epoch - 1) % self.settings.every_epochs == 0:
+        due = last or (progress.epoch - 1) % self.settings.every_epochs == 0
+        if due or progress.is_best(self.checkpoints.best):
             self.save(progress)
-        elif progress.is_best(self.checkpoints.best):
-            self.save(progress, newest=False)
         else:
             self.check(progress)
 
@@ -140,21 +139,19 @@ class Guard(Hooks):
         self.checkpoints.wait()
         self._must_leave_now(self.progress)
 
-    def save(self, progress: Progress, newest: bool = True) -> None:
+    def save(self, progress: Progress) -> None:
         """Save a checkpoint. Collective; waits for the device.
 
         Args:
             progress: the progress in the checkpoint.
-            newest: as in `Checkpoints.save`; a run that is preempted always saves one to resume from.
 
         Raises:
             Preempted, TrainingError: on all ranks. If it is Preempted, the checkpoint is being written.
         """
         leave = self._must_leave_now(progress, weights=True)  # before saving: weights that are not finite must not be saved
-        newest = newest or leave
-        self.progress = progress if newest else self.progress
+        self.progress = progress
         self.watchdog.at("saving")
-        self.checkpoints.save(progress, newest)
+        self.checkpoints.save(progress)
         if leave:
             raise Preempted
 
@@ -166,7 +163,7 @@ class Guard(Hooks):
                 self.save(here())
 
     def _compare_replicas(self, step: int) -> None:
-        ema = self.checkpoints.ema
+        ema = self.checkpoints.state.ema
         if difference := first_difference(self.strategy, ema.averages if ema else {}):
             name, replica = difference
             raise TrainingError(

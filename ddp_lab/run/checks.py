@@ -7,17 +7,15 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
+from ddp_lab.checkpoints.files import is_sharded, steps_in
+from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import listed
 from ddp_lab.launch.preflight import Finding, check_network, check_shared_memory
 from ddp_lab.launch.storage import check_storage
 from ddp_lab.observe.profiler import check_profile
-from ddp_lab.resilience.checkpoint_files import load_checkpoint
-from ddp_lab.resilience.checkpoint_folder import steps_in
 from ddp_lab.resilience.run_directory import find_launch
-from ddp_lab.resilience.sharded_files import damage_of_shards, is_sharded
-from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import Job, build, check_optimizer, criterion
 from ddp_lab.world.runtime import Runtime
@@ -84,9 +82,8 @@ def check_and_build(
     if skipped := job.dataset.skipped:
         text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
         findings.append(Finding("warning", "dataset", text))
-    if cfg.resume not in ("auto", "never"):
-        problem = damage_of_shards(Path(cfg.resume), runtime) if is_sharded(cfg.resume) else None
-        runtime.agree("resume", partial(check_checkpoint, cfg.resume, job.shapes, problem))
+    if cfg.resume not in ("auto", "never") and (path := find_checkpoint(Path(cfg.runs_dir), cfg.resume, runtime)):
+        runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
     return Checked(job, findings)
 
 
@@ -121,22 +118,3 @@ def run_of(progress: str) -> Path:
     """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs to."""
     path = Path(progress)
     return path.parent if path.is_dir() and not is_sharded(path) else path.absolute().parents[1]
-
-
-def check_checkpoint(path: str, shapes: dict[str, tuple[int, ...]], problem: str | None) -> None:
-    """Check that a checkpoint can be loaded into this model.
-
-    Args:
-        path: The checkpoint, as in resume=PATH.
-        shapes: The shape of each tensor of the unsharded model, by name.
-        problem: What is wrong with the files of a sharded checkpoint.
-
-    Raises:
-        ConfigError: The checkpoint is not valid, or it is not one of this model.
-    """
-    if problem:
-        raise ConfigError(f"resume={path}: the checkpoint is damaged: {problem}. Use another checkpoint")
-    if is_sharded(path):
-        ShardedCheckpoint(path).check(shapes)
-    else:
-        load_checkpoint(path, shapes)

@@ -7,14 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.preflight import check_network
 from ddp_lab.observe.log import log
-from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import place
-from ddp_lab.run.trained import find_checkpoint, read_shards, read_weights
+from ddp_lab.run.trained import checkpoint_of
 from ddp_lab.training.metrics import Evaluation, evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.precision import float32_matmul
@@ -70,7 +70,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         ConfigError: the checkpoint, the data or the strategy cannot be used.
     """
     check_network(runtime)
-    path = find_checkpoint(folder, checkpoint, runtime)
+    path = checkpoint_of(folder, checkpoint, runtime)
     job = build(cfg, runtime, with_weights=False)
     other = runtime.agree("data", partial(compare_data, folder, job.dataset, resumes=False))
     sets = list(job.dataset.evaluation_sets)
@@ -79,13 +79,10 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         raise ConfigError(f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate with")
     if other and split == "val" and runtime.rank == 0:
         log.warning(other)
-    if is_sharded(path):  # each rank reads only what it holds
-        place(job)
-        progress = read_shards(job.strategy.local_model_state(), path, job.shapes)
-    else:
-        state, progress = read_weights(job.model, path)
-        job.built.set_weights(state)
-        place(job)
+    saved = open_checkpoint(path, key="--checkpoint ")
+    saved.check(job.shapes)
+    place(job)
+    saved.load_weights(job.strategy)
     with float32_matmul(cfg.float32_matmul):
         metrics = evaluate(job.strategy, job.loaders[split])
-    return EvaluatedRun(split, path, progress, metrics, job.strategy.where)
+    return EvaluatedRun(split, str(path), Progress.of(saved.state["progress"]), metrics, job.strategy.where)

@@ -10,11 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ddp_lab.checkpoints.files import is_sharded
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
 from ddp_lab.launch.command_line import CONF, compose_config, rename_keys
-from ddp_lab.resilience.sharded_files import is_sharded
 from ddp_lab.world.process import env_int
 
 REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}

@@ -7,14 +7,15 @@ from typing import NamedTuple
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.find import result_in
+from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.launch.preflight import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result
 from ddp_lab.observe.profiler import NEEDED, Profiled
-from ddp_lab.resilience.checkpoint import Checkpoints
-from ddp_lab.resilience.checkpoint_folder import result_in
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
@@ -87,12 +88,11 @@ def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog
     """Resume, train, record the outcome in the run directory, and return it."""
     job, runtime = training.job, training.job.runtime
     folder = run_dir.path / "checkpoints"
-    state = job.strategy, training.optimizer, training.scheduler
+    state = State(job.strategy, training.optimizer, training.scheduler, job.shapes, training.ema, cfg.seed)
     best = criterion(cfg, job.dataset)
     sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
-    checkpoints = Checkpoints(folder, runtime, *state, job.shapes, cfg.seed, cfg.checkpoint.keep, best, training.ema, sharded)
-    resume = "auto" if run_dir.restarted and checkpoints.files() else cfg.resume
-    progress = checkpoints.resume(resume, job.plan.steps_before)
+    checkpoints = Checkpoints(folder, state, cfg.checkpoint.keep, best, sharded)
+    progress = checkpoints.resume(cfg.resume, job.plan.steps_before, run_dir.restarted)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
             record_data(run_dir.path, job.dataset, best)  # a run of an older version does not have it

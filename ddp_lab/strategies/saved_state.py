@@ -106,8 +106,11 @@ class SavedState:
             optimizer,
             model_state_dict={name: tensor for name, tensor in state["model"].items() if name in held},
             optim_state_dict=state["optimizer"] | {"param_groups": groups},
-            options=StateDictOptions(**self.load_options),
+            options=StateDictOptions(**self.load_options, strict=False),
         )
+        for parameter, name in names.items():
+            if name not in state["optimizer"]["state"]:  # it had no gradient; torch has given it an initial state
+                optimizer.state.pop(parameter, None)
 
 
 def gather_states(own: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
@@ -126,12 +129,14 @@ def gather_states(own: dict[str, Any], group: dist.ProcessGroup) -> list[dict[st
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of a pipeline's ranks, each with its own stages, into that of the complete model and optimizer."""
+    """Merge the states of ranks, each with its own part, into that of the full model and optimizer."""
     groups = zip(*(state["optimizer"]["param_groups"] for state in states), strict=True)
     return {
         "model": {name: tensor for state in states for name, tensor in state["model"].items()},
         "optimizer": {
             "state": {name: values for state in states for name, values in state["optimizer"]["state"].items()},
-            "param_groups": [same[0] | {"params": [name for group in same for name in group["params"]]} for same in groups],
+            "param_groups": [
+                same[0] | {"params": list(dict.fromkeys(name for group in same for name in group["params"]))} for same in groups
+            ],
         },
     }

@@ -360,10 +360,10 @@ def test_full_disk_keeps_the_last_valid_checkpoint(tmp_path):
 
 def test_save_of_an_earlier_step_succeeds_although_the_disk_is_full_later(tmp_path):
     writers = []
-    checkpoints = SimpleNamespace(write="disk", shards=None, wait=lambda: writers.append(checkpoints.write))
+    checkpoints = SimpleNamespace(before_write="disk", wait=lambda: writers.append(checkpoints.before_write))
     Fault(lambda batch: None, "disk_full@rank=0,step=1", 0, tmp_path, checkpoints, taken=0)(None)
     assert writers == ["disk"]
-    assert checkpoints.write != "disk"
+    assert checkpoints.before_write != "disk"
 
 
 def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):

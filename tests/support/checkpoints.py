@@ -1,12 +1,23 @@
-"""Small runs, and the comparison of their checkpoints."""
+"""Small runs and the comparison of their checkpoints, and checkpoints of a linear layer without a run."""
 
 import functools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from launches import SMALL, main_in_world
+from torch import nn
 from worlds import run_world
+
+from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.files import find_damage
+from ddp_lab.checkpoints.find import open_checkpoint
+from ddp_lab.checkpoints.state import State
+from ddp_lab.strategies.single import Single
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import cosine, make_scheduler
+from ddp_lab.world.runtime import Runtime
 
 
 def start(run_dir: Path, ranks: int, overrides: tuple[str, ...]) -> None:
@@ -41,3 +52,51 @@ def assert_same(one: dict, other: dict, tolerance: float) -> None:
         assert torch.allclose(tensor, other["model"][name], rtol=0, atol=tolerance), name
         momenta = (state["optimizer"]["state"][name]["momentum_buffer"] for state in (one, other))
         assert torch.allclose(*momenta, rtol=0, atol=10 * tolerance), name
+
+
+def tiny(folder: Path, best: str | None = "val_loss", sharded: bool = False, make: type = torch.optim.AdamW) -> Checkpoints:
+    """Return the checkpoints of a linear layer, in this process."""
+    strategy = Single(Runtime("cpu"))
+    strategy.setup(nn.Linear(2, 1))
+    options = {"momentum": 0.9} if issubclass(make, torch.optim.SGD) else {"weight_decay": 0.0}
+    optimizer = make(strategy.parameters(), lr=0.1, **options)
+    shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
+    state = State(strategy, optimizer, make_scheduler(optimizer, cosine, 10, 1, 0), shapes)
+    return Checkpoints(folder, state, best=best, sharded=sharded)
+
+
+def step(checkpoints: Checkpoints) -> None:
+    """Take an optimizer step that changes the weight only."""
+    module = checkpoints.state.strategy.module
+    module.weight.grad, module.bias.grad = torch.ones(1, 2), torch.zeros(1)
+    checkpoints.state.optimizer.step()
+
+
+def save_epochs(
+    checkpoints: Checkpoints, losses: list[float], start: Progress | None = None, accuracies: list[float] | None = None
+) -> Progress:
+    """Save a checkpoint after each epoch, which has one step. The bias is the number of the epoch. Return the last progress."""
+    progress = start or Progress()
+    for loss, accuracy in zip(losses, accuracies or [0.5] * len(losses), strict=True):
+        checkpoints.state.strategy.module.bias.data.fill_(progress.epoch)
+        step(checkpoints)
+        progress = replace(progress, step=progress.step + 1, samples=1)
+        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy})
+        checkpoints.save(progress)
+    checkpoints.wait()
+    assert checkpoints.problem is None
+    return progress
+
+
+def resume(checkpoints: Checkpoints, choice: str = "auto") -> Progress:
+    return checkpoints.resume(choice, lambda progress: progress.step)
+
+
+def bias_in(path: Path) -> float:
+    """Return the bias in a checkpoint, after a check of its hashes."""
+    assert find_damage(path) is None
+    return open_checkpoint(path).weights()["bias"].item()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".sha256")

@@ -14,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.state import State
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.folder import Folder
 from ddp_lab.models.book_resnet import Residual, book_resnet18
@@ -23,7 +25,6 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
-from ddp_lab.resilience.checkpoint import Checkpoints
 from ddp_lab.run.job import Job, build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.speed.options import AUTO
@@ -94,6 +95,20 @@ def partly_frozen(in_channels: int, image_size: int, num_classes: int, init_std:
     return model
 
 
+def tied(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
+    """Return a network with tied weights, a frozen bias, and parameters that are never used."""
+    model = Chain(
+        (in_channels, image_size, image_size),
+        body=nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()),
+        pair=nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)),
+        spare=Spare(),
+        head=nn.Linear(16, num_classes),
+    )
+    model.pair[2].weight = model.pair[0].weight
+    model.body[1].bias.requires_grad = False
+    return model
+
+
 def small_vit(in_channels: int, image_size: int, num_classes: int, init_std: None, drop_path: float = 0.0) -> Chain:
     """Return a Vision Transformer of two blocks and 16 tokens."""
     sizes = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4}
@@ -118,6 +133,7 @@ def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None
 MODELS = {
     "partly_frozen": (partly_frozen, 1, 16),
     "unbiased": (unbiased, 1, 28),
+    "tied": (tied, 1, 16),
     "lenet": (lenet, 1, 28),
     "vit": (small_vit, 3, 16),
     "vit_drop": (dropping_vit, 3, 16),
@@ -155,8 +171,7 @@ class Case:
     max_grad_norm: float | None = None
     ema: float | None = None
     dtype: torch.dtype = torch.float32
-    save: str = ""  # folder for checkpoints
-    sharded: bool = False  # the format of the checkpoints
+    save: str = ""  # folder for the folders `pt` and `sharded`, with checkpoints of both formats
     save_at: int = 0  # a step within an epoch after which another one is saved
     keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
     resume: str = "never"
@@ -173,7 +188,6 @@ class Case:
             loader=loader,
             accumulate=1,
             save="",
-            sharded=False,
             save_at=0,
             resume="never",
             start=0,
@@ -308,10 +322,10 @@ class Watched(InitialWeights):
 
 
 class Recorder(Hooks, Logger):
-    """Record what `fit` reports of each epoch, and save checkpoints if the case requires it."""
+    """Record what `fit` reports of each epoch, and save checkpoints."""
 
-    def __init__(self, checkpoints: Checkpoints, save: bool, save_at: int):
-        self.checkpoints, self.saves, self.save_at = checkpoints, save, save_at
+    def __init__(self, checkpoints: list[Checkpoints], save_at: int):
+        self.checkpoints, self.save_at = checkpoints, save_at
         self.sums: list[list[float]] = []
         self.tests: list[tuple[float, float]] = []
         self.validation: list[tuple[float, float]] = []
@@ -326,12 +340,16 @@ class Recorder(Hooks, Logger):
 
     def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
         if progress.step == self.save_at:
-            self.checkpoints.save(here())
+            self.save(here())
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
-        if self.saves:
-            self.checkpoints.save(progress)
-            self.checkpoints.wait()
+        self.save(progress)
+
+    def save(self, progress: Progress) -> None:
+        for checkpoints in self.checkpoints:
+            checkpoints.save(progress)
+            checkpoints.wait()
+            assert not checkpoints.problem, checkpoints.problem
 
 
 def run_case(runtime: Runtime, case: Case) -> Outcome:
@@ -364,11 +382,12 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     training = materialize(job)
     held, peak = held_bytes(job.model), weights.peak if weights else 0
     initial = hash_of(strategy.model_state()) if case.init == "by_block" else ""
-    parts = runtime, strategy, training.optimizer, training.scheduler, job.shapes
-    checkpoints = Checkpoints(Path(case.save), *parts, ema=training.ema, sharded=case.sharded)
-    progress = checkpoints.resume(case.resume, lambda progress: progress.step)
+    state = State(strategy, training.optimizer, training.scheduler, job.shapes, training.ema)
+    folders = {Path(case.save, form): form == "sharded" for form in ("pt", "sharded") if case.save}
+    checkpoints = [Checkpoints(folder, state, sharded=sharded) for folder, sharded in folders.items()]
+    progress = Checkpoints(Path(case.save), state).resume(case.resume, lambda progress: progress.step)
     training.compile(steps_left=case.epochs * job.plan.steps_per_epoch)
-    recorder = Recorder(checkpoints, bool(case.save), case.save_at)
+    recorder = Recorder(checkpoints, case.save_at)
     training.fit(recorder, recorder, progress)
     with training.ema.in_use() if training.ema else nullcontext():
         tested = evaluate(strategy, job.loaders["test"])

@@ -25,9 +25,6 @@ def test_resumed_run_is_bit_identical(tmp_path):
         (("split", 1), ("scratch", 2)),
         (("ddp_pipeline", 4), ("dp", 1)),
         (("dp", 1), ("split", 1)),
-        pytest.param(("single", 1), ("ddp", 2), marks=pytest.mark.slow),
-        pytest.param(("ddp", 3), ("split", 1), marks=pytest.mark.slow),
-        pytest.param(("scratch", 2), ("fsdp", 2), marks=pytest.mark.slow),
     ],
 )
 def test_strategy_resumes_the_run_of_another(first, second, tmp_path):

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import names, resume
 from launches import SMALL, launch, main_in_world, read_metrics
-from sharded import names, resume, tiny
 from torch import nn
 from training import largest_difference
 from worlds import run_world
 
-from ddp_lab.resilience.checkpoint import Checkpoints
+from ddp_lab.checkpoints import sharded
+from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.files import find_damage, finish_interrupted_save
+from ddp_lab.checkpoints.sharded import ShardedCheckpoint
+from ddp_lab.checkpoints.state import State
 from ddp_lab.resilience.fault_injection import fill_disk
-from ddp_lab.resilience.sharded_files import damage_of_shards
-from ddp_lab.resilience.sharded_read import ShardedCheckpoint
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
@@ -50,11 +52,12 @@ def wide(runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8) ->
     shapes = {f"{i}.weight": (512, 512) for i in range(layers)}
     shapes |= {f"{layers}.{name}": tuple(t.shape) for name, t in nn.BatchNorm1d(512).state_dict().items()}
     scheduler = make_scheduler(optimizer, cosine, 10, 1, 0)
-    return Checkpoints(folder, runtime, strategy, optimizer, scheduler, shapes, best=None, sharded=True)
+    return Checkpoints(folder, State(strategy, optimizer, scheduler, shapes), sharded=True)
 
 
 def measure_memory(folder: Path) -> dict[str, int]:
     """Return how many bytes of memory a save and a resume of fsdp take on this rank."""
+    sharded.FILE_BYTES = 2**20
     with Runtime("cpu", timeout=60) as runtime:
         runtime.open_group()
         checkpoints = wide(runtime, folder, FSDP(runtime, True, "local", None))
@@ -77,10 +80,10 @@ def fail_in_turn(folder: Path) -> list[str | None]:
     with Runtime("cpu", timeout=60) as runtime:
         runtime.open_group()
         checkpoints = wide(runtime, folder, DDP(runtime, "local", 25.0, False, False, "none"), layers=1)
-        checkpoints.strategy.module[1].running_mean.fill_(runtime.rank)  # within an epoch, statistics differ
-        writing, problems = checkpoints.shards.write_share, []
+        checkpoints.state.strategy.module[1].running_mean.fill_(runtime.rank)  # within an epoch, statistics differ
+        nothing, problems = checkpoints.before_write, []
         for number in (1, 2, 3):
-            checkpoints.shards.write_share = fill_disk if (number, runtime.rank) == (2, 1) else writing
+            checkpoints.before_write = fill_disk if (number, runtime.rank) == (2, 1) else nothing
             checkpoints.save(Progress(step=number))
             checkpoints.wait()
             problems.append(checkpoints.problem)
@@ -92,41 +95,35 @@ def die_while_saving(folder: Path) -> None:
     with Runtime("cpu", timeout=60) as runtime:
         runtime.open_group()
         checkpoints = wide(runtime, folder, FSDP(runtime, True, "local", None), layers=1)
-        writing = checkpoints.shards.write_share
-
-        def killed(folder: Path, share):
-            folder.mkdir(exist_ok=True)
-            (folder / "__1_0.distcp").write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-
         for number in (1, 2):
-            checkpoints.shards.write_share = killed if (number, runtime.rank) == (2, 1) else writing
+            if (number, runtime.rank) == (2, 1):
+                checkpoints.before_write = lambda: os.kill(os.getpid(), signal.SIGKILL)
             checkpoints.save(Progress(step=number))
-        checkpoints.wait()
+            checkpoints.wait()
 
 
 def test_no_rank_needs_more_memory_than_its_share(tmp_path):
-    """The state has 16 MiB, of which each of two ranks has 8. Rank 0 needs 32 MiB for a whole one: gathered and copied."""
+    """The state has 16 MiB, of which each of two ranks has 8. Rank 0 needs 32 MiB for one file: gathered and copied."""
     for peaks in run_world(2, measure_memory, tmp_path):
-        assert 6 * 2**20 < peaks["save"] < 14 * 2**20, "the copy of the share, and at most 6 MiB"
+        assert 6 * 2**20 < peaks["save"] < 14 * 2**20, "the copy of the shards, and up to three times the size of a file"
         assert peaks["resume"] < 6 * 2**20, "one part of a tensor at a time"
 
 
-def test_rank_that_cannot_write_its_share_fails_the_checkpoint(tmp_path):
+def test_rank_that_cannot_write_its_shards_fails_the_checkpoint(tmp_path):
     problems, _ = run_world(2, fail_in_turn, tmp_path)
     assert problems[0] is problems[2] is None
     assert "step_00000002.sharded could not be written (rank 1: [Errno 28] No space left on device" in problems[1]
     assert f"the last valid checkpoint is {tmp_path}/step_00000001.sharded" in problems[1]
     assert names(tmp_path) == ["step_00000001.sharded", "step_00000003.sharded"]
-    statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").whole()["model"]["1.running_mean"]
+    statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").full()["model"]["1.running_mean"]
     assert statistics.eq(0).all(), "BatchNorm's statistics must be those of replica 0"
 
 
 def test_rank_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
     with pytest.raises(AssertionError, match="rank 1: died"):
         run_world(2, die_while_saving, tmp_path)
-    checkpoints = tiny(tmp_path)
-    assert checkpoints.find("auto") == str(tmp_path / "step_00000001.sharded")
+    finish_interrupted_save(tmp_path)
+    assert find_damage(tmp_path / "step_00000001.sharded") is None
     assert names(tmp_path) == ["step_00000001.sharded"]
 
 
@@ -142,7 +139,7 @@ def test_preempted_run_resumes_under_another_strategy_to_the_same_end(tmp_path):
     run_world(1, main_in_world, *line, "name=whole")
     folder = tmp_path / "sharded" / "checkpoints"
     assert names(folder) == ["step_00000010.sharded", "step_00000015.sharded"]
-    state = ShardedCheckpoint(folder / "step_00000015.sharded").whole()
+    state = ShardedCheckpoint(folder / "step_00000015.sharded").full()
     expected = torch.load(tmp_path / "whole" / "checkpoints" / "step_00000015.pt", weights_only=True)
     for part in ("model", "ema"):
         assert largest_difference(state[part], expected[part]) <= 1e-6
@@ -159,5 +156,5 @@ def test_full_disk_of_any_rank_ends_the_run_and_keeps_the_last_valid_checkpoint(
     assert code == 1
     assert f"rank {rank}: [Errno 28] No space left on device" in output
     assert f"the last valid checkpoint is {good}" in output
-    assert damage_of_shards(good, Runtime("cpu")) is None
+    assert find_damage(good) is None
     assert not list(good.parent.glob("*.tmp"))

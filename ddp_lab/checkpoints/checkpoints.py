@@ -1,0 +1,191 @@
+"""Checkpoints of a run: saved in the background and verified by SHA-256 on resume. Only the newest and the best are kept.
+
+main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
+writer thread                           | write, fsync, hash, rename, link the best, remove old ones |
+
+There are two formats, and a run can resume from both. One file contains the full state, which rank 0 collects and writes. A
+sharded checkpoint is a directory to which every rank writes its shards (sharded.py).
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ddp_lab.checkpoints.files import (
+    SHARDED,
+    best_in,
+    finish_interrupted_save,
+    link_best,
+    remove,
+    remove_old,
+    step_of,
+    steps_in,
+    write_file,
+)
+from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, progress_in, result_in
+from ddp_lab.checkpoints.one_file import copy_full
+from ddp_lab.checkpoints.state import State, check_optimizer
+from ddp_lab.observe.log import log
+from ddp_lab.training.progress import Criterion, Progress
+
+
+class Checkpoints:
+    """The checkpoints of one run: `step_NNNNNNNN.pt` or `step_NNNNNNNN.sharded`, and a link to the best of them.
+
+    A checkpoint has the keys "progress", "seed", "model", "optimizer" and "scheduler", and "ema" if the weights are averaged.
+    Tensors have the model's own names, and one file contains them unsharded. Any strategy at any world size can therefore load
+    what any other strategy saved.
+
+    Args:
+        folder: the directory of the files; the first save creates it.
+        state: what is saved, and loaded in place.
+        keep: number of checkpoints to keep.
+        best: metric of the validation set by which the best checkpoint is chosen and kept, too; None: it is not kept.
+        sharded: whether to save sharded checkpoints. Collective then.
+
+    Attributes:
+        before_write: called in the writer thread before this rank writes. Fault injection replaces it between two saves.
+        problem: why the last checkpoint could not be written; None if it was written or is being written. Set on rank 0.
+        kept: the progress in the newest checkpoint, or at the start of the launch. Updated on rank 0 only.
+    """
+
+    def __init__(self, folder: Path, state: State, keep: int = 2, best: Criterion | None = None, sharded: bool = False):
+        self.folder, self.state, self.keep, self.runtime = folder, state, keep, state.strategy.runtime
+        self.best: Criterion | None = best
+        self.problem: str | None = None
+        self.kept = Progress()
+        self.before_write: Callable[[], None] = lambda: None
+        self._shards = None
+        if sharded:
+            from ddp_lab.checkpoints.sharded import ShardWriter  # it loads 700 modules in 0.5 s
+
+            self._shards = ShardWriter(self.runtime)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def resume(self, choice: str, schedule: Callable[[Progress], int], restarted: bool = False) -> Progress:
+        """Load a checkpoint into the model, the optimizer and the scheduler. Collective. A save that was killed is cleaned up.
+
+        Args:
+            choice: the config's `resume`: auto, never or a path.
+            schedule: returns how many steps of the learning-rate schedule have been taken at a given progress.
+            restarted: whether this launch has been restarted, and resumes its own checkpoints if it has any.
+
+        Returns:
+            Where training resumes: the progress in the checkpoint, or the beginning if there is no checkpoint.
+
+        Raises:
+            ConfigError: the file cannot be used, or the run has checkpoints and none of them is valid.
+        """
+
+        def choose() -> str:
+            finish_interrupted_save(self.folder)
+            return "auto" if restarted and steps_in(self.folder) else choice
+
+        path = find_checkpoint(self.folder, self.runtime.agree("resume", choose), self.runtime)
+        if path is None:
+            return Progress()
+        state, saved = self.state, open_checkpoint(path)
+        saved.check(state.shapes)
+        check_optimizer(str(path), saved.state["optimizer"]["param_groups"], state)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
+        saved.load(state)
+        progress = self.kept = Progress.of(saved.state["progress"])
+        # The state comes from the file; learning rate, momentum and other options come from this launch's config.
+        step, scheduler = schedule(progress), state.scheduler
+        scheduler.load_state_dict(saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step})
+        for group, options, factor in zip(state.optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True):
+            group.update(options, lr=options["initial_lr"] * factor(step))
+        if self.runtime.rank == 0:
+            self._abandon_later(path, progress)
+        if self.best is not None:  # what later epochs must surpass is the file that there is, if this metric has chosen it
+            found: str = self.runtime.agree("best", self._record_of_best)
+            progress = self.kept = progress.with_best(self.best, Progress(**json.loads(found)) if found else None)
+        log.info(f"resumed from {path}: {progress}")
+        if state.ema is not None and not saved.has_averages:
+            log.info("the checkpoint has no averages of the weights (ema): they start from its weights")
+        if saved.state["seed"] != state.seed and self.runtime.rank == 0:
+            log.warning(
+                f"seed={state.seed}: the checkpoint has seed={saved.state['seed']}, so the order of the samples changes from "
+                "here on"
+            )
+        return progress
+
+    def _abandon_later(self, path: Path, progress: Progress) -> None:
+        """Remove checkpoints of later steps, from a continuation of the run that is now abandoned, and correct the best."""
+        best = best_in(self.folder)
+        of_best = progress_in(best) if best else None
+        for other in steps_in(self.folder):
+            if step_of(other) > progress.step:
+                remove(other)
+        if progress.is_best(self.best) and path.resolve().parent == self.folder.resolve():
+            link_best(path.resolve())  # the launch may have been killed before it did this
+        elif best and (of_best is None or of_best.step > progress.step):
+            best.unlink(missing_ok=True)
+
+    def _record_of_best(self) -> str:
+        """Return the position in the best checkpoint as JSON; empty if there is none."""
+        found = result_in(self.folder, self.best)
+        return json.dumps(asdict(found[1])) if found else ""
+
+    def files(self) -> list[Path]:
+        """Return the checkpoints, oldest first."""
+        return steps_in(self.folder)
+
+    def save(self, progress: Progress) -> None:
+        """Copy the state to the host and let the writer threads write it in the background. Collective.
+
+        If it cannot be written, the earlier checkpoints are kept, and `problem` is set to the reason.
+        """
+        self.wait()  # one save at a time: a disk that is slower than training slows it down, but memory stays bounded
+        if self.state.ema is not None:
+            self.state.ema.end_use()  # a preemption may interrupt an evaluation
+        path = self.folder / f"step_{progress.step:08d}{'.pt' if self._shards is None else SHARDED}"
+        write = self._copy_full(progress) if self._shards is None else self._shards.copy(self.state, progress)
+        if write is not None:
+            self._pending = self._writer.submit(self._write, replace(progress), path, write)
+
+    def _copy_full(self, progress: Progress) -> Callable[[Path, Callable[[], None]], None] | None:
+        """Collect the full state on rank 0, and return there what writes it; None on the other ranks. Collective."""
+        state = copy_full(self.state, progress)
+        if state is None:
+            return None
+
+        def write(path: Path, before: Callable[[], None]) -> None:
+            before()
+            write_file(path, state)
+
+        return write
+
+    def wait(self) -> None:
+        """Wait until the last save has ended, successfully or not."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _write(self, progress: Progress, path: Path, write: Callable[[Path, Callable[[], None]], None]) -> None:
+        """Write a checkpoint in the writer thread: `write` writes this rank's part of it, and rank 0 does the rest."""
+        try:
+            self.folder.mkdir(exist_ok=True)
+            write(path, self.before_write)
+            self.problem = None
+            if self.runtime.rank == 0:
+                self.kept = progress
+                if progress.is_best(self.best):
+                    link_best(path)
+        except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
+            free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
+            valid = [str(file) for file in self.files() if file != path]
+            self.problem = (
+                f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are free there); the last valid "
+                f"checkpoint is {valid[-1] if valid else 'none'}. Free disk space, or lower checkpoint.keep ({self.keep})"
+            )
+            if not self.folder.parent.exists():
+                self.problem = f"{path} could not be written: the run directory {self.folder.parent} no longer exists"
+            log.error(self.problem)
+            return
+        if self.runtime.rank == 0:
+            remove_old(path, self.keep)

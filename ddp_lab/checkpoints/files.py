@@ -1,0 +1,213 @@
+"""The checkpoints in a run's directory `checkpoints`: their names, their hashes, and how they appear and disappear.
+
+step_00000040.pt, step_00000040.pt.sha256   one file, and its SHA-256 as `sha256sum -c` reads it
+step_00000050.sharded/                      a directory to which every rank writes its shards (safetensors)
+    state.json, SHA256SUMS                  everything but tensors, and the SHA-256 of each file
+best.pt or best.sharded                     a symbolic link to the best checkpoint
+
+All are written and synced under temporary names, and then renamed. A kill at any time leaves the old one or the new one.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.world.runtime import Runtime
+
+SHARDED = ".sharded"
+SUMS = "SHA256SUMS"
+STATE = "state.json"
+OLD_MANIFEST = "manifest.json"  # of sharded checkpoints with pickled metadata, which earlier versions wrote
+
+
+def is_sharded(path: Path | str) -> bool:
+    """Return whether a path is that of a sharded checkpoint, by its name or its files."""
+    return Path(path).suffix == SHARDED or any((Path(path) / name).is_file() for name in (SUMS, OLD_MANIFEST))
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name `step_NNNNNNNN`, which may have more than eight digits."""
+    return int(path.stem.partition("_")[2])
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """Return checkpoints `step_NNNNNNNN` sorted by step."""
+    return sorted(paths, key=lambda path: (step_of(path), path.suffix))
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """Return the checkpoints `step_NNNNNNNN`, oldest first."""
+    return in_order([*folder.glob("step_*.pt"), *folder.glob(f"step_*{SHARDED}")])
+
+
+def best_in(folder: Path) -> Path | None:
+    """Return the best checkpoint; None if there is none."""
+    return next((path for path in (folder / "best.pt", folder / f"best{SHARDED}") if path.exists()), None)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sums_of(path: Path) -> Path:
+    """Return the path of the file that holds the SHA-256 of a checkpoint's files."""
+    path = path.resolve()
+    return path / SUMS if is_sharded(path) else path.with_name(path.name + ".sha256")
+
+
+def find_damage(path: Path, part: slice = slice(None)) -> str | None:
+    """Return why the files of a checkpoint do not match their SHA-256; None if they match.
+
+    Args:
+        path: the checkpoint.
+        part: which of the files are read, in order of name. The last one has everything but tensors.
+    """
+    path = path.resolve()
+    sums, folder = sums_of(path), path if path.is_dir() else path.parent
+    try:
+        digests = {name: digest for digest, name in (line.split(maxsplit=1) for line in sums.read_text().splitlines())}
+        if not path.is_dir():
+            digests = {path.name: next(iter(digests.values()), "")}  # the file may have been renamed
+        elif different := sorted(digests.keys() ^ ({file.name for file in path.iterdir()} - {SUMS})):
+            return f"{', '.join(different)}: missing, or not listed in {SUMS}"
+    except (OSError, ValueError):
+        return f"{sums.name} is missing or damaged"
+    for name in sorted(digests)[part]:
+        try:
+            if sha256(folder / name) != digests[name]:
+                return f"the SHA-256 of {name} differs from that in {sums.name}"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return None
+
+
+def damage_of(path: Path, runtime: Runtime) -> str | None:
+    """Return the same as `find_damage` on every rank. Collective: each rank reads some of the files.
+
+    Raises:
+        ConfigError: an earlier version wrote it, in a format that is not read any more.
+    """
+    refuse_old(path)
+    found = runtime.collect("damage", find_damage(path, slice(runtime.rank, None, runtime.world_size)) or "")
+    return runtime.agree("damage", lambda: "; ".join(dict.fromkeys(filter(None, found or []))) or None)
+
+
+def refuse_old(path: Path) -> None:
+    """Raise a ConfigError if an earlier version wrote a sharded checkpoint."""
+    if (path / OLD_MANIFEST).is_file():
+        raise ConfigError(
+            f"{path}: is a sharded checkpoint of an earlier version, whose format is not read any more. Make one file of it "
+            "with that version (commit 07fce5d: `ddp-lab merge RUN --output FILE.pt`), and use the file: resume=FILE.pt with "
+            "another name, or --checkpoint FILE.pt"
+        )
+
+
+def write_file(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint of one file and its SHA-256.
+
+    Raises:
+        OSError, RuntimeError: the file cannot be written. No temporary files remain.
+    """
+    temporary, beside = path.with_suffix(".tmp"), path.with_suffix(".sha256.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        write_text(beside, f"{sha256(temporary)}  {path.name}\n")
+        os.replace(temporary, path)
+        os.replace(beside, sums_of(path))
+    finally:
+        temporary.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def publish_folder(temporary: Path, path: Path, digests: dict[str, str]) -> None:
+    """Give a directory with all files of a sharded checkpoint its SHA256SUMS and its final name.
+
+    Raises:
+        OSError: it cannot be written or renamed.
+    """
+    write_text(temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
+    sync_folder(temporary)
+    if path.exists():  # a directory that is not empty cannot be replaced by renaming another
+        remove(path)
+    os.rename(temporary, path)
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, and sync it to the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a directory to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint and its hashes. A directory is renamed first, so that a kill meanwhile leaves no damaged one."""
+    if not is_sharded(path):
+        path.unlink()
+        sums_of(path).unlink(missing_ok=True)
+        return
+    removed = path.with_suffix(".removed.tmp")
+    shutil.rmtree(removed, ignore_errors=True)
+    os.rename(path, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def remove_old(newest: Path, keep: int) -> None:
+    """Remove all but the best and the `keep` newest checkpoints up to `newest`.
+
+    Those of later steps are from a continuation of the run that was abandoned, as are the metrics of later epochs.
+    """
+    files, best = steps_in(newest.parent), best_in(newest.parent)
+    kept = [path for path in files if path == newest or step_of(path) < step_of(newest)][-keep:]
+    for path in files:
+        if path not in kept and not (best and path.samefile(best)):
+            remove(path)
+
+
+def link_best(path: Path) -> None:
+    """Let a checkpoint be the best one in place of another. Raises an OSError if the link cannot be made."""
+    links = {f"best{path.suffix}": path.name}
+    if path.suffix == ".pt":
+        links["best.pt.sha256"] = sums_of(path).name  # for a copy of the directory with files in place of links
+    temporary = path.with_name("best.tmp")
+    for name, target in links.items():
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        os.replace(temporary, path.with_name(name))
+    for name in {"best.pt", "best.pt.sha256", f"best{SHARDED}"} - links.keys():
+        path.with_name(name).unlink(missing_ok=True)
+
+
+def finish_interrupted_save(folder: Path) -> None:
+    """Clean up after a launch that was killed while saving: complete the last checkpoint if possible, remove partial ones."""
+    for beside in folder.glob("*.sha256.tmp"):
+        path = beside.with_name(beside.name.removesuffix(".sha256.tmp") + ".pt")
+        if path.exists() and beside.read_text().startswith(sha256(path)):
+            os.replace(beside, sums_of(path))
+    for partial in folder.glob("*.tmp"):
+        if partial.name.endswith(f"{SHARDED}.tmp") and (partial / SUMS).exists() and not partial.with_suffix("").exists():
+            os.rename(partial, partial.with_suffix(""))
+        elif partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink()

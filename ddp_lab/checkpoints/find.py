@@ -1,0 +1,98 @@
+"""Which checkpoint a launch resumes from and a command uses: one decision, the same on all ranks."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_lab.checkpoints.files import best_in, damage_of, find_damage, in_order, is_sharded, refuse_old, steps_in, sums_of
+from ddp_lab.checkpoints.one_file import FullCheckpoint
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.log import log
+from ddp_lab.training.progress import Criterion, Progress
+from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.checkpoints.sharded import ShardedCheckpoint
+
+
+def open_checkpoint(path: Path, key: str = "resume=") -> "FullCheckpoint | ShardedCheckpoint":
+    """Return a checkpoint whose hashes have been checked, as from `find_checkpoint`.
+
+    Args:
+        path: a file or a directory.
+        key: what the user sets to the path, for messages.
+
+    Raises:
+        ConfigError: it is not a checkpoint of ddp_lab.
+    """
+    if not is_sharded(path):
+        return FullCheckpoint(path, key)
+    from ddp_lab.checkpoints.sharded import ShardedCheckpoint  # torch.distributed.checkpoint loads 700 modules in 0.5 s
+
+    return ShardedCheckpoint(path, key)
+
+
+def progress_in(path: Path) -> Progress | None:
+    """Return the position in a checkpoint; None if it is damaged. Shards are not looked at."""
+    refuse_old(path)
+    return None if find_damage(path, slice(-1, None)) else Progress.of(open_checkpoint(path).state["progress"])
+
+
+def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress] | None:
+    """Return the best checkpoint by a metric and the position in it; None if there is none: the last weights are the result.
+
+    One that another metric has chosen, or the test set in older versions, is not the best by this one.
+    """
+    best = best_in(folder) if criterion else None
+    progress = progress_in(best) if best else None
+    return (best, progress) if best and progress and progress.is_best(criterion) else None
+
+
+def find_checkpoint(
+    folder: Path, choice: str, runtime: Runtime, criterion: Criterion | None = None, key: str = "resume="
+) -> Path | None:
+    """Return the checkpoint to use. Collective, and the same on every rank.
+
+    Args:
+        folder: the directory of the run's checkpoints.
+        choice: "never"; "last", the newest valid one, and newer ones that are damaged are logged; "best"; "auto", the best one
+            if `criterion` chose it, else the newest; or a path.
+        criterion: the metric of the validation set that chooses; None: there is none.
+        key: what the user sets to the choice, for messages.
+
+    Returns:
+        The path; None if there is no such checkpoint.
+
+    Raises:
+        ConfigError: there are such checkpoints, but none of them is valid, or an earlier version wrote it in a format that is
+            not read any more.
+    """
+    if choice == "never":
+        return None
+    if choice not in ("auto", "last", "best"):
+        path = Path(choice)
+        if (path.is_dir() or sums_of(path).exists()) and (problem := damage_of(path, runtime)):
+            raise ConfigError(f"{key}{path}: the checkpoint is damaged: {problem}. Use another checkpoint")
+        return path
+
+    def candidates() -> str:
+        with_best = choice == "best" or (choice == "auto" and result_in(folder, criterion) is not None)
+        best = best_in(folder) if with_best else None
+        # A SHA-256 whose file is missing shows that a checkpoint was lost.
+        newest = in_order({*steps_in(folder), *(sums.with_suffix("") for sums in folder.glob("step_*.pt.sha256"))})
+        return json.dumps([str(path) for path in [best, *reversed(newest if choice != "best" else [])] if path])
+
+    bad: list[str] = []
+    for found in json.loads(runtime.agree("checkpoints", candidates)):
+        problem = damage_of(Path(found), runtime)
+        if problem is None:
+            for each in bad if runtime.rank == 0 else []:
+                log.warning(f"{each}; using {found}, the newest valid checkpoint")
+            return Path(found)
+        bad.append(f"{found} is damaged ({problem})")
+    if bad:
+        raise ConfigError(
+            f"{key}{choice}: none of the run's checkpoints is valid: {'; '.join(bad)}. Restore one, or "
+            + ("choose another name to start a new run" if key == "resume=" else "use --checkpoint PATH")
+        )
+    return None

@@ -1,0 +1,264 @@
+"""Sharded checkpoints: a directory to which every rank writes its shards, with torch.distributed.checkpoint (DCP).
+
+main thread     copy this rank's shards to the host | step  step  step ...
+writer thread                                       | plan, write, fsync, hash | rank 0: state.json, SHA256SUMS, rename
+
+The files are safetensors. Other formats of DCP have pickled metadata, which executes code if somebody has changed it.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from ddp_lab.checkpoints.files import STATE, publish_folder, sha256, write_text
+from ddp_lab.checkpoints.one_file import in_model_order
+from ddp_lab.checkpoints.state import KEYS, Shapes, State, check_shapes
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.saved_state import merge
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
+
+# A rank waits for the others' files in its writer thread, and the watchdog ends the launch when it waits too long itself.
+WRITE_TIMEOUT = timedelta(hours=1)
+# Torch needs up to three times the size of a file to write it, besides the copy of the tensors.
+FILE_BYTES = 2**28
+PLAIN = bool, int, float, str, list, tuple, torch.Tensor, type(None)  # what `as_json` takes
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that writes alone or reads on its own
+
+
+def tensors_of(state: State) -> dict[str, torch.Tensor]:
+    """Return this rank's tensors by key: model.NAME, ema.NAME and optimizer.NAME.KEY. Shards are DTensors. Nothing is copied.
+
+    An optimizer without a state gets its initial one.
+    """
+    model = state.strategy.local_model_state()
+    averages = {} if state.ema is None else state.ema.shards()
+    optimizer = state.strategy.local_optimizer_state(state.optimizer)["state"]
+    tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+    tensors |= {f"ema.{name}": tensor for name, tensor in averages.items() if name in model}
+    tensors |= {f"optimizer.{name}.{key}": value for name, held in optimizer.items() for key, value in held.items()}
+    return {key: tensor for key, tensor in tensors.items() if torch.is_tensor(tensor)}
+
+
+def copy_shards(state: State) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's tensors in host memory. The first of several replicas copies, the others have nothing."""
+
+    def is_first(tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, DTensor):
+            return state.strategy.dp_rank == 0
+        axes = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+        return all(index == 0 for index, placement in axes if placement.is_replicate())
+
+    mine = {key: tensor.detach() for key, tensor in tensors_of(state).items() if is_first(tensor)}
+    return {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in mine.items()}
+
+
+def describe_optimizer(state: State) -> dict[str, Any]:
+    """Return what the optimizer of this rank has besides tensors: "state" and "param_groups"."""
+    optimizer = state.strategy.local_optimizer_state(state.optimizer)
+    rest = {
+        name: {key: value for key, value in held.items() if not torch.is_tensor(value)}
+        for name, held in optimizer["state"].items()
+    }
+    # Of options that are objects the description is enough: a resume takes options from the config, and compares their names.
+    groups = [
+        {key: value if isinstance(value, PLAIN) else str(value) for key, value in group.items()}
+        for group in optimizer["param_groups"]
+    ]
+    return {"state": {name: values for name, values in rest.items() if values}, "param_groups": groups}
+
+
+def as_json(value: Any) -> str:
+    """Return JSON. Learning rates are tensors on the GPU with CUDA graphs."""
+    return json.dumps(value, default=lambda tensor: tensor.item())
+
+
+class SafetensorsWriter(HuggingFaceStorageWriter):
+    """Writes this rank's safetensors files of about FILE_BYTES each.
+
+    Args:
+        folder: the directory.
+        before: called before this rank writes.
+
+    Attributes:
+        digests: the SHA-256 of the files by name.
+    """
+
+    def __init__(self, folder: Path, before: Callable[[], None]):
+        super().__init__(str(folder), save_distributed=True)
+        self.per_thread_copy_ahead = 0  # the tensors are on the host already
+        self.folder, self.before = folder, before
+        self.digests: dict[str, str] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.before()
+        files: dict[str, int] = {}
+        size = 0
+        for item in plan.items:
+            assert item.tensor_data is not None
+            files[item.index.fqn] = size // FILE_BYTES + 1
+            size += item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        written = super().write_data(replace(plan, storage_data=plan.storage_data | {"fqn_to_index_mapping": files}), planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        self.digests = {name: sha256(self.folder / name) for name in names}
+        return written
+
+
+class ShardWriter:
+    """Writes sharded checkpoints. Collective: every rank constructs it, and copies and writes equally often."""
+
+    def __init__(self, runtime: Runtime):
+        self.rank, self.world_size = runtime.rank, runtime.world_size
+        # A group of its own: the writer thread must not send messages among those of the training, which NCCL or gloo order.
+        group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if self.world_size > 1 else None
+        self.group = cast("dist.ProcessGroup | None", group)  # torch has a number for ranks outside the group
+
+    def copy(self, state: State, progress: Progress) -> Callable[[Path, Callable[[], None]], None]:
+        """Copy this rank's part of the state, and return what writes it. Call it in the main thread.
+
+        Returns:
+            A function for the writer thread, of the final name of the directory, and of what to call before this rank writes.
+            It raises an OSError or a RuntimeError if a rank cannot write its files. No file remains then.
+        """
+        tensors = copy_shards(state)
+        scheduler = state.scheduler.state_dict()
+        rest = {"progress": asdict(progress), "seed": state.seed, "scheduler": scheduler, "names": list(state.shapes)}
+        plain = as_json(rest | {"optimizer": describe_optimizer(state)})
+
+        def write(path: Path, before: Callable[[], None]) -> None:
+            temporary = path.with_suffix(f"{path.suffix}.tmp")
+            writer = SafetensorsWriter(temporary, before)
+            try:
+                save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+                tensors.clear()
+                self._publish(temporary, path, self._gather((json.loads(plain), writer.digests)))
+            except CheckpointException as error:
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise OSError(f"rank {rank}: {cause}") from None
+            finally:
+                if self.rank == 0:
+                    shutil.rmtree(temporary, ignore_errors=True)
+
+        return write
+
+    def _publish(self, temporary: Path, path: Path, parts: list[tuple[dict[str, Any], dict[str, str]]]) -> None:
+        """Add what is not a tensor to a directory with all shards, and rename it; on ranks other than 0 do nothing."""
+        if parts:
+            state = in_model_order(merge([part | {"model": {}} for part, _ in parts]), parts[0][0]["names"])
+            write_text(temporary / STATE, json.dumps(parts[0][0] | {"optimizer": state["optimizer"]}))
+            digests = {name: digest for _, own in parts for name, digest in own.items()}
+            publish_folder(temporary, path, digests | {STATE: sha256(temporary / STATE)})
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on rank 0, and nothing on the others."""
+        if self.group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
+
+
+class ShardedCheckpoint:
+    """A sharded checkpoint whose hashes have been checked. Tensors are read when they are loaded, each rank its shards.
+
+    Args:
+        path: the directory.
+        key: what the user sets to the path, for messages.
+
+    Attributes:
+        state: everything but tensors: the keys "progress", "seed", "scheduler", "names" (of the full model's tensors, in its
+            order) and "optimizer".
+        has_averages: whether it has averages of the weights.
+
+    Raises:
+        ConfigError: its files are not those of a sharded checkpoint.
+    """
+
+    def __init__(self, path: Path, key: str = "resume="):
+        self.path, self.about = path, f"{key}{path}"
+        try:
+            self.state: dict[str, Any] = json.loads((path / STATE).read_text())
+            if missing := {*KEYS, "names"} - self.state.keys():
+                raise ValueError(f"{STATE} lacks {', '.join(sorted(missing))}")
+            metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+            self._tensors = cast("dict[str, TensorStorageMetadata]", metadata)
+            for name, tensor in self._tensors.items():
+                if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+                    raise ValueError(f"shards of {name} are missing")
+        except Exception as error:  # reading a crafted file may raise any
+            reason = f"{type(error).__name__} {error}".split("\n")[0]
+            raise ConfigError(f"{self.about}: cannot be read as a sharded checkpoint ({reason}). Use another one") from None
+        self.has_averages = any(key.startswith("ema.") for key in self._tensors)
+
+    def check(self, shapes: Shapes) -> None:
+        """Check that the weights are those of a model. Raises a ConfigError that names the first tensor that differs."""
+        saved = {key[6:]: tuple(tensor.size) for key, tensor in self._tensors.items() if key.startswith("model.")}
+        check_shapes(self.about, saved, shapes)
+
+    @torch.no_grad()
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read into tensors by key, in place: full ones or DTensors, on any device. One shard at a time is in host memory."""
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
+
+    def _read_weights(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Read the weights to evaluate, their averages if there are any, into tensors by name, and return these."""
+        self.read({f"{'ema' if f'ema.{name}' in self._tensors else 'model'}.{name}": tensors[name] for name in tensors})
+        return tensors
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights to evaluate, in host memory."""
+        return self._read_weights({name: self._empty(f"model.{name}") for name in self.state["names"]})
+
+    def load_weights(self, strategy: Strategy) -> None:
+        """Load the weights to evaluate: this rank's part of them."""
+        self._read_weights(strategy.local_model_state())
+
+    def load(self, state: State) -> None:
+        """Load model, optimizer and averages: this rank's part of them. Averages start from the weights if there are none."""
+        self.read({key: tensor for key, tensor in tensors_of(state).items() if key in self._tensors})
+        rest: dict[str, dict[str, Any]] = self.state["optimizer"]["state"]
+        saved = {key.removeprefix("optimizer.").rpartition(".")[0] for key in self._tensors if key.startswith("optimizer.")}
+        for name, parameter in state.strategy.module.named_parameters():
+            if name in rest:
+                state.optimizer.state[parameter].update(rest[name])
+            elif name not in saved:  # it had no gradient before, or SGD had no momentum: remove its initial state
+                state.optimizer.state.pop(parameter, None)
+        if state.ema and not self.has_averages:
+            state.ema.begin_again()
+
+    def full(self) -> dict[str, Any]:
+        """Return the content of a checkpoint of one file: full tensors in host memory, once."""
+        tensors = {key: self._empty(key) for key in self._tensors}
+        self.read(tensors)
+        values = {name: dict(held) for name, held in self.state["optimizer"]["state"].items()}
+        names: list[str] = self.state["names"]
+        model = {name: tensors.pop(f"model.{name}") for name in names}
+        ema = {"ema": {name: tensors.pop(f"ema.{name}", model[name]) for name in names}} if self.has_averages else {}
+        for key, tensor in tensors.items():
+            name, _, what = key.removeprefix("optimizer.").rpartition(".")
+            values.setdefault(name, {})[what] = tensor
+        optimizer = {"state": values, "param_groups": self.state["optimizer"]["param_groups"]}
+        state = {key: value for key, value in self.state.items() if key != "names"}
+        return in_model_order(state | ema | {"model": model, "optimizer": optimizer}, names)
+
+    def _empty(self, key: str) -> torch.Tensor:
+        return torch.empty(self._tensors[key].size, dtype=self._tensors[key].properties.dtype)

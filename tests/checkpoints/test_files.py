@@ -1,0 +1,385 @@
+"""Checkpoints of both formats, without a run: what is kept, what they hold, and what is left when something goes wrong."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import bias_in, names, resume, save_epochs, step, tiny
+from launches import SUPPORT
+from safetensors.torch import save_file
+
+from ddp_lab.checkpoints.files import STATE, best_in, sha256, steps_in, sums_of
+from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.resilience.decisions import Agreement
+from ddp_lab.resilience.guard import Guard, GuardSettings
+from ddp_lab.run.train import SHARDED_FROM, is_sharded_format
+from ddp_lab.training.ema import EMA
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
+
+ENDS = {"file": ".pt", "sharded": ".sharded"}
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+both_formats = pytest.mark.parametrize("form", ENDS)
+
+
+def path_of(folder: Path, step: int, form: str) -> Path:
+    return folder / f"step_{step:08d}{ENDS[form]}"
+
+
+@both_formats
+@pytest.mark.parametrize(("best", "expected"), [("val_loss", 2), ("val_accuracy", 3), (None, None)])
+def test_newest_two_and_the_best_checkpoint_are_kept(best, expected, form, tmp_path):
+    losses, accuracies = [3.0, 1.0, 2.0, 4.0, float("nan")], [0.3, 0.2, 0.5, 0.4, 0.9]
+    save_epochs(tiny(tmp_path, best, form == "sharded"), losses, None, accuracies)
+    kept = [path_of(tmp_path, step, form).name for step in (expected, 4, 5) if step]
+    assert names(tmp_path) == [f"best{ENDS[form]}"] * (best is not None) + kept
+    if best:
+        path, progress = result_in(tmp_path, best)
+        assert (bias_in(path), progress.epoch - 1) == (expected, expected)
+    other = {"val_loss": "val_accuracy", "val_accuracy": "val_loss"}.get(best, "val_loss")
+    assert result_in(tmp_path, other) is result_in(tmp_path, None) is None, "it was not chosen by them"
+
+
+@both_formats
+@pytest.mark.parametrize(
+    ("losses", "lost", "resumed", "expected", "afterwards"),
+    [
+        ([2.0, 1.0, 3.0], False, 3, 2, 2),  # the best is from before
+        ([3.0, 2.0, 1.0], True, 3, 3, 3),  # killed between the checkpoint and its link
+        ([3.0, 2.0, 1.0], False, 2, 2, 2),  # the newest is given up
+        ([1.0, 3.0, 0.5], False, 2, None, 3),  # the best is given up, and as the one before it is gone, the next one is best
+    ],
+)
+def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected, afterwards, form, tmp_path):
+    save_epochs(tiny(tmp_path, sharded=form == "sharded"), losses)
+    if lost:
+        best_in(tmp_path).unlink()
+    again = tiny(tmp_path, sharded=form == "sharded")
+    progress = resume(again, str(path_of(tmp_path, resumed, form)))
+    assert (bias_in(best_in(tmp_path)) if best_in(tmp_path) else None) == expected
+    assert steps_in(tmp_path)[-1] == path_of(tmp_path, resumed, form), "checkpoints of later steps are abandoned"
+    save_epochs(again, [9.0], progress)
+    assert bias_in(best_in(tmp_path)) == afterwards, "the best val_loss must survive a resume, if its weights do"
+
+
+def test_best_by_another_metric_begins_anew(tmp_path):
+    """The most accurate epoch so far was not kept, so the next one is the best, and it is the epoch that its file has."""
+    save_epochs(tiny(tmp_path), [1.0, 2.0, 3.0], None, [0.1, 0.9, 0.5])
+    again = tiny(tmp_path, "val_accuracy")
+    progress = resume(again)
+    assert (progress.best, progress.best_epochs["val_loss"]) == ({"val_loss": 1.0, "val_accuracy": 0.1}, 1)
+    save_epochs(again, [4.0, 5.0], progress, [0.4, 0.3])
+    assert bias_in(result_in(tmp_path, "val_accuracy")[0]) == 4
+
+
+def test_best_file_of_an_earlier_version_is_used_and_replaced(tmp_path):
+    """It is a file with a hash of its own, not a link."""
+    save_epochs(tiny(tmp_path), [1.0])
+    for end in (".pt", ".pt.sha256"):
+        (tmp_path / f"best{end}").unlink(missing_ok=True)
+        shutil.copy(tmp_path / f"step_00000001{end}", tmp_path / f"best{end}")
+    assert bias_in(result_in(tmp_path, "val_loss")[0]) == 1
+    again = tiny(tmp_path)
+    save_epochs(again, [0.5], resume(again, str(tmp_path / "best.pt")))
+    assert bias_in(tmp_path / "best.pt") == 2
+
+
+@pytest.mark.parametrize(("loss", "saved"), [(1.0, ["best.pt", "step_00000001.pt"]), (3.0, [])])
+def test_best_epoch_is_saved_even_if_no_checkpoint_is_due(loss, saved, tmp_path):
+    checkpoints = tiny(tmp_path)
+    settings = GuardSettings(10, None, "stop", "stop", None)
+    decisions = SimpleNamespace(now=lambda *args: Agreement(None, False, False, False))
+    watchdog = SimpleNamespace(at=lambda doing: None)
+    start = Progress(epoch=2, step=1, best={"val_loss": 2.0}, best_epochs={"val_loss": 1})
+    guard = Guard(settings, checkpoints.state.strategy, checkpoints, decisions, watchdog, start)
+    guard.end_epoch(start.next_epoch({"val_loss": loss}), last=False)
+    checkpoints.wait()
+    assert names(tmp_path) == saved
+
+
+def test_both_formats_resume_from_each_other(tmp_path):
+    progress = Progress()
+    for sharded in (False, True, True, False):
+        checkpoints = tiny(tmp_path, sharded=sharded)
+        assert resume(checkpoints) == progress
+        progress = save_epochs(checkpoints, [5.0 - progress.epoch], progress)
+    assert names(tmp_path) == ["best.pt", "step_00000003.sharded", "step_00000004.pt"]
+
+
+@both_formats
+def test_checkpoint_of_the_same_step_is_replaced(form, tmp_path):
+    """A process that has the old file open still reads all of it: it is not written in place."""
+    checkpoints = tiny(tmp_path, None, form == "sharded")
+    path = path_of(tmp_path, 1, form)
+    checkpoints.save(Progress(step=1))
+    checkpoints.wait()
+    file = path / SHARD if form == "sharded" else path
+    before = file.read_bytes()
+    with file.open("rb") as reader:
+        checkpoints.state.strategy.module.bias.data.fill_(2)
+        checkpoints.save(Progress(step=1))
+        checkpoints.wait()
+        assert reader.read() == before
+    assert names(tmp_path) == [path.name]
+    assert bias_in(path) == 2
+
+
+@both_formats
+def test_training_waits_for_the_copy_and_not_for_the_disk(form, tmp_path):
+    checkpoints = tiny(tmp_path, None, form == "sharded")
+    save_epochs(checkpoints, [1.0])  # the first save loads modules
+    checkpoints.before_write = lambda: time.sleep(0.5)
+    module, seconds = checkpoints.state.strategy.module, []
+    for number in (2, 3):
+        step(checkpoints)
+        counted = checkpoints.state.optimizer.state[module.weight]["step"].item()
+        start = time.perf_counter()
+        module.bias.data.fill_(number)
+        checkpoints.save(Progress(step=number))
+        seconds.append(time.perf_counter() - start)
+        module.bias.data.fill_(9)  # training continues while the file is being written
+        step(checkpoints)
+    checkpoints.wait()
+    assert seconds[0] < 0.4 < seconds[1], "the second save must wait for the first"
+    assert [bias_in(path_of(tmp_path, step, form)) for step in (2, 3)] == [2, 3]
+    saved = open_checkpoint(path_of(tmp_path, 3, form))
+    state = saved.full()["optimizer"] if form == "sharded" else saved.state["optimizer"]
+    assert state["state"]["weight"]["step"].item() == counted
+
+
+class Counting(torch.optim.SGD):
+    """SGD that counts its steps in a number that is not a tensor."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["count"] = state.get("count", 0) + 1
+
+
+@both_formats
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Counting])
+def test_optimizer_state_is_resumed_exactly(make, form, tmp_path):
+    """The bias has never had a gradient, so there is no state for it, neither before nor after."""
+    first, second = (tiny(tmp_path, None, form == "sharded", make) for _ in range(2))
+    parts = [(each.state.strategy.module, each.state.optimizer) for each in (first, second)]
+    for _ in range(2):
+        parts[0][0].weight.grad = torch.ones(1, 2)
+        parts[0][1].step()
+    first.save(Progress(step=2))
+    first.wait()
+    resume(second)
+    expected, found = (optimizer.state[module.weight] for module, optimizer in parts)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(*map(torch.as_tensor, (found[key], expected[key]))) for key in expected)
+    for module, optimizer in parts:
+        assert module.bias not in optimizer.state
+        module.weight.grad = torch.ones(1, 2)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+    assert torch.equal(parts[0][0].weight, parts[1][0].weight)
+
+
+@both_formats
+def test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_places(form, tmp_path):
+    """A preemption saves a checkpoint while the model has the averages as its weights."""
+    first, second = (tiny(tmp_path, None, form == "sharded") for _ in range(2))
+    bias = first.state.strategy.module.bias.data
+    bias.fill_(1)
+    first.state.ema = EMA(first.state.strategy, 0.75)
+    bias.fill_(5)
+    first.state.ema.update()
+    with first.state.ema.in_use():
+        assert bias.item() == 2
+        first.save(Progress(step=1))
+    first.wait()
+    second.state.ema = EMA(second.state.strategy, 0.75)
+    resume(second)
+    assert (bias.item(), second.state.strategy.module.bias.item(), second.state.ema.averages["bias"].item()) == (5, 5, 2)
+    assert bias_in(path_of(tmp_path, 1, form)) == 2, "the averages are the weights to evaluate"
+
+
+@both_formats
+def test_averages_start_from_the_weights_of_a_checkpoint_without_them(form, tmp_path, caplog):
+    save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0])
+    again = tiny(tmp_path)
+    again.state.ema = EMA(again.state.strategy, 0.75)
+    with caplog.at_level("INFO", "ddp_lab"):
+        resume(again)
+    assert again.state.ema.averages["bias"].item() == 1
+    assert "they start from its weights" in caplog.text
+
+
+@both_formats
+def test_hashes_pass_sha256sum(form, tmp_path):
+    save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0])
+    sums = sums_of(path_of(tmp_path, 1, form))
+    checked = subprocess.run(["sha256sum", "-c", sums.name], cwd=sums.parent, capture_output=True, text=True)
+    assert checked.stdout == {"file": "step_00000001.pt: OK\n", "sharded": f"{SHARD}: OK\n{STATE}: OK\n"}[form]
+
+
+def warnings_in(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+
+def damage(kind: str, path: Path) -> None:
+    file = path if path.is_file() else path / (kind if (path / kind).exists() else SHARD)
+    content = file.read_bytes()
+    if kind == "missing":
+        file.unlink()
+    elif kind == "truncated":
+        file.write_bytes(content[:-1])
+    elif kind == "unhashed":
+        sums_of(path).unlink()
+    elif kind == "added":
+        (path / "shard-00002-model-00001-of-00001.safetensors").write_bytes(content)
+    else:
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+
+KINDS = {"file": ["missing", "truncated", "flipped", "unhashed"], "sharded": ["missing", "flipped", "unhashed", "added", STATE]}
+
+
+@pytest.mark.parametrize(("form", "kind"), [(form, kind) for form, kinds in KINDS.items() for kind in kinds])
+def test_damaged_checkpoint_is_named_and_the_previous_one_resumed(form, kind, tmp_path, caplog):
+    save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0, 1.0])
+    before, newest = steps_in(tmp_path)
+    damage(kind, newest)
+    checkpoints = tiny(tmp_path, None)
+    if (form, kind) not in (("file", "missing"), ("file", "unhashed")):
+        with pytest.raises(ConfigError, match=f"resume={newest}: the checkpoint is damaged: "):
+            resume(checkpoints, str(newest))
+    assert resume(checkpoints).step == 1
+    assert checkpoints.state.strategy.module.bias.item() == 1
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith(f"{newest} is damaged (")
+    assert warning.endswith(f"); using {before}, the newest valid checkpoint")
+    damage(kind, before)
+    with pytest.raises(ConfigError, match=r"resume=auto: none of the run's checkpoints is valid: .*step_00000001"):
+        resume(tiny(tmp_path, None))
+
+
+class Malicious:
+    def __init__(self, trace: Path):
+        self.trace = str(trace)
+
+    def __reduce__(self):
+        return os.mkdir, (self.trace,)
+
+
+def craft_file(kind: str, path: Path, trace: Path) -> None:
+    """Replace a checkpoint of one file by one that torch may load and that is not valid."""
+    good = torch.load(path, weights_only=True)
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps({"progress": Malicious(trace)}))
+    elif kind == "archive":
+        torch.save({"progress": Malicious(trace)}, path)
+    elif kind == "text":
+        path.write_text("junk")
+    elif kind == "foreign":
+        torch.save(good["model"], path)
+    elif kind == "renamed":
+        torch.save(good | {"model": {f"module.{name}": tensor for name, tensor in good["model"].items()}}, path)
+
+
+def craft_shards(kind: str, path: Path, trace: Path) -> None:
+    """Change a file of a sharded checkpoint."""
+    if kind == "pickle":
+        (path / SHARD).write_bytes(pickle.dumps(Malicious(trace)))
+    elif kind == "state":
+        (path / STATE).write_bytes(pickle.dumps({"progress": Malicious(trace)}))
+    elif kind == "keys":
+        (path / STATE).write_text(json.dumps({"progress": {}, "optimizer": {}}))
+    elif kind == "gap":
+        info = {"model.bias": {"saved_offsets": [5]}}
+        save_file({"model.bias": torch.zeros(1)}, path / SHARD, {"DCP_SHARDING_INFO": json.dumps(info)})
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "message"),
+    [
+        ("file", "pickle", "cannot be read as a checkpoint"),
+        ("file", "archive", "cannot be read as a checkpoint"),
+        ("file", "text", "cannot be read as a checkpoint"),
+        ("file", "foreign", "is not a checkpoint of ddp_lab: it lacks model, optimizer, progress, scheduler, seed"),
+        ("file", "renamed", "does not match the model: weight is missing in the checkpoint, (1, 2) in the model"),
+        ("sharded", "pickle", "cannot be read as a sharded checkpoint (SafetensorError"),
+        ("sharded", "state", "cannot be read as a sharded checkpoint ("),
+        ("sharded", "keys", f"cannot be read as a sharded checkpoint (ValueError {STATE} lacks names, scheduler, seed)"),
+        ("sharded", "gap", "cannot be read as a sharded checkpoint (ValueError shards of model.bias are missing)"),
+    ],
+)
+def test_crafted_checkpoint_is_refused_and_does_not_run_code(form, kind, message, tmp_path):
+    """The hashes reveal the change. Restricted loading protects from somebody who writes other hashes, too."""
+    save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0])
+    path, trace = path_of(tmp_path, 1, form), tmp_path / "executed"
+    {"file": craft_file, "sharded": craft_shards}[form](kind, path, trace)
+    with pytest.raises(ConfigError, match="is damaged"):
+        resume(tiny(tmp_path, None))
+    for file in [path] if path.is_file() else [path / SHARD, path / STATE]:
+        sums = sums_of(path).read_text().splitlines()
+        lines = [f"{sha256(file)}  {file.name}" if line.endswith(file.name) else line for line in sums]
+        sums_of(path).write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as error:
+        resume(tiny(tmp_path, None))
+    assert message in str(error.value)
+    assert not trace.exists(), "the checkpoint ran code"
+
+
+@pytest.mark.parametrize(
+    ("form", "left", "resumed"),
+    [
+        ("file", "hash", 2),  # killed between the two renames
+        ("file", "other hash", 2),  # the same, where a file of that name was replaced
+        ("file", "partial", 1),
+        ("sharded", ".tmp", 2),  # complete, but killed before it was renamed
+        ("sharded", ".removed.tmp", 1),
+        ("sharded", "partial", 1),
+    ],
+)
+def test_interrupted_save_is_completed_or_removed(form, left, resumed, tmp_path, caplog):
+    save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0, 1.0])
+    newest = path_of(tmp_path, 2, form)
+    if form == "sharded":
+        if left == "partial":
+            sums_of(newest).unlink()
+        newest.rename(newest.with_suffix(newest.suffix * (left != ".removed.tmp") + left.replace("partial", ".tmp")))
+    else:
+        sums_of(newest).rename(newest.with_suffix(".sha256.tmp"))
+        if left == "partial":
+            newest.rename(newest.with_suffix(".tmp"))
+        elif left == "other hash":
+            sums_of(newest).write_text(f"{64 * '0'}  {newest.name}\n")
+    assert resume(tiny(tmp_path, None)).step == resumed
+    assert not warnings_in(caplog), "what is not complete is not a damaged checkpoint"
+    assert names(tmp_path) == [path_of(tmp_path, step, form).name for step in range(1, resumed + 1)]
+
+
+@pytest.mark.parametrize("choice", ["last", "auto", "step_00000008.sharded"])
+def test_sharded_checkpoint_of_an_earlier_version_is_refused_by_name(choice):
+    folder = SUPPORT / "run_of_28654ea" / "checkpoints"
+    choice = str(folder / choice) if choice.startswith("step") else choice
+    with pytest.raises(ConfigError, match=r"step_00000008.sharded: is a sharded checkpoint of an earlier version.* 07fce5d"):
+        find_checkpoint(folder, choice, Runtime("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks", "size", "expected"),
+    [
+        ("auto", 2, SHARDED_FROM, True),
+        ("auto", 2, SHARDED_FROM - 1, False),
+        ("auto", 1, SHARDED_FROM, False),
+        ("whole", 2, SHARDED_FROM, False),
+        ("sharded", 1, 1, True),
+    ],
+)
+def test_format_depends_on_size_and_ranks(choice, ranks, size, expected):
+    assert is_sharded_format(choice, ranks, size) == expected
