@@ -134,7 +134,6 @@ KEYS: dict[str, Row | str] = {
     "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),
     "mixup": Row("mixup=0.9", TRAINED),
     "cutmix": Row("cutmix=0.9", TRAINED),
-    "memory_limit": FITS + "test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices",
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
     "precision": Row("precision=bf16", TRAINED),
     "float32_matmul": "tests/world/test_precision.py::test_training_and_evaluation_have_the_chosen_precision",
