@@ -116,7 +116,7 @@ def writes(name: str) -> Effect:
 
 TRAINED, TESTED, VALIDATED = changes("train_loss", "test_loss"), changes("test_loss"), changes("train_loss", "val_loss")
 STEPS = [f"step_{step:08}.pt" for step in range(7)]
-FAULTS, FITS = "tests/resilience/test_faults.py::", "tests/advise/test_fit.py::"
+FAULTS = "tests/resilience/test_faults.py::"
 # {FOLDER} is a folder of images of which one cannot be decoded, {RUN} the directory of the base run, {NEW} a new directory.
 FOLDER = "data=folder data.root={FOLDER} data.on_corrupt=skip data.image_size=16 data.num_workers=0"
 KEYS: dict[str, Row | str] = {
