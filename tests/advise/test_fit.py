@@ -137,7 +137,7 @@ def test_auto_that_cannot_be_chosen_is_refused_once(line, tmp_path):
 
 def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
     """The plan of a step may be too low; a process that ran out of memory says so."""
-    cfg = compose_config(["batch_size=auto", "memory_limit=0.4"], None)
+    cfg = compose_config(["batch_size=auto", "memory_limit=0.5"], None)
     tried = []
 
     def step(cfg, runtime):
