@@ -1,5 +1,6 @@
-"""The plans of the strategies that a run can have, and which of them is recommended."""
+"""The strategies that a run can have on some devices, their plans, and which of them is recommended."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,26 +9,45 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 from torch import nn
 
-from ddp_lab.advise.candidates import ALONE, Candidate, candidates, is_of_strategy, options_of, with_own, with_strategy
-from ddp_lab.advise.machine import GiB, Machine
-from ddp_lab.advise.model import plan_model
-from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_rank
-from ddp_lab.advise.planned import PlannedRuntime
-from ddp_lab.config.build import build
+from ddp_lab.advise.devices import Devices, GiB
+from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_ranks
+from ddp_lab.advise.planned import PlannedRuntime, plan_model
 from ddp_lab.config.check import check
-from ddp_lab.config.errors import ConfigError, listed
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.datasets import dataset_sizes
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.torchvision_models import torchvision_model
-from ddp_lab.models.weights import check_file
-from ddp_lab.run.job import load_dataset, make_plan
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.run.job import load_dataset
 from ddp_lab.strategies.batch_norm import is_batch_norm
 
-MOST_STAGES = 8  # of a pipeline whose ranks are planned; of more, the first and last ones and some between
 RULE = "the simplest that fits and uses all GPUs, in the order of the table"
+REMEDY = "Use more or larger GPUs, a smaller batch_size, or accumulate=N"
+
+
+def candidates(number: int, one_machine: bool, checkpointing: bool) -> list[list[str]]:
+    """Return the overrides of the strategies for a number of devices, simple ones first.
+
+    Whether the model allows them, the strategies decide. `checkpointing`: whether activations can be recomputed by block.
+    """
+    saving = ["strategy.checkpoint_activations=block"] * checkpointing
+    found = [["strategy=single"]]
+    if number > 1:
+        found += [["strategy=ddp"], ["strategy=fsdp"]]
+    if saving:
+        found.append(["strategy=fsdp", *saving])
+    if number > 1:
+        found += [["strategy=pipeline"], ["strategy=scratch"], *[["strategy=split"]] * one_machine]
+    if number % 2 == 0:
+        found += [["strategy=tp", "strategy.tp=2"]]
+    if number % 2 == 0 and number > 2:
+        found += [["strategy=ddp_pipeline", "strategy.pp=2"], ["strategy=mesh", "strategy.tp=2"]]
+    return [*found, ["strategy=fsdp", "strategy.offload=true", *saving]]
+
+
+def name_of(overrides: Iterable[str]) -> str:
+    """Return the strategy and its options, without the word strategy."""
+    return " ".join(re.sub(r"^\+*strategy.", "", override) for override in overrides)
 
 
 @dataclass
@@ -39,8 +59,8 @@ class Row:
         plans: of the ranks, or the devices, that differ.
         devices, ranks: number of devices in use, and of processes.
         images: in a global batch.
-        memory: bytes of a GPU; infinite if it is not known.
-        bound: seconds that a step takes at least on GPUs; None on CPUs.
+        fits: whether the fullest device has the memory.
+        bound: seconds that a step takes at least: FLOPs / the card's peak, or bytes / the link; None where they are not known.
         launch: the command line.
         measured: what a measurement found, by name (measure.py).
     """
@@ -50,7 +70,7 @@ class Row:
     devices: int
     ranks: int
     images: int
-    memory: float
+    fits: bool
     bound: float | None
     launch: str
     measured: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -63,244 +83,134 @@ class Row:
     def fullest(self) -> Planned:
         return max(self.plans, key=lambda plan: plan.total)
 
-    @property
-    def fits(self) -> bool:
-        return self.fullest.total <= self.memory
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A strategy that the model, the batch or the GPUs do not allow, or that cannot be planned."""
-
-    overrides: list[str]
-    reason: str
-
-    @property
-    def name(self) -> str:
-        return name_of(self.overrides)
-
 
 @dataclass
-class Advice:
-    """The plans for a run.
+class Advisor:
+    """The strategies of a run, their plans, and the recommendation.
 
     Attributes:
-        head: lines that describe the run and the GPUs.
-        machine: the GPUs.
-        rows: the simplest strategies first.
-        refused: what cannot be laid on the GPUs or planned.
-        own: overrides of the user's own strategy; None if it is the default.
-        notes: lines about what the plans leave out.
+        cfg, dataset, model: of the run; the sizes of the dataset are enough.
+        devices: of the launch.
+        common: arguments of train.py that do not concern the strategy.
+        own: overrides of the strategy that the user has chosen; [] if it is the default.
+        rows: the plans, the simplest strategies first.
+        refused: why a strategy cannot be laid out or planned, by name.
+        notes: lines about the plans.
     """
 
-    head: list[str]
-    machine: Machine
-    rows: list[Row]
-    refused: list[Refused]
-    own: list[str] | None
-    notes: list[str]
+    cfg: DictConfig
+    dataset: Dataset
+    model: nn.Module
+    devices: Devices
+    common: list[str]
+    own: list[str] = field(default_factory=list[str])
+    rows: list[Row] = field(default_factory=list[Row])
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    notes: list[str] = field(default_factory=list[str])
+
+    @classmethod
+    def of(cls, overrides: Sequence[str], config_dir: str | None, devices: Devices) -> "Advisor":
+        """Return the advisor of a command line of train.py. Overrides of the strategy apply to the one that is chosen.
+
+        Raises:
+            ConfigError: the overrides are wrong, whatever the strategy.
+        """
+        cfg = compose_config(list(overrides), config_dir, with_choices=True)
+        choice = cfg.hydra.runtime.choices.strategy
+        with open_dict(cfg):
+            del cfg.hydra
+        check(cfg)
+        if cfg.device not in ("auto", devices.kind) or cfg.strategy.get("devices"):
+            raise ConfigError("device and strategy.devices: plans are made for all devices that --gpus names; leave them out")
+        if auto := [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]:
+            raise ConfigError(f"{auto[0]}=auto: is chosen when training starts; use a number for plans")
+        dataset = dataset_sizes(cfg.data) or load_dataset(cfg, PlannedRuntime(1, 1, cfg.precision))
+        of_strategy = [override for override in overrides if re.match(r"(\+\+?|~)?strategy[.=]", override)]
+        common = ["--config-dir", config_dir] if config_dir is not None else []
+        common += [override for override in overrides if override not in of_strategy]
+        own = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
+        return cls(cfg, dataset, plan_model(cfg, dataset), devices, common, own)
+
+    def candidates(self) -> list[list[str]]:
+        """Return the overrides of the strategies, simple ones first; the user's own one in its place, or the last."""
+        checkpointing = isinstance(self.model, Chain) and not any(map(is_batch_norm, self.model.modules()))
+        found = candidates(self.devices.number, self.devices.nodes == 1, checkpointing)
+        found = [self.own if {*each} == {*self.own} else each for each in found]
+        return found if not self.own or self.own in found else [*found, self.own]
+
+    def plan(self, overrides: list[str]) -> Row:
+        """Return the plan of a strategy.
+
+        Raises:
+            ConfigError: the strategy cannot be laid on the devices, or the model or the batch cannot be divided.
+            CannotPlan: a step needs values.
+        """
+        devices, cfg = self.devices, self.cfg.copy()
+        if overrides != self.own:
+            cfg.strategy = compose_config(overrides, None).strategy
+        alone = get_object(cfg.strategy["_target_"]).one_process
+        ranks = 1 if alone else devices.number
+        gpus = devices.per_node if alone and devices.kind == "cuda" else 1
+        runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
+        runtime.free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
+        plans, strategy, images = plan_ranks(cfg, self.dataset, self.model, runtime)
+        return Row(
+            overrides,
+            plans,
+            devices=strategy.num_devices if ranks > 1 else len(plans),
+            ranks=ranks,
+            images=images,
+            fits=max(plan.total for plan in plans) <= devices.memory,
+            bound=self.bound(plans),
+            launch=devices.launch([*self.common, *overrides], ranks),
+        )
+
+    def bound(self, plans: Iterable[Planned]) -> float | None:
+        """Return the seconds that a step takes at least; None if the peak of the devices is not known."""
+        devices, peak = self.devices, self.devices.peak(self.cfg.precision)
+        if peak is None:
+            return None
+        most = 0.0
+        for plan in plans:
+            across = sum(sent for group, sent in plan.sent.items() if devices.crosses(group.ranks))
+            inside = sum(plan.sent.values()) - across
+            most = max(most, plan.flops / peak, inside / devices.link, across / devices.between)
+        return most
+
+    def advise(self) -> "Advisor":
+        """Plan all candidates, and return this advisor.
+
+        Raises:
+            ConfigError: no strategy can be planned.
+        """
+        for overrides in self.candidates():
+            try:
+                self.rows.append(self.plan(overrides))
+            except (ConfigError, CannotPlan) as error:
+                self.refused[name_of(overrides)] = str(error)
+        if not self.rows:
+            name = name_of(self.own) if self.own else next(iter(self.refused))
+            raise ConfigError(f"no strategy can be planned on these devices. {name}: {self.refused[name]}")
+        images, size = max(row.images for row in self.rows), self.dataset.train.size
+        if images > size:
+            self.notes.append(
+                f"batches of {images:,} are planned, but the dataset has {size:,} samples: real steps are smaller"
+            )
+        return self
 
     @property
     def ranked(self) -> list[Row]:
-        """The strategies that fit, the recommended one first: the fastest measured, else the simplest that uses all GPUs."""
+        """The strategies that fit, the recommended one first: the fastest measured, else the simplest that uses all devices."""
         fitting = [row for row in self.rows if row.fits]
-        measured = [row for row in fitting if "images_per_second" in row.measured]
-        if measured:
-            measured.sort(key=lambda row: -row.measured["images_per_second"])
-            return [*measured, *(row for row in fitting if row not in measured)]
-        return sorted(fitting, key=lambda row: -row.devices)
+        return sorted(fitting, key=lambda row: (-row.measured.get("images_per_second", 0), -row.devices))
 
     @property
     def conclusion(self) -> str:
         """The recommendation with its rule, and the line to paste."""
         if not self.ranked:
             least = min(self.rows, key=lambda row: row.fullest.total)
-            short = (least.fullest.total - least.memory) / GiB
-            return (
-                f"Nothing fits: {least.name} needs the least and lacks {short:,.1f} GiB. Use more or larger GPUs, a smaller "
-                "batch_size, or accumulate=N"
-            )
+            short = (least.fullest.total - self.devices.memory) / GiB
+            return f"Nothing fits: {least.name} needs the least and lacks {short:,.1f} GiB. {REMEDY}"
         best = self.ranked[0]
         rule = "the fastest that was measured" if best.measured else RULE
         return f"Recommended: {best.name}, {rule}\n  {best.launch}"
-
-
-class Advisor:
-    """Plans the strategies and meshes that a run can have.
-
-    Args:
-        overrides: of train.py; those of the strategy apply to the strategy that they, or their experiment, choose.
-        config_dir: directory of the user's own yaml.
-        machine: the GPUs.
-        known: config, dataset and model of a run, in place of those of the overrides; or None.
-
-    Raises:
-        ConfigError: the overrides are wrong, whatever the strategy.
-    """
-
-    def __init__(
-        self,
-        overrides: Sequence[str],
-        config_dir: str | None,
-        machine: Machine,
-        known: tuple[DictConfig, Dataset, nn.Module] | None = None,
-    ):
-        self.common = ["--config-dir", config_dir] if config_dir is not None else []
-        self.common += [override for override in overrides if not is_of_strategy(override)]
-        self.strategy = [override for override in overrides if is_of_strategy(override)]
-        self.machine = machine
-        self.own: Candidate | None = None
-        if known is not None:
-            self.cfg, self.dataset, self.model = known
-            return
-        self.cfg = compose_config(list(overrides), config_dir, with_choices=True)
-        choice = self.cfg.hydra.runtime.choices.strategy
-        with open_dict(self.cfg):
-            del self.cfg.hydra
-        check(self.cfg)
-        self._refuse_devices()
-        self.dataset: Dataset = dataset_sizes(self.cfg.data) or load_dataset(self.cfg, PlannedRuntime(1, 1, self.cfg.precision))
-        self.model: nn.Module = plan_model(self.cfg, self.dataset)
-        if self.strategy or choice != "single":  # single is the first anyway
-            self.own = Candidate(choice, options_of(self.strategy), 1 if choice in ALONE else machine.gpus)
-
-    def _refuse_devices(self) -> None:
-        cfg, kind = self.cfg, self.machine.kind
-        if cfg.device not in ("auto", kind):
-            raise ConfigError(f"device={cfg.device}: plans are made for all devices that --gpus names; leave it out")
-        if devices := cfg.strategy.get("devices"):
-            raise ConfigError(f"strategy.devices={listed(devices)}: all GPUs that --gpus names are planned; leave it out")
-        if (weights := cfg.model.get("weights")) and get_object(cfg.model["_target_"]) is not torchvision_model:
-            check_file(weights)
-
-    def candidates(self, everything: bool = False) -> list[Candidate]:
-        """Return the strategies, the user's own included, simple ones first."""
-        checkpointing = isinstance(self.model, Chain) and not any(map(is_batch_norm, self.model.modules()))
-        found = list(candidates(self.machine.gpus, self.machine.per_node, checkpointing, everything))
-        return found if self.own is None else with_own(found, self.own)
-
-    def config_of(self, candidate: Candidate) -> DictConfig:
-        """Return the config of a candidate."""
-        return self.cfg.copy() if candidate == self.own else with_strategy(self.cfg, candidate)
-
-    def overrides_of(self, candidate: Candidate) -> list[str]:
-        """Return the Hydra overrides of a candidate: of the user's own as they were given."""
-        return self.strategy if candidate == self.own and self.strategy else candidate.overrides
-
-    def overrides_of_row(self, row: Row) -> list[str]:
-        """Return the Hydra overrides of a planned strategy."""
-        return self.strategy if self.own and self.strategy and row.overrides == self.own.overrides else row.overrides
-
-    @property
-    def peak(self) -> float | None:
-        """FLOP/s of the card in the precision of the run; None on CPUs."""
-        card = self.machine.card
-        return card and (card.bf16 if self.cfg.precision == "bf16" else card.tf32)
-
-    def runtime(self, candidate: Candidate, rank: int = 0) -> PlannedRuntime:
-        """Return the runtime of a rank of a candidate's launch."""
-        machine = self.machine
-        gpus = machine.per_node if candidate.strategy in ALONE and candidate.strategy != "single" else 1
-        free = int(machine.card.memory - CONTEXT) if machine.card else 0
-        return PlannedRuntime(candidate.ranks, machine.per_node, self.cfg.precision, rank, gpus, free, machine.kind)
-
-    def plan(self, candidate: Candidate) -> Row:
-        """Return the plan of a candidate.
-
-        Raises:
-            ConfigError: the strategy cannot be laid on the GPUs, or the model or the batch cannot be divided.
-            CannotPlan: a step needs values.
-        """
-        if candidate.strategy == "dp":
-            raise CannotPlan("nn.DataParallel copies the model to every GPU in every step; use strategy=ddp")
-        cfg = self.config_of(candidate)
-        strategy: Strategy = build(cfg.strategy, self.runtime(candidate))
-        images = make_plan(cfg, strategy, self.dataset).global_batch_size
-        plans = [
-            plan
-            for rank in places(strategy)
-            for plan in plan_rank(cfg, self.dataset, self.model, self.runtime(candidate, rank))
-        ]
-        return Row(
-            candidate.overrides,
-            plans,
-            strategy.num_devices if candidate.ranks > 1 else len(plans),
-            candidate.ranks,
-            images,
-            self.machine.card.memory if self.machine.card else float("inf"),
-            self.bound(plans),
-            self.machine.launch([*self.common, *self.overrides_of(candidate)], candidate.ranks),
-        )
-
-    def bound(self, plans: Iterable[Planned]) -> float | None:
-        """Return the seconds that a step takes at least: of computing at the card's peak, or of sending over its links."""
-        machine, card = self.machine, self.machine.card
-        if card is None:
-            return None
-        peak, most = self.peak or 1.0, 0.0
-        for plan in plans:
-            across = sum(sent for group, sent in plan.sent.items() if machine.crosses(group.ranks))
-            inside = sum(plan.sent.values()) - across
-            most = max(most, plan.flops / peak, inside / card.link, across / machine.between)
-        return most
-
-    def advise(self, everything: bool = False) -> Advice:
-        """Return the plans of all candidates.
-
-        Args:
-            everything: whether to plan every mesh.
-
-        Raises:
-            ConfigError: no strategy can be planned.
-        """
-        rows, refused = list[Row](), list[Refused]()
-        for candidate in self.candidates(everything):
-            try:
-                rows.append(self.plan(candidate))
-            except ConfigError as error:
-                refused.append(Refused(candidate.overrides, str(error)))
-            except CannotPlan as error:
-                refused.append(Refused(candidate.overrides, f"cannot be planned: {error}"))
-        if not rows:
-            first = next((each for each in refused if self.own and each.overrides == self.own.overrides), refused[0])
-            raise ConfigError(f"no strategy can be planned on these devices. {first.name}: {first.reason}")
-        return Advice(self.head(), self.machine, rows, refused, self.own and self.own.overrides, self.notes())
-
-    def head(self) -> list[str]:
-        """Return lines that describe the run and the GPUs."""
-        cfg, machine = self.cfg, self.machine
-        parameters = sum(tensor.numel() for tensor in self.model.parameters())
-        nodes = f" on each of {machine.nodes} machines" if machine.nodes > 1 else ""
-        images = "x".join(map(str, self.dataset.train.shape))
-        card = f"{machine.card.name} ({machine.card.memory / GiB:.1f} GiB)" if machine.card else "CPU ranks"
-        return [
-            f"{machine.per_node} x {card}{nodes}; {parameters:,} parameters, images {images}, batch_size={cfg.batch_size}, "
-            f"{cfg.precision}",
-            "Planned by real steps on fake tensors. Memory is that of eager execution, at least what a compiled step needs; "
-            "copies: what a warm-up or a capture restores.",
-        ]
-
-    def notes(self) -> list[str]:
-        """Return lines about what the plans leave out."""
-        batch = self.cfg.batch_size * (self.machine.gpus if self.cfg.scaling == "weak" else 1)
-        if batch > (most := self.dataset.train.size):
-            return [f"batches of {batch:,} are planned, but the dataset has {most:,} samples: real steps are smaller"]
-        return []
-
-
-def places(strategy: Strategy) -> list[int]:
-    """Return the ranks to plan: one of each stage of a pipeline, with the first shard, which is the largest; else rank 0."""
-    names, sizes = list(strategy.axes), list(strategy.axes.values())
-    if strategy.one_process or "pp" not in names:
-        return [0]
-    stride = 1
-    for size in sizes[names.index("pp") + 1 :]:
-        stride *= size
-    stages = strategy.axes["pp"]
-    chosen = range(stages) if stages <= MOST_STAGES else sorted({*range(4), stages // 2, *range(stages - 3, stages)})
-    return [stage * stride for stage in chosen]
-
-
-def name_of(overrides: list[str]) -> str:
-    """Return the strategy and its options, without the word strategy."""
-    return " ".join(override.removeprefix("+").removeprefix("strategy")[1:] for override in overrides)

@@ -1,23 +1,30 @@
-"""What a step allocates, sends and computes: every operation passes through a dispatch mode that counts.
+"""What the steps of a training allocate, send and compute: every operation passes through a dispatch mode that counts.
 
-Storages are counted, not tensors, because views share them. `fully_shard` shrinks the storages of parameters that it frees to
-0 bytes, without an operation, so the sizes of such storages are read again where a new peak or a collective begins.
+Storages are counted, not tensors, because views share them. After each operation the sizes of all are read again, because
+`fully_shard` shrinks the storages of parameters that it frees to 0 bytes, without an operation.
 """
 
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ddp_lab.data.batch import Batch
+from ddp_lab.run.materialize import Training
 from ddp_lab.strategies.sharding import local
+
+STATE = ("parameters", "gradients", "optimizer", "averages")  # what strategy.offload keeps on the host
+HELD = (*STATE, "buffers")
+PARTS = (*HELD, "activations", "in flight", "data")
+HOST = -1  # the place of what is in host memory
 
 # What a rank sends of n bytes among W ranks, with the algorithms that send the least (Patarasuk and Yuan 2009).
 SENT: dict[str, Callable[[int, int], float]] = {
@@ -33,64 +40,87 @@ SENT: dict[str, Callable[[int, int], float]] = {
 
 
 class Collective(NamedTuple):
-    """A kind of call among some ranks.
-
-    Attributes:
-        name: of the call, for example "allreduce".
-        ranks: the group.
-    """
+    """A kind of call, for example "allreduce", among some ranks."""
 
     name: str
     ranks: tuple[int, ...]
 
 
 class Live(TorchDispatchMode):
-    """Bytes in memory now and at the peak of each place, and the collectives and FLOPs since `restart`.
+    """What lives at the peak of a step, and the collectives and FLOPs of the step.
+
+    Several devices of one process (strategy=split) are numbered places; the only device of others is place 0.
+
+    Args:
+        training: on fake tensors.
 
     Attributes:
-        place: number of the device of this process that computes now; always 0 unless a strategy drives several.
-        now, peak: bytes by place.
-        noted: the peak of each place for which `at_peak` was called.
+        on_host: whether parameters, gradients, optimizer and averages are in host memory.
         calls, sent: number of calls, and bytes that this rank sends, by collective.
         flops: FLOPs by place, with torch's formulas (torch.utils.flop_counter), of this rank's shards.
-        multiplies: whether a matrix multiplication was among the operations.
-        in_flight: storages that a collective read or wrote.
-        at_peak: called with a place before it frees the first storage after a new peak.
-        after_collective: called after each collective.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, training: Training):
         super().__init__()
-        self.place, self.multiplies = 0, False
-        self.sizes: dict[int, tuple[int, int]] = {}
-        self.now, self.peak = Counter[int](), Counter[int]()
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._resized: set[int] = set()  # found in the first step
-        self._steps = 0
-        self.in_flight: set[int] = set()
-        self.at_peak: Callable[[int], None] = lambda place: None
-        self.after_collective: Callable[[], None] = lambda: None
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a step: the peak is what lives now."""
-        gc.collect()
-        self._settle(self._storages)
-        self._steps += 1
-        self.peak, self.noted = Counter(self.now), Counter[int]()
+        self.training, strategy = training, training.job.strategy
+        self.modules = strategy.modules_by_device
+        self.on_host = bool(getattr(strategy, "offload", False))
+        self.owned = [list(module.parameters()) for module in self.modules]
+        self._gradients: list[int] = []  # their bytes by place, when the optimizer's step begins
         self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
+        self._looking = False
+        self._place = 0  # where the operation computes
+        self._places: dict[int, int] = {}  # of storages
+        self._storages = WeakValueDictionary[int, torch.UntypedStorage]()
+        self._in_flight: set[int] = set()  # storages that a collective read or wrote
+        self._most = [0] * len(self.modules)  # bytes at the peaks
+        self._sizes: dict[int, dict[int, int]] = {}  # of the storages at the peak, by place
+        self._kinds: dict[int, dict[int, str]] = {}  # of those that are not state
+        self._new: dict[int, bool] = {}  # whether the peak has just been reached
+        training.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
+        training.optimizer.register_step_post_hook(lambda *_: setattr(self, "_place", 0))
+        if len(self.modules) > 1:
+            self._follow()
+
+    def take_steps(self, batch: Batch) -> None:
+        """Take two steps. The first creates the optimizer's state; the second is recorded. Call it within this mode."""
+        self.track(tensor for place in range(len(self.modules)) for kind in self.tensors(place).values() for tensor in kind)
+        self.training.job.strategy.train()
+        self.training.step(batch)
+        self._settle()
+        self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
+        self._data, self._looking = [key_of(tensor) for tensor in batch[:2]], True
+        self.training.step(batch)
+
+    def tensors(self, place: int) -> dict[str, list[torch.Tensor]]:
+        """Return what a device holds by kind; of a sharded model the shards."""
+        owned, training = self.owned[place], self.training
+        buffers, averages = list(self.modules[place].buffers()), training.ema
+        states = [value for parameter in owned for value in training.optimizer.state.get(parameter, {}).values()]
+        names = {id(tensor) for tensor in [*owned, *buffers]}
+        averaged = averages.tensors.items() if averages else ()
+        return {
+            "parameters": [*owned],
+            "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
+            "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
+            "averages": [averages.averages[name] for name, own in averaged if averages and id(own) in names],
+            "buffers": buffers,
+        }
+
+    def held(self, place: int) -> dict[str, int]:
+        """Return the bytes that a device holds by kind, when the optimizer's step begins."""
+        return {kind: nbytes(tensors) for kind, tensors in self.tensors(place).items()} | {"gradients": self._gradients[place]}
 
     def track(self, tensors: Iterable[object]) -> None:
-        """Count the storages of tensors that lived before, or that an operation returned."""
+        """Count the storages of tensors."""
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                key, storage = key_of(tensor), local(tensor).untyped_storage()
-                size = storage.nbytes()
-                if key not in self.sizes:
-                    self.sizes[key], self._storages[key] = (self.place, 0), weakref.ref(storage)
-                    weakref.finalize(storage, self._free, key)
-                if self.sizes[key][1] != size:
-                    self._resize(key, size)
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.device.type != "meta"
+                and (key := key_of(tensor)) not in self._storages
+            ):
+                self._storages[key], self._places[key] = local(tensor).untyped_storage(), self._place
+                self._in_flight.discard(key)  # of an earlier storage at this address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,13 +128,14 @@ class Live(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls operations on the local shards, which come here again
         out = func(*args, **(kwargs or {}))
-        self.track(tree_leaves((args, kwargs, out) if self._resized else out))
+        self.track(tree_leaves(out))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func._schema.name.partition("::")[2], args, out)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.flops[self.place] += formula(*args, **(kwargs or {}), out_val=out)
-            self.multiplies |= "mm" in func._schema.name
+            self.flops[self._place] += formula(*args, **(kwargs or {}), out_val=out)
+        if self._looking and not func.is_view:
+            self._look()
         return out
 
     def _count(self, name: str, args: tuple[Any, ...], out: Any) -> None:
@@ -114,63 +145,76 @@ class Live(TorchDispatchMode):
         tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
         if kind in ("allgather", "reduce_scatter") and isinstance(out, torch.Tensor) and len(tensors) == 1:
             tensors.append(out)  # of a functional collective
-        self.in_flight |= {*map(key_of, tensors)}
-        ranks = group_of(args)
-        self.calls[Collective(kind, ranks)] += 1
-        self.sent[Collective(kind, ranks)] += round(SENT[kind](sum(tensor.nbytes for tensor in tensors), len(ranks)))
-        self._settle(self._resized if self._steps > 1 else self._storages)
-        self.after_collective()
+        self._in_flight |= {*map(key_of, tensors)}
+        collective = Collective(kind, group_of(args))
+        self.calls[collective] += 1
+        self.sent[collective] += round(SENT[kind](nbytes(tensors), len(collective.ranks)))
+        if self.on_host:
+            self._settle()
 
-    def move(self, tensors: Iterable[torch.Tensor], place: int) -> None:
-        """Count tensors at another place."""
-        for tensor in tensors:
-            key = key_of(tensor)
-            before, size = self.sizes.get(key, (place, 0))
-            self.now[before] -= size
-            self.now[place] += size
-            self.sizes[key] = place, size
+    def _look(self) -> None:
+        """Keep the sizes of what lives now, if it is more than ever before in this step."""
+        sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
+        for place, most in enumerate(self._most):
+            here = {key: size for key, size in sizes.items() if self._places[key] == place}
+            if (now := sum(here.values())) > most:
+                self._most[place], self._sizes[place], self._new[place] = now, here, True
+            elif self._new.pop(place, False):
+                self._kinds[place] = self._transient(place)
 
-    def _settle(self, keys: Iterable[int]) -> None:
-        """Read again the sizes of storages that may have been resized without an operation."""
-        for key in list(keys):
-            storage = self._storages[key]()
-            if storage is not None and storage.nbytes() != self.sizes[key][1]:
-                self._resized.add(key)
-                self._resize(key, storage.nbytes())
+    def _transient(self, place: int) -> dict[int, str]:
+        """Return the kinds of storages that do not live as long as the training. It is called just after each new peak."""
+        now = list(self.modules[place].parameters())  # of a sharded model, those that are gathered now
+        gradients = [parameter.grad for parameter in (*self.owned[place], *now) if parameter.grad is not None]
+        kinds = dict.fromkeys([*self._in_flight, *map(key_of, now)], "in flight")
+        return kinds | dict.fromkeys(map(key_of, gradients), "gradients")
 
-    def _resize(self, key: int, size: int) -> None:
-        place, before = self.sizes[key]
-        if size < before:
-            self.note(place)
-        self.sizes[key] = place, size
-        self.now[place] += size - before
-        if self.now[place] > self.peak[place]:
-            for other in self._resized:
-                storage = self._storages[other]()
-                if storage is not None and storage.nbytes() < self.sizes[other][1]:
-                    owner, held = self.sizes[other]
-                    self.sizes[other] = owner, storage.nbytes()
-                    self.now[owner] += storage.nbytes() - held
-            self.peak[place] = max(self.peak[place], self.now[place])
+    def peak(self, place: int) -> dict[str, float]:
+        """Return the bytes of each kind of PARTS that lived on a device when most did."""
+        kinds = self._kinds.get(place) or self._transient(place)
+        kinds |= {key_of(tensor): kind for kind, tensors in self.tensors(place).items() for tensor in tensors}
+        kinds |= dict.fromkeys(self._data, "data")
+        parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        for key, size in self._sizes[place].items():
+            parts[kinds.get(key, "activations")] += size
+        return parts
 
-    def note(self, place: int) -> None:
-        """Call `at_peak` if a place has reached a new peak."""
-        if self.noted[place] < self.now[place] == self.peak[place]:
-            self.noted[place] = self.now[place]
-            self.at_peak(place)
+    def _settle(self) -> None:
+        """Count the tensors where they are: on the host, or on the device of their part of the model."""
+        for place in range(len(self.modules)):
+            for kind, tensors in self.tensors(place).items():
+                self._places |= dict.fromkeys(map(key_of, tensors), HOST if self.on_host and kind in STATE else place)
 
-    def _free(self, key: int) -> None:
-        place, size = self.sizes[key]
-        self.note(place)
-        del self.sizes[key], self._storages[key]
-        self.now[place] -= size
-        self._resized.discard(key)
-        self.in_flight.discard(key)
+    def _begin_update(self) -> None:
+        places = range(len(self.modules))
+        self._gradients = [nbytes(self.tensors(place)["gradients"]) for place in places]
+        self._settle()
+        self._place = HOST if self.on_host else 0
+
+    def _follow(self) -> None:
+        """Let what a part of the model computes be counted on its device."""
+        for place, module in enumerate(self.modules):
+
+            def enter(module: nn.Module, inputs: tuple[torch.Tensor], place: int = place) -> tuple[torch.Tensor]:
+                self._place = place
+                return (inputs[0].clone(),) if place else inputs  # the copy that the device receives
+
+            def leave(module: nn.Module, inputs: object, output: torch.Tensor, place: int = place) -> None:
+                if output.grad_fn is not None:
+                    output.grad_fn.register_prehook(lambda gradients: setattr(self, "_place", place))
+
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
 
 
 def key_of(tensor: torch.Tensor) -> int:
     """Return what identifies the storage of a tensor."""
     return local(tensor).untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors; of DTensors those of the local shards."""
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def group_of(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """What strategies take on the devices that are here: short runs of train.py, in alternation, and a cache of their results."""
 
 import hashlib
-import json
 import os
 import platform
 import statistics
@@ -60,7 +59,7 @@ def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, sec
         seconds: the most that the run may take.
     """
     run_dir, start = out / name, time.perf_counter()
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
     print(f"{name} ...", end=" ", flush=True)
     command = world_command([*overrides, f"runs_dir={quote(str(out))}", f"name={name}"], ranks)
     try:
@@ -81,68 +80,45 @@ def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, sec
     return Run(read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json"))
 
 
-def measure(advisor: Advisor, rows: list[Row], minutes: float) -> list[str]:
-    """Measure the strategies that fit, in alternation, and return lines about those that did not run.
+def measure(advisor: Advisor, minutes: float) -> None:
+    """Measure the strategies that fit, in alternation, and keep the results. `Advisor.notes` names those that did not run.
 
     Args:
-        advisor: of the run.
-        rows: their `measured` is set.
+        advisor: after `advise`; `Row.measured` is set.
         minutes: when to stop; a strategy that has been measured once keeps its result.
     """
-    end, shape = time.monotonic() + 60 * minutes, advisor.dataset.train.shape
-    found: dict[str, list[Run]] = {row.name: [] for row in rows if row.fits}
-    problems: list[str] = []
+    end, advisor.notes = time.monotonic() + 60 * minutes, []
+    found: dict[str, list[Run]] = {row.name: [] for row in advisor.rows if row.fits}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(ROUNDS):
-            for row in (row for row in rows if row.name in found and not is_stable(found[row.name])):
-                left = end - time.monotonic()
-                if left <= 0:
-                    problems.append(f"stopped after {minutes:g} minutes; --minutes allows more")
-                    break
-                sizes = {"channels": shape[0], "image_size": shape[1], "num_classes": len(advisor.dataset.classes)}
-                sizes |= {"train_size": STEPS * row.images, "test_size": row.images}
-                given = ["data=synthetic", *(f"data.dataset.{key}={size}" for key, size in sizes.items())]
-                given += [override for override in advisor.common if not override.lstrip("+~").startswith("data")]
-                given += [*advisor.overrides_of_row(row), f"epochs={EPOCHS}", "profile=true", f"device={advisor.machine.kind}"]
-                ranks = row.devices if row.ranks > 1 else None
-                run = train(given, ranks, Path(folder), f"{''.join(filter(str.isalnum, row.name))}-{number}", left)
-                if run.problem:
-                    problems.append(f"{row.name} was not measured: {run.problem}")
-                    del found[row.name]
-                else:
-                    found[row.name].append(run)
-            else:
+        for number, row in ((number, row) for number in range(ROUNDS) for row in advisor.rows):
+            if row.name not in found or is_stable(found[row.name]):
                 continue
-            break
-    for row in rows:
-        if found.get(row.name):
-            row.measured = summary(row, found[row.name], advisor.peak)
-    return problems
-
-
-def cache_of(advisor: Advisor) -> Path:
-    """Return the file of the results for this machine, run and version of torch."""
-    card = torch.cuda.get_device_name() if advisor.machine.card else f"{platform.node()} {platform.processor()}"
-    cfg = {key: value for key, value in advisor.cfg.items() if key != "strategy"}
-    key = [card, advisor.machine.gpus, torch.__version__, OmegaConf.to_yaml(OmegaConf.create(cfg))]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
-    return root / f"measured-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
-
-
-def save(advisor: Advisor, rows: list[Row]) -> None:
-    """Add what was measured to the cache."""
+            if (left := end - time.monotonic()) <= 0:
+                advisor.notes.append(f"stopped after {minutes:g} minutes; --minutes allows more")
+                break
+            name = f"{''.join(filter(str.isalnum, row.name))}-{number}"
+            run = train(short_run(advisor, row), row.devices if row.ranks > 1 else None, Path(folder), name, left)
+            if run.problem:
+                advisor.notes.append(f"{row.name} was not measured: {run.problem}")
+                del found[row.name]
+            else:
+                found[row.name].append(run)
+    for row in advisor.rows:
+        if runs := found.get(row.name):
+            row.measured = summary(advisor, row, runs)
     path = cache_of(advisor)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, (read_json(path) or {}) | {row.name: row.measured for row in rows if row.measured})
+    write_json(path, (read_json(path) or {}) | {row.name: row.measured for row in advisor.rows if row.measured})
 
 
-def offer(advisor: Advisor, rows: list[Row]) -> list[str]:
-    """Fill in what was measured before, on the devices that are here, and return a line about it."""
-    known = read_json(cache_of(advisor)) or {}
-    for row in rows:
-        row.measured = known.get(row.name, {})
-    dates = sorted({row.measured["date"] for row in rows if row.measured})
-    return [f"images/s were measured on {', '.join(dates)}; --measure measures again"] if dates else []
+def short_run(advisor: Advisor, row: Row) -> list[str]:
+    """Return the overrides of a run that measures a strategy, with made-up images of the size of the dataset's."""
+    shape = advisor.dataset.train.shape
+    sizes = {"channels": shape[0], "image_size": shape[1], "num_classes": len(advisor.dataset.classes)}
+    sizes |= {"train_size": STEPS * row.images, "test_size": row.images}
+    given = ["data=synthetic", *(f"data.dataset.{key}={size}" for key, size in sizes.items())]
+    given += [override for override in advisor.common if not override.lstrip("+~").startswith("data")]
+    return [*given, *row.overrides, f"epochs={EPOCHS}", "profile=true", f"device={advisor.devices.kind}"]
 
 
 def is_stable(runs: list[Run]) -> bool:
@@ -151,18 +127,33 @@ def is_stable(runs: list[Run]) -> bool:
     return len(rates) > 1 and max(rates) - min(rates) <= SPREAD * statistics.median(rates)
 
 
-def summary(row: Row, runs: list[Run], peak: float | None) -> dict[str, Any]:
-    """Return what the runs of a strategy found, as plain values."""
-    rate = statistics.median([each for run in runs for each in run.rates])
-    flops = sum(plan.flops for plan in row.plans) / len(row.plans)
-    profiles = [run.profile for run in runs if run.profile]
-    splits = [mean_split(profile) for profile in profiles] if peak else []
-    exposed = [split["communication"] / sum(split.values()) for split in splits]
-    return {
-        "images_per_second": rate,
-        "mfu": flops * rate / row.images / peak if peak else None,
-        "exposed": statistics.median(exposed) if exposed else None,
-        "peak": max(max(profile["peak_memory_bytes"]) for profile in profiles) if profiles and peak else None,
-        "runs": len(runs),
-        "date": str(date.today()),
-    }
+def summary(advisor: Advisor, row: Row, runs: list[Run]) -> dict[str, Any]:
+    """Return what the runs of a strategy found, as plain values; on CPUs only the rate, which is all that is known."""
+    rate = statistics.median(each for run in runs for each in run.rates)
+    found = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}
+    if advisor.devices.kind == "cuda":
+        profiles = [run.profile for run in runs if run.profile]
+        splits = [mean_split(profile) for profile in profiles]
+        found["exposed"] = statistics.median(split["communication"] / sum(split.values()) for split in splits)
+        found["allocated"] = max(max(profile["peak_memory_bytes"]) for profile in profiles)
+    if peak := advisor.devices.peak(advisor.cfg.precision):
+        found["mfu"] = statistics.mean(plan.flops for plan in row.plans) * rate / row.images / peak
+    return found
+
+
+def cache_of(advisor: Advisor) -> Path:
+    """Return the file of the results for this machine, run and version of torch."""
+    card = torch.cuda.get_device_name() if advisor.devices.kind == "cuda" else f"{platform.node()} {platform.processor()}"
+    cfg = OmegaConf.to_yaml(OmegaConf.masked_copy(advisor.cfg, [str(key) for key in advisor.cfg if key != "strategy"]))
+    key = hashlib.sha256("\n".join([card, str(advisor.devices.number), torch.__version__, cfg]).encode()).hexdigest()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
+    return root / f"measured-{key[:16]}.json"
+
+
+def offer(advisor: Advisor) -> None:
+    """Fill in what was measured before on the devices that are here, with a note about it."""
+    known = read_json(cache_of(advisor)) or {}
+    for row in advisor.rows:
+        row.measured = known.get(row.name, {})
+    if dates := sorted({row.measured["date"] for row in advisor.rows if row.measured}):
+        advisor.notes.append(f"images/s were measured on {', '.join(dates)}; --measure measures again")

@@ -1,5 +1,6 @@
-"""The rank of a launch that is only planned: its place among the others, a fake process group, and bf16 as on a GPU."""
+"""The rank of a launch that is only planned: its place among the others, a fake process group, bf16 as on a GPU, the model."""
 
+import copy
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -8,9 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.make import build_model, key_of, make_model
+from ddp_lab.models.trial import freeze_unused
 from ddp_lab.world.ranks import Answer
 from ddp_lab.world.runtime import Runtime
 
@@ -22,29 +30,26 @@ class PlannedRuntime(Runtime):
         world_size: number of ranks.
         per_node: number of ranks, or of GPUs, of each machine.
         precision: "float32" or "bf16".
-        rank: which of the ranks it is.
         gpus: number of GPUs that the strategies of one process may use.
-        free: free bytes of each GPU before the run, on which speed=auto depends.
         kind: "cuda" or "cpu", for which strategies and options decide; tensors are fake ones of the CPU in any case.
+
+    Attributes:
+        free: free bytes of each GPU before the run, on which speed=auto depends.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        per_node: int,
-        precision: str,
-        rank: int = 0,
-        gpus: int = 1,
-        free: int = 0,
-        kind: str = "cuda",
-    ):
-        self.rank, self.world_size = rank, world_size
-        self.local_rank, self.local_world_size = rank % per_node, min(per_node, world_size)
+    def __init__(self, world_size: int, per_node: int, precision: str, gpus: int = 1, kind: str = "cuda"):
+        self.rank, self.world_size = 0, world_size
+        self.local_rank, self.local_world_size = 0, min(per_node, world_size)
         self.precision, self.timeout = precision, timedelta(seconds=600)
-        self.kind = kind
+        self.kind, self.free = kind, 0
         self.devices = [torch.device(kind, index) for index in range(gpus)]
-        self.device = torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
-        self.free = free
+        self.device = self.devices[0] if kind == "cuda" else torch.device(kind)
+
+    def of_rank(self, rank: int) -> "PlannedRuntime":
+        """Return another rank of the launch."""
+        other = copy.copy(self)
+        other.rank, other.local_rank = rank, rank % self.local_world_size
+        return other
 
     def free_memory(self) -> int:
         return self.free
@@ -80,3 +85,21 @@ class Float32Norms(TorchFunctionMode):
         if func in self.functions:
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.float(), (args, kwargs))
         return func(*args, **kwargs or {})
+
+
+def plan_model(cfg: DictConfig, dataset: Dataset) -> nn.Module:
+    """Return the model on the meta device, or on the CPU if its constructor or its forward pass needs values.
+
+    Raises:
+        ConfigError: the model cannot be constructed, or does not accept the images.
+    """
+    node, shape, runtime = cfg.model, dataset.model_shape(), PlannedRuntime(1, 1, cfg.precision, kind="cpu")
+    try:
+        with torch.device("meta"):
+            model = build_model(node, shape)
+        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
+            images = shape["in_channels"], shape["image_size"], shape["image_size"]
+            freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
+    except ConfigError:
+        return make_model(node, shape, runtime, cfg.seed, with_weights=False).model
+    return model

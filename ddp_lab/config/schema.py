@@ -94,12 +94,13 @@ class RunConfig(Keys):
 
     seed: Seed
     epochs: Count
-    batch_size: Count
+    batch_size: Count | Literal["auto"]
     scaling: Literal["strong", "weak"]
     lr_scaling: Literal["none", "linear", "sqrt"]
     lr_base_batch_size: Count
     warmup_epochs: NonNegative
-    accumulate: Count
+    accumulate: Count | Literal["auto"]
+    memory_limit: Positive | None
     max_grad_norm: Positive | None
     ema: Fraction | None
     decay_norms_and_biases: bool

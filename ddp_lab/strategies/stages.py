@@ -15,7 +15,7 @@ from torch import nn
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.loss import Loss, add_up, measure
-from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
+from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -138,6 +138,13 @@ class PipelineExecutor:
         self.loss = MicroBatchLoss(loss)
         self.has_loss = plan.num_stages - 1 in stages
         self._schedules: dict[tuple[int, bool], TorchSchedule] = {}
+
+    @property
+    def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
+        """When each rank computes what, as in schedules.py, by the schedule of the first training step."""
+        schedule: Any = next(made for (_, training), made in self._schedules.items() if training)
+        order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
+        return time_slots({rank: [str(action) for action in actions] for rank, actions in order.items()})
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""

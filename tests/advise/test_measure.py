@@ -4,9 +4,8 @@ import pytest
 
 from ddp_lab.advise import measure
 from ddp_lab.advise.advisor import Advisor
-from ddp_lab.advise.candidates import Candidate
-from ddp_lab.advise.machine import find_machine
-from ddp_lab.advise.measure import Run, cache_of, is_stable, offer, save, summary
+from ddp_lab.advise.devices import find_devices
+from ddp_lab.advise.measure import Run, cache_of, is_stable, offer, summary
 from ddp_lab.advise.report import table
 from ddp_lab.commands import advise
 
@@ -18,27 +17,25 @@ def run_of(*rates: float, **profile) -> Run:
 
 
 @pytest.fixture
-def advisor(monkeypatch, tmp_path):
+def advisor(monkeypatch, tmp_path) -> Advisor:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Advisor(LENET, None, find_machine("2xcpu"))
+    found = Advisor.of(LENET, None, find_devices("2xcpu"))
+    found.rows = [found.plan(["strategy=single"]), found.plan(["strategy=ddp"])]
+    return found
 
 
-@pytest.fixture
-def rows(advisor):
-    return [advisor.plan(Candidate("single", {}, 1)), advisor.plan(Candidate("ddp", {}, 2))]
-
-
-def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(advisor, rows, monkeypatch, capsys):
+def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(advisor, monkeypatch, capsys):
     monkeypatch.setattr(measure, "ROUNDS", 1)
-    assert measure.measure(advisor, rows, minutes=5) == []
-    assert all(row.measured["images_per_second"] > 100 for row in rows)
-    assert all(row.measured["mfu"] is None and row.measured["peak"] is None for row in rows), "those of a CPU are not known"
+    measure.measure(advisor, minutes=5)
+    assert advisor.notes == []
+    found = [row.measured for row in advisor.rows]
+    assert all(each["images_per_second"] > 100 for each in found)
+    assert all("mfu" not in each and "allocated" not in each for each in found), "those of a CPU are not known"
     assert "ddp-0 ..." in capsys.readouterr().out
-    save(advisor, rows)
-    again = [advisor.plan(Candidate("single", {}, 1))]
-    (note,) = offer(advisor, again)
-    assert note.endswith("; --measure measures again")
-    assert again[0].measured == rows[0].measured
+    advisor.rows = [advisor.plan(["strategy=single"])]
+    offer(advisor)
+    assert advisor.notes[0].endswith("; --measure measures again")
+    assert advisor.rows[0].measured == found[0]
 
 
 def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, capfd):
@@ -51,7 +48,7 @@ def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, ca
         assert "Recommended: fsdp, the fastest that was measured" in shown
 
 
-def test_strategies_alternate_until_their_rates_are_stable(advisor, rows, monkeypatch):
+def test_strategies_alternate_until_their_rates_are_stable(advisor, monkeypatch):
     rates = {"single": iter([100.0, 120.0, 104.0, 105.0, 104.0]), "ddp": iter([50.0, 50.0])}
     order = []
 
@@ -60,39 +57,42 @@ def test_strategies_alternate_until_their_rates_are_stable(advisor, rows, monkey
         return run_of(next(rates[order[-1]]))
 
     monkeypatch.setattr(measure, "train", train)
-    assert measure.measure(advisor, rows, minutes=1) == []
+    measure.measure(advisor, minutes=1)
+    assert advisor.notes == []
     assert order == ["single", "ddp", "single", "ddp", "single", "single", "single"]
-    assert rows[0].measured["images_per_second"] == 104.0
-    assert rows[0].measured["runs"] == 5
+    assert (advisor.rows[0].measured["images_per_second"], advisor.rows[0].measured["runs"]) == (104.0, 5)
 
 
-def test_what_does_not_run_or_has_no_time_is_reported(advisor, rows, monkeypatch):
+def test_what_does_not_run_or_has_no_time_is_reported(advisor, monkeypatch):
     monkeypatch.setattr(measure, "train", lambda given, *others: Run([], None, "it failed"))
-    assert measure.measure(advisor, rows, minutes=1) == [f"{row.name} was not measured: it failed" for row in rows]
-    assert measure.measure(advisor, rows, minutes=1e-9) == ["stopped after 1e-09 minutes; --minutes allows more"]
-    assert not rows[0].measured
+    measure.measure(advisor, minutes=1)
+    assert advisor.notes == [f"{row.name} was not measured: it failed" for row in advisor.rows]
+    measure.measure(advisor, minutes=1e-9)
+    assert advisor.notes == ["stopped after 1e-09 minutes; --minutes allows more"]
 
 
-def test_measured_rows_have_mfu_exposed_communication_and_the_fastest_is_recommended(advisor, rows):
-    parts = {"compute": 6.0, "communication": 2.0, "waiting": 1.0, "data": 0.5, "idle": 0.5}
-    profile = {"rows": [parts], "peak_memory_bytes": [2**30, 2**31]}
-    (plan,) = rows[1].plans
-    found = summary(rows[1], [run_of(640.0, **profile)], peak=1e12)
-    assert found["mfu"] == pytest.approx(plan.flops * 10 / 1e12)
-    assert (found["exposed"], found["peak"]) == (0.2, 2**31)
-    advice = advisor.advise()
-    slow, fast = (next(row for row in advice.rows if row.name == name) for name in ("ddp", "fsdp"))
+def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypatch, tmp_path):
+    """Both are bytes that torch allocates; the CUDA context and NCCL are in neither."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    advisor = Advisor.of(LENET, None, find_devices("2xH100"))
+    slow, fast = advisor.rows = [advisor.plan(["strategy=ddp"]), advisor.plan(["strategy=fsdp"])]
+    split = {"compute": 7.0, "communication": 2.0, "hidden": 0.0, "idle": 1.0, "data": 0.0}
+    monkeypatch.setattr(measure, "mean_split", lambda profile: split)
+    found = summary(advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31])])
+    assert found["mfu"] == pytest.approx(slow.fullest.flops * 10 / 494e12), "64 images a step"
+    assert (found["exposed"], found["allocated"]) == (0.2, 2**31)
     slow.measured, fast.measured = found, found | {"images_per_second": 700.0}
-    assert advice.conclusion.startswith("Recommended: fsdp, the fastest that was measured")
-    line = next(line for line in table(advice).splitlines() if line.startswith("ddp "))
-    assert line.split()[-4:] == ["640", f"{found['mfu']:.1%}", "20%", "2.00"]
+    assert advisor.conclusion.startswith("Recommended: fsdp, the fastest that was measured")
+    line = next(line for line in table(advisor).splitlines() if line.startswith("ddp "))
+    planned = slow.fullest.allocated / 2**30
+    assert line.split()[-5:] == ["640", f"{found['mfu']:.1%}", "20%", f"{planned:.2f}", "2.00"]
 
 
-def test_cache_depends_on_the_run_and_the_machine(advisor):
-    other = Advisor([*LENET[:-1], "batch_size=32"], None, find_machine("2xcpu"))
-    more = Advisor(LENET, None, find_machine("3xcpu"))
-    assert len({cache_of(advisor), cache_of(other), cache_of(more)}) == 3
-    assert cache_of(advisor) == cache_of(Advisor([*LENET, "strategy=ddp"], None, find_machine("2xcpu")))
+def test_cache_depends_on_the_run_and_the_machine_but_not_on_the_strategy(advisor):
+    others = [([*LENET[:-1], "batch_size=32"], "2xcpu"), (LENET, "3xcpu"), ([*LENET, "strategy=ddp"], "2xcpu")]
+    smaller, more, same = (cache_of(Advisor.of(overrides, None, find_devices(gpus))) for overrides, gpus in others)
+    assert len({cache_of(advisor), smaller, more}) == 3
+    assert cache_of(advisor) == same
 
 
 def test_rates_are_stable_if_two_runs_lie_close_to_each_other():

@@ -15,8 +15,7 @@ from training import Case, config_of, default_dtype
 from worlds import once, run_world
 
 from ddp_lab.advise.advisor import Advisor
-from ddp_lab.advise.candidates import Candidate
-from ddp_lab.advise.machine import find_machine
+from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.launch.command_line import compose_config
@@ -118,10 +117,9 @@ def world(slow: bool) -> list[dict[Case, Real]]:
 
 def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
     with default_dtype(case.dtype):
-        runtime = PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu")
-        cfg = config_of(case)
-        job = build(cfg, PlannedRuntime(ranks, ranks, "float32", rank, kind="cpu"))
-        return plan_rank(cfg, job.dataset, job.model, runtime)
+        runtime, cfg = PlannedRuntime(ranks, ranks, "float32", kind="cpu"), config_of(case)
+        job = build(cfg, runtime.of_rank(rank))
+        return plan_rank(cfg, job.dataset, job.model, runtime.of_rank(rank))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +173,8 @@ def test_plan_is_what_a_gpu_allocates(capsys):
         sizes = "data.dataset.train_size=64 data.dataset.test_size=64"
         cfg = compose_config([*options.split(), *IMAGES.split(), *sizes.split()], None)
         found = allocated(cfg)
-        advisor = Advisor([*options.split(), *IMAGES.split(), *sizes.split()], None, find_machine("1xH100"))
-        planned = advisor.plan(Candidate("single", {}, 1)).fullest.allocated
+        advisor = Advisor.of([*options.split(), *IMAGES.split(), *sizes.split()], None, find_devices("1xH100"))
+        planned = advisor.plan(["strategy=single"]).fullest.allocated
         errors[model] = planned / found - 1
         lines.append(f"{model:20} {planned / 2**20:11,.0f} {found / 2**20:14,.0f} {errors[model]:+6.1%}")
     worst = sorted(errors, key=lambda name: -abs(errors[name]))[:2]

@@ -19,9 +19,10 @@ from worlds import run_world
 
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, TUNED, compile_step
 from ddp_lab.speed.convolution import PaddedConv2d, as_product, pad_convolutions
-from ddp_lab.speed.fastest import build
+from ddp_lab.speed.fastest import ALL, build
 from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
 COMPILED = Performance(compile=True, channels_last=True)
@@ -57,18 +58,31 @@ def train(step, loader, epochs: int) -> list[float]:
     return losses
 
 
+def noting(benchmarked: set[bool], compute):
+    """Return `Step.compute` that notes whether cuDNN times its kernels."""
+
+    def noted(step: Step, batch) -> None:
+        benchmarked.add(torch.backends.cudnn.benchmark)
+        compute(step, batch)
+
+    return noted
+
+
 def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, caplog):
     """The partial last batch runs in eager mode. aot_eager compiles in a tenth of Inductor's time."""
     caplog.set_level("INFO", "ddp_lab")
-    counter, compile = CompileCounterWithBackend("aot_eager"), torch.compile
+    counter, compile, benchmarked = CompileCounterWithBackend("aot_eager"), torch.compile, set()
+    monkeypatch.setattr(Step, "compute", noting(benchmarked, Step.compute))
     monkeypatch.setattr(
         torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=counter)
     )
     expected = train(*make_step(ema=0.9), 2)
+    benchmarked.clear()
     step, loader = make_step(ema=0.9)
     options = PerformanceOptions(compile=True)
     with options.backend_flags(Runtime("cpu")):
-        assert build(options, step, loader, None) is step
+        assert build(options, step, loader, ALL) is step
+        assert benchmarked == {True}, "cuDNN times its kernels while the step is compiled"
         graphs = counter.frame_count
         assert graphs == 2, "of the model and of the loss"
         assert train(step, loader, 2) == pytest.approx(expected, rel=1e-6)

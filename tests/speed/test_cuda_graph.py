@@ -19,11 +19,21 @@ from ddp_lab.world.runtime import Runtime
 
 @pytest.fixture
 def modes(monkeypatch) -> list[str]:
-    """Let GraphStep work without a GPU, and return the modes in which waiting for it was an error, or not."""
+    """Let GraphStep work without a GPU, and return the modes in which waiting for it was an error, or not.
+
+    A replay reads the learning rate where the capture has read it.
+    """
     set_to: list[str] = []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_to.append)
     monkeypatch.setattr(cuda_graph, "captured", lambda work, pool: SimpleNamespace(replay=work))
+    compute = GraphStep.compute
+
+    def replay(step: GraphStep, size: BatchSize) -> None:
+        with step._rate_on_device():
+            compute(step, size)
+
+    monkeypatch.setattr(GraphStep, "compute", replay)
     return set_to
 
 

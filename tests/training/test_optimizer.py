@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import run_world
 
 from ddp_lab.advise.advisor import Advisor
-from ddp_lab.advise.candidates import Candidate
-from ddp_lab.advise.machine import find_machine
+from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import CannotPlan
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.training.optimizer import require_support, step_of
@@ -101,10 +100,10 @@ def test_optimizer_that_does_not_support_shards_is_refused_before_the_group_open
 
 def test_advise_refuses_an_optimizer_that_does_not_support_shards():
     for optimizer in (ADAFACTOR, RPROP):
-        advisor = Advisor(optimizer.split(), None, find_machine("2xH100"))
+        advisor = Advisor.of(optimizer.split(), None, find_devices("2xH100"))
         for strategy in ("fsdp", "tp"):
             with pytest.raises(ConfigError, match="cannot update DTensors"):
-                advisor.plan(Candidate(strategy, {}, 2))
+                advisor.plan([f"strategy={strategy}"])
 
 
 def test_optimizer_with_a_step_of_its_own_and_replicated_blocks_are_not_refused():
@@ -115,7 +114,6 @@ def test_optimizer_with_a_step_of_its_own_and_replicated_blocks_are_not_refused(
     strategy = SimpleNamespace(name="fsdp", has_dtensors=True)
     require_support(Own([torch.nn.Parameter(torch.ones(1))]), strategy, "")
     blocks = "{conv1:replicate,conv2:replicate,fc1:replicate,fc2:replicate}"
-    advisor = Advisor([*ADAFACTOR.split(), "strategy=tp", f"strategy.plan={blocks}"], None, find_machine("2xH100"))
-    assert advisor.own is not None
+    advisor = Advisor.of([*ADAFACTOR.split(), "strategy=tp", f"strategy.plan={blocks}"], None, find_devices("2xH100"))
     with pytest.raises(CannotPlan, match="without values failed"):  # it is not refused, but Adafactor's step reads values
         advisor.plan(advisor.own)

@@ -1,0 +1,107 @@
+"""The devices that plans are made for: the numbers of the GPUs' data sheets, and how many there are."""
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ddp_lab.config.errors import ConfigError
+
+GiB, TERA, GB = 2**30, 1e12, 1e9
+
+# GiB as torch reports them; of the data sheets, without sparsity: TFLOP/s in TF32 and in bf16, which no program reaches, and
+# GB/s to the other GPUs of a machine by NVLink, else PCIe.
+CARDS = {
+    "B200": (178.4, 1125, 2250, 900),
+    "H200": (139.8, 494, 989, 450),
+    "H100": (79.1, 494, 989, 450),
+    "A100-80": (79.1, 156, 312, 300),
+    "A100-40": (39.4, 156, 312, 300),
+    "L40S": (44.4, 183, 362, 32),
+    "L4": (22.0, 60, 121, 32),
+    "A10": (22.0, 62.5, 125, 32),
+    "RTX4090": (23.5, 82.6, 165, 32),
+    "RTX3090": (23.6, 35.6, 71, 32),
+}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a launch.
+
+    Attributes:
+        name: of the card.
+        per_node, nodes: number of devices of each machine, and of machines.
+        memory: bytes of a device; infinite if it is not known.
+        card: of CARDS; None for CPUs and unknown cards.
+        between: bytes per second that a device can send to another machine.
+        kind: "cuda" or "cpu".
+    """
+
+    name: str
+    per_node: int
+    nodes: int
+    memory: float
+    card: str | None = None
+    between: float = 50 * GB
+    kind: str = "cuda"
+
+    @property
+    def number(self) -> int:
+        return self.per_node * self.nodes
+
+    @property
+    def link(self) -> float:
+        """Bytes per second that a device can send to another one of its machine."""
+        return CARDS[self.card][3] * GB if self.card else float("inf")
+
+    def peak(self, precision: str) -> float | None:
+        """Return the FLOP/s of the card; None if they are not known."""
+        return CARDS[self.card][2 if precision == "bf16" else 1] * TERA if self.card else None
+
+    def crosses(self, ranks: Iterable[int]) -> bool:
+        """Return whether a group has ranks on several machines."""
+        return len({rank // self.per_node for rank in ranks}) > 1
+
+    def launch(self, overrides: list[str], ranks: int) -> str:
+        """Return the command line of a run."""
+        several = f"--nnodes={self.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
+        torchrun = f"torchrun {several if self.nodes > 1 else '--standalone'} --nproc_per_node={self.per_node}"
+        return f"{'python' if ranks == 1 else torchrun} -m ddp_lab {shlex.join(overrides)}"
+
+
+def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
+    """Return the devices that the command line names.
+
+    Args:
+        text: "here", number and card such as "2xH100", or number of CPU ranks such as "4xcpu".
+        nodes: number of machines.
+        link: GB/s that a device can send to another machine.
+
+    Raises:
+        ConfigError: the card is unknown, or there is none here.
+    """
+    names = {name.lower(): name for name in (*CARDS, "cpu")}
+    if text == "here":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"--gpus here: there is no GPU here. Use 2xcpu, or a number and a card of {', '.join(CARDS)}")
+        name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+        return Devices(name, torch.cuda.device_count(), nodes, memory, card_called(name), link * GB)
+    found = re.fullmatch(r"([1-9]\d{0,3})x(.+)", text)
+    if found is None or found[2].lower() not in names:
+        raise ConfigError(
+            f"--gpus {text}: must be here, or a number up to 9999 and a card such as 2xH100. Cards: {', '.join(CARDS)}, cpu. "
+            "For another card, use one that has about as much memory and bandwidth"
+        )
+    number, name = int(found[1]), names[found[2].lower()]
+    if name == "cpu":
+        return Devices("CPU ranks", number, nodes, float("inf"), kind="cpu")
+    return Devices(name, number, nodes, CARDS[name][0] * GiB, name, link * GB)
+
+
+def card_called(name: str) -> str | None:
+    """Return the card that torch calls `name`, for example "NVIDIA H200"; None if it is unknown."""
+    words = re.split("[ -]", name.replace("RTX ", "RTX"))
+    return next((card for card in CARDS if card.partition("-")[0] in words), None)

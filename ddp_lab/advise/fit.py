@@ -1,0 +1,266 @@
+"""Whether a run fits in the memory of its devices: a state that does not is refused; batch_size=auto is the largest one."""
+
+import json
+import math
+import os
+import resource
+import socket
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import psutil
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from ddp_lab.config.build import build
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.run.job import Job, load_dataset
+from ddp_lab.run.job import build as build_job
+from ddp_lab.run.materialize import materialize
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.optimizer_state import state_of
+from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.advise.plan import Planned
+
+PLANNED, TAKEN = (0.9, 0.75, 0.6), 0.95  # shares of the memory that the plan of a batch may take, in turn, and its real step
+MULTIPLE = 8  # local batches are multiples of it, where that many samples fit
+LIBRARIES = 0.25 * 2**30  # what the first step of a CPU rank loads and starts: gloo, oneDNN, their threads
+STEP_TIMEOUT = 120.0  # seconds after which the ranks of a real step give up waiting for one that ran out of memory
+
+
+def memory_of(cfg: DictConfig, runtime: Runtime) -> list[int]:
+    """Return the bytes of a device, 0 if not known, and those that are free: the least of all ranks. Collective."""
+    if cfg.memory_limit:
+        own = [int(cfg.memory_limit * 2**30)] * 2
+    elif runtime.device.type == "cuda":
+        own = [*reversed(torch.cuda.mem_get_info(runtime.device))]
+    else:
+        own = [0, psutil.virtual_memory().available // runtime.local_world_size]
+    everyone = runtime.collect("memory", json.dumps(own))
+    return runtime.agree("memory", lambda: [min(each) for each in zip(*map(json.loads, everyone or []), strict=True)])
+
+
+def describe_bytes(size: float) -> str:
+    """Return a number of bytes with its unit: GiB, MiB or KiB."""
+    unit, name = next((pair for pair in ((2**30, "GiB"), (2**20, "MiB")) if size >= 0.1 * pair[0]), (2**10, "KiB"))
+    return f"{size / unit:,.2f} {name}"
+
+
+class Launch(NamedTuple):
+    """A launch to plan, whose ranks are real. Planning loads torch's DTensor, so that it is imported where it is needed."""
+
+    cfg: DictConfig
+    dataset: Dataset
+    model: nn.Module
+    runtime: Runtime
+
+    def plan(self, changes: Mapping[str, int] | None = None) -> "list[Planned]":
+        """Return the plans of the ranks that differ, with changes of the config."""
+        from ddp_lab.advise.plan import plan_ranks
+        from ddp_lab.advise.planned import PlannedRuntime
+
+        cfg, real, kind = OmegaConf.merge(self.cfg, changes or {}), self.runtime, self.runtime.device.type
+        runtime = PlannedRuntime(real.world_size, real.local_world_size, real.precision, len(real.devices), kind)
+        runtime.free = real.free_memory() if kind == "cuda" else 0
+        return plan_ranks(cast("DictConfig", cfg), self.dataset, self.model, runtime)[0]
+
+    def alternatives(self, memory: int) -> str:
+        """Return what to use in place of a strategy that does not fit: the two simplest that fit, activations included.
+
+        All GPUs of the machines count, also those for which no rank was started. It takes as long as `ddp-lab advise`.
+        """
+        from ddp_lab.advise.advisor import REMEDY, Advisor, Row
+        from ddp_lab.advise.devices import Devices
+
+        ranks, here = self.runtime.world_size, self.runtime.local_world_size
+        devices = Devices("", max(here, len(self.runtime.devices)), ranks // here, memory, kind=self.runtime.device.type)
+        advisor = Advisor(self.cfg, self.dataset, self.model, devices, ["..."]).advise()
+        number = f"{devices.number} such device{'s' * (devices.number > 1)}"
+
+        def line(row: Row) -> str:
+            host = f", and {describe_bytes(row.fullest.host)} a rank of host memory" if row.fullest.host else ""
+            how = " ".join(row.overrides) if row.ranks == ranks else f"`{row.launch}`"
+            return f"{how} ({describe_bytes(row.fullest.total)}{host})"
+
+        if found := advisor.ranked:
+            return f"Use {' or '.join(map(line, found[:2]))}, the simplest of {len(found)} that fit on {number}"
+        least = sorted(advisor.rows, key=lambda row: row.fullest.total)[:2]
+        return f"With activations nothing fits on {number}; the least memory need {' and '.join(map(line, least))}. {REMEDY}"
+
+
+def check_memory(cfg: DictConfig, job: Job) -> str:
+    """Check that every rank's part of the model fits on its device, and return how much it takes. Collective.
+
+    Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned.
+
+    Raises:
+        ConfigError: parameters, gradients, optimizer state and averages do not fit on some rank.
+    """
+    memory, _ = memory_of(cfg, job.runtime)
+    return job.runtime.agree("state", lambda: check_state(cfg, job, memory)) if memory else ""
+
+
+def check_state(cfg: DictConfig, job: Job, memory: int) -> str:
+    """As `check_memory`, on one rank, for devices with `memory` bytes."""
+    copies = 2 + state_of(job.optimizer)[0] + (job.recipe.ema is not None)
+    needed = copies * sum(parameter.nbytes for parameter in job.model.parameters())
+    what, where = "parameters, gradients and optimizer state take", f"a device has {describe_bytes(memory)}"
+    if needed <= memory:
+        return f"{what} at most {describe_bytes(needed)}, {where}"
+    launch = Launch(cfg, job.dataset, job.model, job.runtime)
+    try:
+        needed, rank = max((plan.state, plan.rank) for plan in launch.plan())
+    except RuntimeError as error:  # CannotPlan
+        return f"not checked: {error}"
+    text = f"{what} {describe_bytes(needed)} on rank {rank}, {where}"
+    if needed <= memory:
+        return text
+    raise ConfigError(f"strategy={job.strategy.name}: {text}, and activations need more. {launch.alternatives(memory)}")
+
+
+def settle_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None) -> str:
+    """Replace batch_size=auto or accumulate=auto by a number, and return a line about it for the log. Collective.
+
+    Rank 0 plans; then all ranks take a real step in processes of their own, which may run out of memory.
+
+    Args:
+        cfg: is changed.
+        runtime: the ranks.
+        resumed: directory of the run that is resumed. Its batch is kept, on fewer devices with more steps of accumulation.
+
+    Raises:
+        ConfigError: not even the smallest batch fits, or the step cannot be planned.
+    """
+    auto = [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]
+    if not auto:
+        return ""
+    before = runtime.agree("batch before", partial(recorded, resumed)) if resumed else None
+    if before:
+        cfg.batch_size, cfg.accumulate = (before[0] if "batch_size" in auto else cfg.batch_size), "auto"
+    elif len(auto) > 1:
+        raise ConfigError("accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave accumulate out")
+    key, memory = "accumulate" if before else auto[0], memory_of(cfg, runtime)[1]
+    strategy, dataset = build(cfg.strategy, runtime), load_dataset(cfg, runtime)
+    values = values_of(cfg, strategy, dataset.train.size, before[1] if before else 1)
+    taken, problem, spare = 0, "", LIBRARIES * (runtime.device.type == "cpu")
+    for share in PLANNED:
+        cfg[key], budget = "auto", max(0, int(share * memory - spare))
+        cfg[key] = runtime.agree("batch", lambda budget=budget: choose(cfg, dataset, runtime, values, budget))
+        if before and cfg.accumulate == before[1]:
+            return f"batch_size={cfg.batch_size}, accumulate={cfg.accumulate}: those of the run that is resumed"
+        taken, problem = take_real_step(cfg, runtime)
+        if not problem and taken <= TAKEN * memory:
+            text = (
+                f"{key}=auto: {cfg[key]}. A real step took {describe_bytes(taken)} of the {describe_bytes(memory)} of a device"
+            )
+            return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
+    found = problem or f"takes {describe_bytes(taken)} of {describe_bytes(memory)}"
+    raise ConfigError(f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {found}. Use a number")
+
+
+def recorded(run: Path) -> list[int]:
+    """Return batch_size and accumulate in the config of a run."""
+    cfg = OmegaConf.load(run / "config.yaml")
+    return [cfg.batch_size, cfg.accumulate]
+
+
+def values_of(cfg: DictConfig, strategy: Strategy, samples: int, first: int) -> list[int]:
+    """Return the values that the key that is auto may have; those that need the most memory first.
+
+    A batch is at most the training set, and within 3 % of any other size. All steps of accumulation are equal.
+
+    Args:
+        cfg: the config.
+        strategy: decides how many replicas share a batch, and into how many micro-batches they divide it.
+        samples: size of the training set.
+        first: the smallest value of accumulate.
+    """
+    shared = strategy.replicas if cfg.scaling == "strong" else 1
+    micro = getattr(getattr(strategy, "options", strategy), "num_microbatches", 1)
+    if cfg.accumulate == "auto":
+        local_batch = cfg.batch_size // shared
+        return [n for n in range(first, max(first, local_batch // micro) + 1) if local_batch % n == 0] or [first]
+    finest = shared * micro * cfg.accumulate
+    unit = math.lcm(MULTIPLE * shared, finest)
+    most = samples * shared // strategy.replicas // unit
+    sizes = [unit * n for n in range(most, 0, -1) if n % 2 ** max(0, n.bit_length() - 6) == 0]
+    return sizes + [finest * n for n in range(unit // finest - 1, 0, -1)]
+
+
+def choose(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[int], budget: int) -> float:
+    """Return the first value with which the plan fits the budget, in bytes. The other arguments are as in `settle_batch`.
+
+    Raises:
+        ConfigError: none fits, or the step cannot be planned.
+    """
+    from ddp_lab.advise.planned import plan_model
+
+    key = "accumulate" if cfg.accumulate == "auto" else "batch_size"
+    cfg = cast("DictConfig", OmegaConf.merge(cfg, {key: values[-1]}))
+    launch = Launch(cfg, dataset, plan_model(cfg, dataset), runtime)
+
+    def needed(value: int) -> float:
+        return max(plan.total for plan in launch.plan({key: value}))
+
+    try:
+        place = bisect_left(values, True, key=lambda value: needed(value) <= budget)
+        if place < len(values):
+            return values[place]
+        least = describe_bytes(needed(values[-1]))
+    except RuntimeError as error:  # CannotPlan
+        raise ConfigError(f"{key}=auto: cannot be planned: {error}. Use a number") from None
+    raise ConfigError(
+        f"{key}=auto: not even {values[-1]} fits: it needs {least} of a device, of which {describe_bytes(budget)} may be used. "
+        f"{launch.alternatives(budget)}"
+    )
+
+
+def take_real_step(cfg: DictConfig, runtime: Runtime) -> tuple[int, str]:
+    """Take a real step on all ranks; return the most bytes that a device needed, and what went wrong or "". Collective."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port = int(runtime.agree("port", lambda: listener.getsockname()[1]))
+    own = [0, ""]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            own[0] = pool.submit(real_step, cast("dict[str, Any]", OmegaConf.to_container(cfg)), port).result()
+        except Exception as error:  # out of memory, or the process was killed
+            own[1] = describe_error(error)
+    everyone = [json.loads(each) for each in runtime.collect("real step", json.dumps(own)) or []]
+    taken = runtime.agree("bytes of a step", lambda: max(each[0] for each in everyone))
+    return taken, runtime.agree("problem of a step", lambda: max(each[1] for each in everyone))
+
+
+def real_step(config: dict[str, Any], port: int) -> int:
+    """Take two real steps in this process, a rank like the one that started it, and return the bytes of its device in use."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    cfg = OmegaConf.create(config)
+    with Runtime(cfg.device, cfg.precision, STEP_TIMEOUT) as runtime:
+        before = bytes_in_use(runtime)
+        job = build_job(cfg, runtime, with_weights=False)
+        with job.options.backend_flags(runtime):
+            training = materialize(job)
+            job.loaders["train"].set_epoch(1)
+            job.strategy.train()
+            batch = next(iter(job.loaders["train"]))
+            for _ in range(2):
+                training.step(batch)
+            return bytes_in_use(runtime) - before
+
+
+def bytes_in_use(runtime: Runtime) -> int:
+    """Return the bytes of the GPU that are in use, torch's cache included; of a CPU rank the most that this process has had."""
+    if runtime.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(runtime.device)
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)

@@ -1,0 +1,156 @@
+"""Runs that do not fit on their devices are refused, and batch_size=auto is the largest that fits."""
+
+import re
+from pathlib import Path
+
+import pytest
+from launches import launch, refusal_in_world
+from omegaconf import OmegaConf
+from worlds import run_world
+
+from ddp_lab.advise import fit
+from ddp_lab.advise.planned import PlannedRuntime
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launch.command_line import compose_config
+from ddp_lab.observe.metrics_file import read_epochs
+from ddp_lab.run.job import build
+
+STATE = 3 * 4 * 129_068  # bytes of LeNet's parameters, gradients and momentum
+LENET = ["model=lenet", "data=digits", "batch_size=64"]
+VIT = "model=vit data=synthetic data.dataset.image_size=28 data.dataset.train_size=2048 data.dataset.test_size=8"
+
+
+def verdict(overrides: list[str], size: int, ranks: int, gpus: int = 1) -> str:
+    """Return the verdict on a run on GPUs of a size."""
+    cfg = compose_config(overrides, None)
+    return fit.check_state(cfg, build(cfg, PlannedRuntime(ranks, ranks, "float32", gpus=gpus, kind="cpu")), size)
+
+
+def refusal(*arguments) -> str:
+    with pytest.raises(ConfigError) as refused:
+        verdict(*arguments)
+    return str(refused.value)
+
+
+def test_state_that_fits_completely_is_not_planned():
+    text = "parameters, gradients and optimizer state take at most 1.48 MiB, a device has 1.48 MiB"
+    assert verdict([*LENET, "strategy=fsdp"], STATE, 2) == text
+
+
+def test_state_that_fits_in_shards_is_planned():
+    text = verdict([*LENET, "strategy=fsdp"], STATE - 1, 2)
+    assert text == "parameters, gradients and optimizer state take 0.74 MiB on rank 0, a device has 1.48 MiB"
+
+
+def test_refusal_names_the_two_simplest_alternatives():
+    large = ["model=vit", "model.width=2048", "model.depth=4", "model.init=by_block", "optimizer=adamw", *LENET[1:]]
+    text = refusal([*large, "strategy=single"], int(2.8 * 2**30), 1, 4)
+    first, second = text[text.index("Use ") :].split(" or ")
+    assert first.startswith("Use `torchrun --standalone --nproc_per_node=4 -m ddp_lab ... strategy=")
+    assert re.search(r", the simplest of \d that fit on 4 such devices$", second)
+
+
+def test_refusal_where_nothing_fits_names_what_needs_the_least():
+    text = refusal([*LENET, "strategy=ddp"], STATE - 1, 2)
+    assert text.startswith(
+        "strategy=ddp: parameters, gradients and optimizer state take 1.48 MiB on rank 0, a device has 1.48 MiB, and "
+        "activations need more. With activations nothing fits on 2 such devices; the least memory need "
+    )
+    assert "Use more or larger GPUs, a smaller batch_size, or accumulate=N" in text
+
+
+def test_model_that_reads_values_is_not_refused():
+    own = ["model=own", "model._target_=own_models.Waiting", "data=digits", "strategy=fsdp"]
+    assert verdict(own, 1000, 2).startswith("not checked: a step on tensors without values failed")
+
+
+def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
+    runs = tmp_path / "runs"
+    first, second = run_world(2, refusal_in_world, f"strategy=ddp memory_limit={(STATE - 1) / 2**30:.9f} runs_dir={runs}")
+    code, text = first
+    assert code == 2
+    assert text.startswith(
+        "error: strategy=ddp: parameters, gradients and optimizer state take 1.48 MiB on rank 0, a device has"
+    )
+    assert "nothing fits on 2 such devices" in text
+    assert second == (2, "")
+    assert not runs.exists()
+
+
+def train(tmp_path: Path, ranks: int, line: str) -> tuple[str, dict]:
+    """Train LeNet on the digits, and return the log and the recorded config."""
+    command = (
+        f"python -m torch.distributed.run --standalone --nproc_per_node={ranks} train.py" if ranks > 1 else "python train.py"
+    )
+    code, output = launch(f"{command} runs_dir={tmp_path} optimizer.lr=0.01 {line}")
+    assert code == 0, output
+    name = re.search(r"name=(\w+)", line)[1]
+    return output, OmegaConf.to_container(OmegaConf.load(tmp_path / name / "config.yaml"))
+
+
+def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices(tmp_path):
+    limit = "lr_scaling=sqrt memory_limit=0.34 name=auto batch_size=auto"
+    output, cfg = train(tmp_path, 2, f"{limit} strategy=ddp epochs=1")
+    size = cfg["batch_size"]
+    line = re.search(
+        r"batch_size=auto: (\d+)\. A real step took (0\.\d\d) GiB of the 0\.34 GiB of a device; batch_size=\1, lr", output
+    )
+    assert output.count("batch_size=auto:") == 1
+    assert int(line[1]) == size
+    assert 0 < float(line[2]) <= 0.34
+    assert size % 16 == 0, "local batches of a multiple of 8"
+    assert 500 < size < 1437
+    assert f"global batch {size} = 2 x {size // 2}" in output
+    assert f"lr {0.01 * (size / 256) ** 0.5:g}" in output
+    output, cfg = train(tmp_path, 1, f"{limit} strategy=single epochs=2")
+    assert cfg["batch_size"] == size, "the batch is part of the result"
+    assert cfg["accumulate"] > 1, "one device cannot hold it at once"
+    assert f"accumulate=auto: {cfg['accumulate']}. A real step took" in output
+
+
+def test_accumulate_auto_takes_as_few_steps_as_fit_and_changes_nothing_else(tmp_path):
+    output, cfg = train(tmp_path, 1, "epochs=1 memory_limit=0.34 name=steps batch_size=1400 accumulate=auto")
+    assert cfg["batch_size"] == 1400
+    steps = cfg["accumulate"]
+    assert 1400 % steps == 0 < steps < 10
+    assert f"accumulate=auto: {steps}. A real step took" in output
+    train(tmp_path, 1, f"epochs=1 name=fixed batch_size=1400 accumulate={steps}")
+    auto, fixed = (read_epochs(tmp_path / name / "metrics.jsonl")[-1] for name in ("steps", "fixed"))
+    assert auto["train_loss"] == fixed["train_loss"], "to the last digit"
+
+
+REFUSED = {
+    f"{VIT} batch_size=auto memory_limit=0.004": r"batch_size=auto: not even 1 fits: it needs .* With activations nothing fits",
+    f"{VIT} batch_size=auto accumulate=auto": "accumulate=auto: needs a fixed global batch; use a number for batch_size",
+    "model=own model._target_=own_models.Waiting data=digits batch_size=auto": "batch_size=auto: cannot be planned: a step on",
+    "batch_size=many": "batch_size=many: must be an integer of at least 1 or auto",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_auto_that_cannot_be_chosen_is_refused_once(line, tmp_path):
+    code, text = run_world(1, refusal_in_world, f"{line} device=cpu runs_dir={tmp_path}/runs")[0]
+    assert code == 2
+    assert re.match(f"error: {REFUSED[line]}", text), text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
+    """The plan of a step may be too low; a process that ran out of memory says so."""
+    cfg = compose_config(["batch_size=auto", "memory_limit=0.5"], None)
+    tried = []
+
+    def step(cfg, runtime):
+        tried.append(cfg.batch_size)
+        return (0, "RuntimeError: out of memory") if len(tried) < 3 else (2**27, "")
+
+    monkeypatch.setattr(fit, "take_real_step", step)
+    text = fit.settle_batch(cfg, PlannedRuntime(1, 1, "float32", kind="cpu"))
+    assert tried[0] > tried[1] > tried[2] == cfg.batch_size
+    assert f"batch_size=auto: {tried[2]}." in text
+    monkeypatch.setattr(fit, "take_real_step", lambda cfg, runtime: (2**40, ""))
+    cfg.batch_size = "auto"
+    with pytest.raises(
+        ConfigError, match=r"batch_size=auto: a real step with batch_size=\d+ does not fit: takes 1,024.00 GiB of"
+    ):
+        fit.settle_batch(cfg, PlannedRuntime(1, 1, "float32", kind="cpu"))
