@@ -452,7 +452,7 @@ def test_speed_auto_keeps_the_result_if_it_compiles(case, size):
 def test_run_resumes_with_speed_auto_and_without(case, faster_first, tmp_path):
     size, (before, after) = 1 if case.strategy is Single else 2, (AUTO, OFF) if faster_first else (OFF, AUTO)
     run_world(size, run_cases, [replace(case, performance=before, save=str(tmp_path))], "cuda", timeout=120)
-    second = replace(case, performance=after, resume=str(tmp_path / "step_00000003.pt"))
+    second = replace(case, performance=after, resume=str(tmp_path / "pt" / "step_00000003.pt"))
     outcome = run_world(size, run_cases, [second], "cuda", timeout=120)[0][second]
     assert largest_difference(outcome.weights, reference(case.reference()).weights) < 1e-6
 
@@ -491,7 +491,7 @@ def test_captured_run_resumes_from_checkpoint(tmp_path):
     """The run resumes with the weights and the momentum of the file, not with those of the warm-up steps."""
     first = Case(Single, performance=BOTH, save=str(tmp_path))
     run_world(1, run_cases, [first], "cuda", timeout=120)
-    second = replace(first, save="", resume=str(tmp_path / "step_00000003.pt"))
+    second = replace(first, save="", resume=str(tmp_path / "pt" / "step_00000003.pt"))
     outcome = run_world(1, run_cases, [second], "cuda", timeout=120)[0][second]
     assert largest_difference(outcome.weights, reference(first.reference()).weights) < 1e-6
 
@@ -499,7 +499,7 @@ def test_captured_run_resumes_from_checkpoint(tmp_path):
 @pytest.mark.gpu(2)
 def test_split_resumes_from_checkpoint_of_one_gpu(tmp_path):
     run_world(1, run_cases, [Case(Single, save=str(tmp_path))], "cuda", timeout=120)
-    case = Case(Split, (devices(2), ("num_microbatches", 2)), resume=str(tmp_path / "step_00000003.pt"))
+    case = Case(Split, (devices(2), ("num_microbatches", 2)), resume=str(tmp_path / "pt" / "step_00000003.pt"))
     outcome, expected = run_world(1, run_cases, [case], "cuda", timeout=120)[0][case], reference(case.reference())
     assert largest_difference(outcome.weights, expected.weights) < 1e-6
     assert largest_difference(outcome.momentum, expected.momentum) < 1e-5

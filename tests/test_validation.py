@@ -152,7 +152,7 @@ def test_resume_that_holds_out_other_samples_is_refused(given, shown, chosen):
     cfg = config(*RUN, "strategy=single", f"runs_dir={chosen.parent}", given)
     recorded = f"{chosen} was trained with data.val_fraction=0.2 data.val_seed=0 of 125 samples, and a run cannot be resumed"
     with pytest.raises(ConfigError, match=re.escape(f"{shown}{recorded} with another validation set. Use the recorded values")):
-        check_and_build(cfg, Runtime("cpu"), lambda cfg, job: None)
+        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda cfg, job: None)
 
 
 def test_refused_resume_exits_with_code_2_and_leaves_the_record(chosen):
@@ -196,7 +196,7 @@ def test_older_run_is_evaluated_by_its_newest_weights_and_not_resumed_with_a_val
     with pytest.raises(
         ConfigError, match=f"{old} was trained with a validation set that it has not recorded, and a run cannot"
     ):
-        check_and_build(cfg, Runtime("cpu"), lambda cfg, job: None)
+        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda cfg, job: None)
 
 
 @pytest.mark.parametrize(("folder", "fraction"), [("test", 0.0), ("val", 0.0), ("other", 0.25)])

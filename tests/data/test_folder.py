@@ -127,7 +127,7 @@ def test_corrupt_files_are_left_out_the_same_with_and_without_a_cache(tmp_path):
     for each in found[1:]:
         assert all(same(each.train.sample(0, i), found[0].train.sample(0, i)) for i in range(found[0].train.size))
     cfg = config("data=folder", f"data.root={root}", *OPTIONS, "data.on_corrupt=skip", f"runs_dir={tmp_path}/runs")
-    texts = [finding.text for finding in check_and_build(cfg, Runtime("cpu"), lambda cfg, job: None).findings]
+    texts = [finding.text for finding in check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda cfg, job: None).findings]
     assert sum("data.on_corrupt=skip: 1 files cannot be decoded and are left out: " in text for text in texts) == 1
 
 

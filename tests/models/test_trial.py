@@ -98,7 +98,7 @@ def test_long_lists_of_names_are_cut():
 
 def frozen_runs(folder: str) -> dict[str, Outcome]:
     """Train a partly frozen model under FSDP, and resume it after its first epoch under other strategies."""
-    resumed = FROZEN | {"resume": f"{folder}/step_00000003.pt"}
+    resumed = FROZEN | {"resume": f"{folder}/pt/step_00000003.pt"}
     cases = {"straight": fsdp(save=folder, **FROZEN), "ddp": ddp(**resumed), "scratch": scratch(**resumed)}
     cases["pipeline"] = pipeline("1f1b", cut=("fc1",), **resumed)
     outcomes = run_cases(list(cases.values()))

@@ -64,4 +64,4 @@ def test_run_does_not_resume_with_other_classes(resume, classes, difference, tmp
     (run / "data.json").write_text(json.dumps({"shape": {}, "classes": classes}))
     cfg = config(*SMALL, "name=mine", f"runs_dir={tmp_path}", f"resume={resume.format(run=run)}")
     with pytest.raises(ConfigError, match=f"{run}: was trained with other classes: {difference}"):
-        check_and_build(cfg, Runtime("cpu"), lambda cfg, job: None)
+        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda cfg, job: None)
