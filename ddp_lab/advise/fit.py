@@ -106,8 +106,10 @@ def check_memory(cfg: DictConfig, job: Job) -> str:
     Raises:
         ConfigError: parameters, gradients, optimizer state and averages do not fit on some rank.
     """
+    if not cfg.memory_limit and job.runtime.device.type != "cuda":
+        return ""  # how much of a host's memory a process may use is not known
     memory, _ = memory_of(cfg, job.runtime)
-    return job.runtime.agree("state", lambda: check_state(cfg, job, memory)) if memory else ""
+    return job.runtime.agree("state", lambda: check_state(cfg, job, memory))
 
 
 def check_state(cfg: DictConfig, job: Job, memory: int) -> str:
