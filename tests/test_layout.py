@@ -1,4 +1,4 @@
-"""The subpackages of ddp_lab (rooms) are few, have a docstring, and import in one direction only. Links of documents work."""
+"""The subpackages of ddp_lab are few, have a docstring, and import in one direction only. Links of documents work."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from launches import ROOT
 from ddp_lab.__main__ import COMMANDS
 
 PACKAGE = ROOT / "ddp_lab"
-# From the bottom up: a room may import itself and the rooms before it. A new room must be added here.
+# From the bottom up: a subpackage may import itself and those before it. A new one must be added here.
 ORDER = [
     "config",
     "world",

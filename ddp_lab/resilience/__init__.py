@@ -1,1 +1,1 @@
-"""Recovery from failures: checkpoints, the watchdog, preemption, the run directory. No arithmetic here."""
+"""Recovery from failures: the watchdog, preemption, the run directory. No arithmetic here."""
