@@ -17,6 +17,7 @@ ORDER = [
     "observe",
     "models",
     "data",
+    "tasks",
     "strategies",
     "training",
     "speed",

@@ -3,7 +3,7 @@
 With W ranks and a global batch of B samples, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation, as
 torch's `DistributedSampler` does, in local batches of B / W. The local batches of step s on all ranks together are therefore
 the slice [s * B, (s + 1) * B) of the permutation, for any W. If W does not divide the number of samples, a few of them are
-repeated as padding at the end. Their targets become IGNORE, so that every sample counts exactly once.
+repeated as padding at the end of the last local batch of some ranks, and do not count (`Strategy.real`).
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw_offsets
-from ddp_lab.data.batch import IGNORE, Batch, BatchSize
+from ddp_lab.data.batch import Batch, BatchSize
 from ddp_lab.data.dataset import LabelledImages, Samples
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -108,7 +108,6 @@ class Loader(ABC):
         rank, ranks = options.dp_rank, options.dp_size
         self.order = partial(local_order, data.size, rank, ranks, options.seed if options.shuffle else None)
         self.samples = math.ceil(data.size / ranks)  # of this rank, padding included
-        self.real = len(range(rank, data.size, ranks))  # without padding
         self.scale, self.offset = scale_and_offset(options.mean, options.std, options.device)
         self.epoch = self.start = 0  # where `start_epoch` begins: the epoch, and this rank's samples before
         self._drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # order and augmentation offsets, by epoch
@@ -195,8 +194,6 @@ class Loader(ABC):
         images, targets = self._read(places)
         if self._offsets is not None:
             images = augment(images, self._offsets.index_select(1, places), self.options.crop_padding)
-        if self.real < self.samples:
-            targets = targets.masked_fill(places >= self.real, IGNORE)
         return self.normalise(images), targets
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,12 @@ class Chain(nn.Sequential):
     """Named blocks in the order in which they run.
 
     Args:
-        input_shape: one sample's (channels, height, width).
+        input_shape: shape of one sample, for example (channels, height, width).
         blocks: the modules by name; each gets the output of the one before it. A module without parameters and buffers may be
             in several places, each of which gets a copy, as torch lists the children of a module without repetitions.
 
     Attributes:
+        input_dtype: of the input; None: torch's default, as of the parameters.
         initializers: draw a block's initial weights in place, one after the other, after `reset_parameters` of its modules.
             They are used where a block is drawn alone (models/initial_weights.py).
 
@@ -26,9 +27,10 @@ class Chain(nn.Sequential):
         ConfigError: two blocks are the same module, which has parameters or buffers.
     """
 
-    def __init__(self, input_shape: tuple[int, int, int], **blocks: nn.Module):
+    def __init__(self, input_shape: tuple[int, ...], **blocks: nn.Module):
         super().__init__(OrderedDict(each_its_own(blocks)))
         self.input_shape = input_shape
+        self.input_dtype: torch.dtype | None = None
         self.initializers: list[Callable[[nn.Module], None]] = []
         self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
 
@@ -37,6 +39,10 @@ class Chain(nn.Sequential):
         for segment in self if self._executed is None else self._executed:
             input = segment(input)
         return input
+
+    def example(self, samples: int, device: torch.device | str) -> torch.Tensor:
+        """Return an input of zeros, [samples, *input_shape]."""
+        return torch.zeros(samples, *self.input_shape, dtype=self.input_dtype, device=device)
 
     def initialize(self, initializer: Callable[[nn.Module], None]) -> None:
         """Let `initializer` draw the initial weights of all blocks, now and where a block is drawn alone."""

@@ -97,7 +97,7 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
         The FLOPs of each block; the shape of the activation before each block and after the last one, without the batch
         dimension.
     """
-    activation = torch.empty(1, *chain.input_shape, device="meta")
+    activation = chain.example(1, "meta")
     flops, shapes = list[int](), [activation.shape[1:]]
     known: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}  # by block and input: a deep model has many equal blocks
     with torch.no_grad():

@@ -58,5 +58,5 @@ def read_outside(model: Chain, names: Iterable[str]) -> set[str]:
     copied = meta_copy(model) if on_meta else copy.deepcopy(model)
     reads = Reads({name: copied.get_submodule(name) for name in names})
     with suppress(Exception), torch.random.fork_rng([]), torch.no_grad(), reads:
-        copied.eval()(torch.zeros(1, *model.input_shape, device="meta" if on_meta else "cpu"))
+        copied.eval()(model.example(1, "meta" if on_meta else "cpu"))
     return reads.found

@@ -65,18 +65,21 @@ class Attention(nn.Module):
     Args:
         width: size of a token.
         heads: number of heads; divides `width`.
+
+    Attributes:
+        causal: whether a token sees itself and those before it only.
     """
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.head_width = width // heads
+        self.head_width, self.causal = width // heads, False
         self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [b, n, width] for [b, n, width]."""
         # The number of heads follows from the width of q's output, which is smaller where the layers are sharded.
         q, k, v = (layer(tokens).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

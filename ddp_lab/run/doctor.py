@@ -20,7 +20,7 @@ from ddp_lab.launch.preflight import Finding, check_host_name, check_master, che
 from ddp_lab.launch.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.models.make import make_model
 from ddp_lab.run.checks import Settle
-from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_loss, make_mix, make_plan
+from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_task, make_mix, make_plan
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.device import list_devices
@@ -113,7 +113,7 @@ def examine(cfg: DictConfig, runtime: Runtime, findings: Findings, check_memory:
         return
     loss = findings.look(
         "loss",
-        lambda: (make_loss(cfg, dataset), make_mix(cfg, strategy, dataset, plan)),
+        lambda: (make_task(cfg, dataset), make_mix(cfg, strategy, dataset, plan)),
         lambda _: f"{choices['loss']} of a value per sample, mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}",
     )
     if built is None or loss is None:

@@ -45,9 +45,8 @@ class EvaluatedRun:
         return self.progress.epoch - (self.progress.samples == 0)
 
     def __str__(self) -> str:
-        metrics = self.metrics
-        top5 = "" if metrics.top5_accuracy is None else f" top-5 {metrics.top5_accuracy:.4f}"
-        found = f"{self.split} loss {metrics.loss:.4f} accuracy {metrics.accuracy:.4f}{top5} on {metrics.samples:,} images"
+        values = " ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.values.items())
+        found = f"{self.split} {values} on {self.metrics.samples:,} samples"
         return f"{self.checkpoint}, epoch {self.epoch}: {found} ({self.where})"
 
     def values(self) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.run.speed import find_options
 from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.loss import Loss, build_loss
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.build import build_loss
+from ddp_lab.tasks.classification import Classification
 from ddp_lab.training.loop import FitSettings
 from ddp_lab.training.optimizer import require_support
 from ddp_lab.training.plan import Plan
@@ -59,7 +61,7 @@ class Job:
         dataset: the sets of samples; of a planned run only their sizes.
         plan: batch sizes, steps per epoch and learning rate.
         built: the model with its initial weights.
-        loss: the training loss, on the CPU.
+        task: what the model is trained for, with its loss, on the CPU.
         mix: mixup and CutMix of the training batches; None: both are off.
         optimizer: makes the optimizer of some parameters.
         schedule: the shape of the learning-rate schedule.
@@ -76,7 +78,7 @@ class Job:
     dataset: Dataset
     plan: Plan
     built: BuiltModel
-    loss: Loss
+    task: Task
     mix: Mix | None
     optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Callable[..., float]
@@ -144,9 +146,9 @@ def make_plan(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> Plan:
     )
 
 
-def make_loss(cfg: DictConfig, dataset: Dataset) -> Loss:
-    """Return the training loss, on the CPU."""
-    return build_loss(cfg.loss, len(dataset.classes), mixed=cfg.mixup > 0 or cfg.cutmix > 0)
+def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
+    """Return what the model is trained for, on the CPU."""
+    return Classification(build_loss(cfg.loss, len(dataset.classes), mixed=cfg.mixup > 0 or cfg.cutmix > 0))
 
 
 def make_mix(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan) -> Mix | None:
@@ -173,7 +175,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     Raises:
         ConfigError: the model, the batch or the loss is not supported.
     """
-    loss, mix = make_loss(cfg, dataset), make_mix(cfg, strategy, dataset, plan)
+    task, mix = make_task(cfg, dataset), make_mix(cfg, strategy, dataset, plan)
     schedule, optimizer = build_shape(cfg.scheduler, cfg.epochs), instantiate(cfg.optimizer)
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -188,7 +190,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         dataset=dataset,
         plan=plan,
         built=built,
-        loss=loss,
+        task=task,
         mix=mix,
         optimizer=optimizer,
         schedule=schedule,

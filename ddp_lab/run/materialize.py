@@ -60,7 +60,7 @@ def place(job: Job) -> None:
     strategy = job.strategy
     if not strategy.one_process:
         job.runtime.open_group()
-    strategy.loss = job.loss.to(strategy.device)
+    strategy.task = job.task.to(strategy.device)
     strategy.initial_weights = job.built.initial_weights
     strategy.setup(job.options.apply_memory_format(job.model))
     if strategy.initial_weights is not None:

@@ -16,11 +16,13 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.all_reduce import trainable
-from ddp_lab.strategies.batch_norm import BatchNorm, without_padding
-from ddp_lab.strategies.loss import CrossEntropy, Loss, add_up, measure
+from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.mesh_layout import require_division
 from ddp_lab.strategies.saved_state import SavedState
-from ddp_lab.strategies.sharding import Weights
+from ddp_lab.strategies.sharding import Weights, local
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.classification import Classification
+from ddp_lab.tasks.measure import add_up, measure
 from ddp_lab.world.runtime import Runtime
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
@@ -58,10 +60,10 @@ class Strategy(SavedState, ABC):
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
         batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
-        loss: the training loss, on `device`. Set before `setup`.
+        task: what the model is trained for, with its loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
         autocast: returns the context of the forward pass.
-        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `loss.measure`.
+        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.measure.measure`.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
 
@@ -105,10 +107,10 @@ class Strategy(SavedState, ABC):
         self.dp_group: dist.ProcessGroup | None = None
         self.is_metric_rank = True
         self.batch_norm: BatchNorm = "local"
-        self.loss: Loss = CrossEntropy()
+        self.task: Task = Classification()
         self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
-        self.measure: Callable[[Loss, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] = measure
+        self.measure: Callable[[Task, torch.Tensor, torch.Tensor, int, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
 
@@ -158,7 +160,7 @@ class Strategy(SavedState, ABC):
         receive those of replica 0, so that every replica evaluates and saves the same model.
         """
         self.module.train(mode)
-        self.loss.train(mode)
+        self.task.train(mode)
         if not mode and self.dp_size > 1:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, group=self.dp_group, group_src=0)
@@ -167,25 +169,54 @@ class Strategy(SavedState, ABC):
         """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
 
         Args:
-            inputs: local batch, [b, channels, height, width].
-            targets: [b], IGNORE for padding; or mixed ones, [b, classes] (data/augment.py).
-            count: number of samples in the GLOBAL batch, without padding.
+            inputs: local batch, [b, ...].
+            targets: [b, ...], as the task's losses take them.
+            count: number of samples in the GLOBAL batch, without padding, which is at the end of the local batch.
             accumulate: number of gradient-accumulation steps. Only one micro-batch's activations are in memory at a time.
 
         Returns:
-            [loss_sum, correct, count] of the local batch.
+            [loss_sum, *task.running, weight] of the local batch.
         """
-        micro_batches = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
-        if self.batch_norm == "sync":
-            left = len(range(self.dp_rank, count, self.dp_size))  # this rank reads every dp_size-th sample of the global batch
-            micro_batches = without_padding(micro_batches, left)
+        known, left, micro_batches = self.task.per_sample is not None, self.real(count), []
+        for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
+            real = min(left, len(own))
+            left -= real
+            # Padding does not count in the loss, but would in BatchNorm's statistics. An empty micro-batch is kept, because their
+            # number must be the same on every rank.
+            kept = slice(real if self.batch_norm == "sync" else None)
+            micro_batches.append((own[kept], expected[kept], real))
         divisor = self.divisor(count)
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
         results.append(self.add_gradient(*last, divisor))
         self.reduce_gradients()
-        return add_up(results)
+        sums = add_up(results)
+        if not known:  # the stages of a pipeline but the last one never call the loss
+            own = sums.new_tensor(float(self.task.per_sample is not False))
+            self.task.per_sample = bool(self.runtime.all_reduce(own, dist.ReduceOp.MIN))
+        if not self.task.per_sample:
+            self.divide_by_weight(sums[-1], count)
+        return sums
+
+    def real(self, count: int) -> int:
+        """Return how many samples of this rank's local batch are no padding; `count` is the size of the GLOBAL batch."""
+        return len(range(self.dp_rank, count, self.dp_size))  # a rank reads every dp_size-th sample of the global batch
+
+    def divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
+        """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.
+
+        The weights are known only after the forward passes: of ignored pixels and padded tokens they are 0.
+
+        Args:
+            weight: of the local batch, [].
+        """
+        total = self.runtime.all_reduce(weight.clone() if self.is_metric_rank else torch.zeros_like(weight))
+        scale = count / total.clamp(min=torch.finfo(total.dtype).tiny)  # without any weight all gradients are 0
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                gradient.mul_(scale.to(gradient))
 
     def divisor(self, count: int) -> float:
         """Return what the loss of each micro-batch is divided by.
@@ -199,17 +230,17 @@ class Strategy(SavedState, ABC):
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
         return nullcontext()
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
-        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, correct, count].
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, *task.running, weight].
 
         Args:
-            inputs: [b, channels, height, width].
-            targets: [b], IGNORE for padding.
+            inputs, targets: [b, ...].
+            real: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
         """
         with self.autocast():
-            logits = self.forward(inputs)
-        loss, results = self.measure(self.loss, logits, targets, divisor)
+            outputs = self.forward(inputs)
+        loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results
 

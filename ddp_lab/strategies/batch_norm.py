@@ -3,7 +3,7 @@
 local: each rank normalises by the mean and variance of its local batch, so the result depends on the number of ranks.
 sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This costs two small collectives
        per layer in the forward pass and two in the backward pass. The padding of a partial last batch is excluded from the
-       statistics (`without_padding`), so a rank's local batch may be empty.
+       statistics (`Strategy.forward_backward`), so a rank's local batch may be empty.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from ddp_lab.config.errors import ConfigError
 
 BatchNorm = Literal["local", "sync"]
 Model = TypeVar("Model", bound=nn.Module)
-MicroBatch = tuple[torch.Tensor, torch.Tensor]  # inputs [b, channels, height, width] and targets [b]
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -117,17 +116,3 @@ def is_batch_norm(layer: nn.Module) -> bool:
     """Return whether `layer` is any of torch's BatchNorm layers: 1d, 2d, 3d or synchronised."""
     return isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage], their only common base
 
-
-def without_padding(micro_batches: list[MicroBatch], left: int) -> list[MicroBatch]:
-    """Remove the padding of a partial last batch: it does not count in the loss, but would in BatchNorm's statistics.
-
-    Micro-batches may be empty afterwards. They are kept, because their number must be the same on every rank.
-
-    Args:
-        left: number of samples without padding, which come first.
-    """
-    kept: list[MicroBatch] = []
-    for inputs, targets in micro_batches:
-        kept.append((inputs[:left], targets[:left]))
-        left = max(0, left - len(targets))
-    return kept

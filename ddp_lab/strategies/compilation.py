@@ -16,7 +16,7 @@ from torch import nn
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.loss import measure
+from ddp_lab.tasks.measure import measure
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 

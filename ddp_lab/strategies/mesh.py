@@ -133,7 +133,7 @@ class Mesh(Strategy):
                 "strategy.num_stages and strategy.cut: are only used if strategy.pp is above 1, got strategy.pp=1"
             )
         else:
-            self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
+            self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())), model.input_dtype)
         shapes = self.plan.parts.shapes
         if tp > 1 or self.sequence_parallel:
             check_plans(model, shapes, tp, self.sequence_parallel, self.other_sizes)
@@ -146,7 +146,7 @@ class Mesh(Strategy):
     def setup(self, model: nn.Module) -> None:
         log_offload(self.offload, self.device)
         self._make_groups()
-        boundaries = boundaries_of(self.plan, self.shapes, self.runtime.precision)
+        boundaries = boundaries_of(self.plan, self.shapes, self.plan.input_dtype, self.runtime.precision)
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in model.children()]
         stages: dict[int, nn.Module] = {}
         for index, own in blocks_by_stage(model, self.plan, dist.get_rank(self.pp_group)).items():
@@ -155,7 +155,7 @@ class Mesh(Strategy):
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
         self.pipeline = None
         if self.pp_group is not None and self.axes["pp"] > 1:
-            self.pipeline = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.loss, self.device)
+            self.pipeline = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.task, self.device)
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
         held = torch.zeros(self.num_devices, dtype=torch.int64, device=self.device)
@@ -191,9 +191,9 @@ class Mesh(Strategy):
         lines = f"mesh on {self.where}:\n{self.picture}"
         return lines if self.pipeline is None else f"{lines}\n{self.plan.describe()}"
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         execute = super().add_gradient if self.pipeline is None else self.pipeline.add_gradient
-        return execute(inputs, targets, divisor)
+        return execute(inputs, targets, real, divisor)
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

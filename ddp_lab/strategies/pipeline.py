@@ -68,21 +68,21 @@ class Pipeline(Strategy):
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
-        boundaries = boundaries_of(self.plan, self.plan.parts.shapes, self.runtime.precision)
+        boundaries = boundaries_of(self.plan, self.plan.parts.shapes, self.plan.input_dtype, self.runtime.precision)
         stages: dict[int, nn.Module] = {}
         for index, own in blocks_by_stage(model, self.plan, dist.get_rank(self.pp_group)).items():
             stage = Stage(own, self.runtime.autocast, boundaries[index + 1].dtype, "none")
             stages[index] = to_device(stage, self.device, self.initial_weights)
         self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
-        self.executor = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.loss, self.device)
+        self.executor = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.task, self.device)
         self.is_metric_rank = self.executor.has_loss
 
     def describe(self) -> str:
         where = self.plan.parts.describe([f"pp rank {stage % self.plan.ranks}" for stage in range(self.plan.num_stages)])
         return f"{self.name}: {where}, {self.plan.describe()}"
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
-        return self.executor.add_gradient(inputs, targets, divisor)
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        return self.executor.add_gradient(inputs, targets, real, divisor)
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

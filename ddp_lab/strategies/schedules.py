@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
@@ -81,6 +82,7 @@ class PipelinePlan:
         num_microbatches: number of micro-batches that a batch is divided into, m.
         parts: the blocks of each stage.
         has_batch_norm: whether the model has BatchNorm.
+        input_dtype: `Chain.input_dtype`.
     """
 
     schedule: Schedule
@@ -88,6 +90,7 @@ class PipelinePlan:
     num_microbatches: int
     parts: Partition
     has_batch_norm: bool
+    input_dtype: torch.dtype | None
 
     @property
     def num_stages(self) -> int:
@@ -153,7 +156,7 @@ class PipelineOptions:
         parts = Partition(model, stages, None if self.cut is None else [str(name) for name in self.cut])
         require_one_place(model, {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}, strategy)
         require_unchanged_inputs(model, parts)
-        return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())))
+        return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())), model.input_dtype)
 
 
 def require_unchanged_inputs(model: nn.Module, parts: Partition) -> None:

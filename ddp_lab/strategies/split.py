@@ -22,8 +22,8 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.loss import add_up, measure
 from ddp_lab.strategies.sharding import require_one_place, to_device
+from ddp_lab.tasks.measure import add_up, measure
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -67,7 +67,7 @@ class Split(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.module = model
-        self.loss_on_last = deepcopy(self.loss).to(self.devices[-1])  # in training the logits are there
+        self.task_on_last = deepcopy(self.task).to(self.devices[-1])  # in training the outputs are there
         blocks = list(model.named_children())
         self.stages: list[nn.Module] = [
             to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device, self.initial_weights)
@@ -92,15 +92,18 @@ class Split(Strategy):
                 activation = stage(activation.to(device, non_blocking=True))
         return activation
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         targets = targets.to(self.devices[-1], non_blocking=True)
         for micro_batch, expected in zip(
             inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True
         ):
-            loss, sums = measure(self.loss_on_last, self._through_stages(micro_batch), expected, divisor)
+            own = min(real, len(micro_batch))
+            real -= own
+            loss, sums = measure(self.task_on_last, self._through_stages(micro_batch), expected, own, divisor)
             losses.append(loss)
             results.append(sums)
         add_up(losses).backward()
+        self.task.per_sample = self.task_on_last.per_sample
         return add_up(results).to(self.device, non_blocking=True)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.data.batch import IGNORE
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
-from ddp_lab.strategies.loss import Loss, add_up, measure
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.measure import add_up, measure, width
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -77,18 +77,20 @@ class Boundary(NamedTuple):
         return torch.empty(size, *self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
 
 
-def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], precision: str) -> list[Boundary]:
+def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], inputs: torch.dtype | None, precision: str) -> list[Boundary]:
     """Return the boundaries of all stages: what each gets, and what the last one returns.
 
     Args:
         plan: of the pipeline.
         shapes: shape of one sample's activation before each block and after the last one.
-        precision: float32, in which all activations are sent; or bf16, in which all but the images and the logits are.
+        inputs: dtype of the model's input; None: torch's default.
+        precision: float32, in which all activations are sent; or bf16, in which all but the inputs and the outputs are.
     """
     outside = torch.get_default_dtype()
     between = torch.bfloat16 if precision == "bf16" else outside
     at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
-    return [Boundary(shape, outside if place in (0, len(at) - 1) else between) for place, shape in enumerate(at)]
+    dtypes = [inputs or outside, *[between] * (len(at) - 2), outside]
+    return [Boundary(shape, dtype) for shape, dtype in zip(at, dtypes, strict=True)]
 
 
 class MicroBatchLoss:
@@ -96,15 +98,18 @@ class MicroBatchLoss:
 
     Attributes:
         divisor: number that each summed loss is divided by.
-        results: [loss_sum, correct, count] of each micro-batch so far.
+        left: samples without padding in the micro-batches that follow.
+        results: the sums of each micro-batch so far.
     """
 
-    def __init__(self, loss: Loss):
-        self.loss, self.divisor = loss, 1.0
+    def __init__(self, task: Task):
+        self.task, self.divisor, self.left = task, 1.0, 0
         self.results: list[torch.Tensor] = []
 
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss, results = measure(self.loss, logits, targets, self.divisor)
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        real = min(self.left, len(targets))
+        self.left -= real
+        loss, results = measure(self.task, outputs, targets, real, self.divisor)
         self.results.append(results)
         return loss
 
@@ -121,7 +126,7 @@ class PipelineExecutor:
         stages: this rank's stages by their index in the pipeline, on the device.
         boundaries: of all stages.
         group: the ranks of the pipeline.
-        loss: the training loss.
+        task: with the training loss.
         device: of this rank.
     """
 
@@ -131,11 +136,11 @@ class PipelineExecutor:
         stages: dict[int, nn.Module],
         boundaries: list[Boundary],
         group: dist.ProcessGroup,
-        loss: Loss,
+        task: Task,
         device: torch.device,
     ):
         self.plan, self.stages, self.boundaries, self.group, self.device = plan, stages, boundaries, group, device
-        self.loss = MicroBatchLoss(loss)
+        self.loss = MicroBatchLoss(task)
         self.has_loss = plan.num_stages - 1 in stages
         self._schedules: dict[tuple[int, bool], TorchSchedule] = {}
 
@@ -146,14 +151,14 @@ class PipelineExecutor:
         order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
         return time_slots({rank: [str(action) for action in actions] for rank, actions in order.items()})
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""
         schedule, rows, arguments = self._prepare(inputs, training=True)
-        targets = targets[rows]
-        targets[len(inputs) :] = IGNORE if targets.dim() == 1 else 0  # mixed targets are probabilities
-        self.loss.divisor, self.loss.results = divisor, []
-        schedule.step(*arguments, target=targets if self.has_loss else None, return_outputs=False)
-        return add_up(self.loss.results) if self.has_loss else torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.loss.divisor, self.loss.left, self.loss.results = divisor, real, []
+        schedule.step(*arguments, target=targets[rows] if self.has_loss else None, return_outputs=False)
+        if self.has_loss:
+            return add_up(self.loss.results)
+        return torch.zeros(width(self.loss.task), dtype=torch.float64, device=self.device)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""

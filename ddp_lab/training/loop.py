@@ -100,26 +100,24 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
     while not is_over(progress, parts.settings):
         progress = train_epoch(parts, logger, hooks, progress)
         hooks.check(progress)
-        if progress.sums[2] == 0:
+        if progress.sums[-1] == 0:
             message = f"every batch of epoch {progress.epoch} was skipped (on_nan=skip): lower optimizer.lr"
             raise TrainingError(message, "not_finite")
         with parts.ema.in_use() if parts.ema else nullcontext():
             evaluated, following = evaluate_epoch(parts, hooks, progress)
             logits = parts.strategy.predict(shown.inputs) if drawn in evaluated else None
-        train_loss, train_accuracy, samples = means(progress.sums)
         logger.epoch(
             progress.epoch,
             step=progress.step,
-            train_loss=train_loss,
-            train_accuracy=train_accuracy,
+            **{f"train_{name}": value for name, value in means(parts.strategy.task, progress.sums).items()},
             **{key: value for name, found in evaluated.items() for key, value in found.metrics(name).items()},
             lr=progress.lr,
             seconds=progress.seconds,
-            samples_per_second=samples / progress.seconds,
+            samples_per_second=progress.samples / progress.seconds,
         )
         if logits is not None:
             logger.predictions(progress.epoch, shown.inputs, shown.targets, logits)
-            logger.confusion(progress.epoch, evaluated[drawn].confusion)
+            logger.confusion(progress.epoch, evaluated[drawn].sums.get("confusion"))
         progress = following
         hooks.end_epoch(progress, last=is_over(progress, parts.settings))
     if progress.epoch <= parts.settings.epochs:
@@ -138,7 +136,7 @@ def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress) ->
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
         own = total(strategy, step.running_sums.totals.clone()).tolist()
-        sums = [earlier + now for earlier, now in zip(before.sums, own, strict=True)]
+        sums = [earlier + now for earlier, now in zip(before.sums or [0.0] * len(own), own, strict=True)]
         return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
 
     done = -(-before.samples // loader.batch_size)

@@ -12,7 +12,8 @@ import torch
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.compilation import CompileFn
-from ddp_lab.strategies.loss import TOP, count_predictions, new_counts, sum_dtype, sums
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.measure import in_float32, sum_dtype, width
 
 LONGEST = 1000  # steps whose losses are kept
 
@@ -22,80 +23,65 @@ class Evaluation:
     """The metrics of one evaluation, in which each sample counts once.
 
     Attributes:
-        loss: mean loss.
-        accuracy: fraction of the samples whose class has the largest logit (top-1).
+        values: the mean loss, and the task's metrics, by name.
         samples: number of samples.
-        top5_accuracy: fraction of the samples whose class has one of the five largest logits; None with at most five classes.
-        confusion: number of samples by true class (row) and predicted class (column), int64 [classes, classes] on the host;
-            None with more than `sums.MOST_CLASSES` classes.
+        sums: the task's sums over all samples, on the host, by name.
     """
 
-    loss: float
-    accuracy: float
+    values: dict[str, float]
     samples: int
-    top5_accuracy: float | None
-    confusion: torch.Tensor | None
+    sums: dict[str, torch.Tensor]
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics under the names that they have in metrics.jsonl, for a set called `name`: val_loss and so on."""
-        values = {f"{name}_loss": self.loss, f"{name}_accuracy": self.accuracy}
-        return values if self.top5_accuracy is None else values | {f"{name}_top5_accuracy": self.top5_accuracy}
+        return {f"{name}_{key}": value for key, value in self.values.items()}
 
 
+@torch.no_grad()
 def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> Evaluation:
     """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end."""
     strategy.train(False)
-    totals = torch.zeros(3, dtype=sum_dtype(strategy.device), device=strategy.device)
-    counts, classes = totals.new_zeros(0), 0
-    for batch in batches:
-        logits = strategy.predict(batch.inputs)
-        if not classes:
-            classes = logits.size(1)
-            counts = new_counts(classes, strategy.device)
-        totals += sums(strategy.loss(logits, batch.targets), logits, batch.targets)
-        count_predictions(counts, logits, batch.targets)
-    summed = total(strategy, totals, counts)
-    loss, accuracy, samples = means(summed[:3].tolist())
-    top5 = summed[3].item() / samples if classes > TOP else None
-    confusion = summed[4:].long().view(classes, classes) if len(summed) > 4 else None
-    return Evaluation(loss, accuracy, int(samples), top5, confusion)
+    task, samples, totals = strategy.task, 0, dict[str, torch.Tensor]()
+    for inputs, targets, count in batches:
+        real = strategy.real(count)
+        outputs, targets = in_float32(strategy.predict(inputs)[:real]), targets[:real]
+        loss, weight = task.loss_sum(outputs, targets)
+        for name, value in {"loss": loss, "weight": weight, **task.sums(outputs, targets)}.items():
+            value = value.to(sum_dtype(strategy.device))
+            totals[name] = totals[name] + value if name in totals else value
+        samples += count
+    sums = {name: total(strategy, value.flatten()).view(value.shape) for name, value in totals.items()}
+    loss = (sums.pop("loss") / sums.pop("weight")).item()
+    return Evaluation({"loss": loss, **task.metrics(sums)}, samples, sums)
 
 
-def total(strategy: Strategy, *sums: torch.Tensor) -> torch.Tensor:
-    """Return the sums over all ranks, on the host. Collective; waits for the device, so call it once per epoch.
-
-    Args:
-        sums: vectors of the same dtype. Each is added separately, because the size of a vector affects the order in which
-            the ranks' values are added.
-
-    Returns:
-        The concatenated sums.
-    """
-    counted = [own if strategy.is_metric_rank else torch.zeros_like(own) for own in sums]
-    return torch.cat([strategy.runtime.all_reduce(own) for own in counted]).cpu()
+def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
+    """Return sums, [n], over all ranks, on the host. Collective; waits for the device."""
+    return strategy.runtime.all_reduce(sums if strategy.is_metric_rank else torch.zeros_like(sums)).cpu()
 
 
-def means(sums: list[float]) -> tuple[float, float, float]:
-    """Return the mean loss, the accuracy and the number of samples of [loss_sum, correct, count]."""
-    loss_sum, correct, count = sums
-    return loss_sum / count, correct / count, count
+def means(task: Task, sums: list[float]) -> dict[str, float]:
+    """Return the mean loss and the running metrics, by name, of [loss_sum, *task.running, weight]."""
+    *found, weight = sums
+    return {name: value / weight for name, value in zip(("loss", *task.running), found, strict=True)}
 
 
 class RunningSums:
     """The sums of this rank's steps, and the losses of its last LONGEST steps.
 
     Args:
+        task: what is summed.
         device: where the sums are kept.
         skip_not_finite: a step whose loss is not finite does not count in `totals`.
 
     Attributes:
-        totals: [loss_sum, correct, count] in `sum_dtype` since the training loop last zeroed it.
+        totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed it.
         in_graph: whether steps are counted on the device, as a CUDA graph requires, and not on the host.
     """
 
-    def __init__(self, device: torch.device, skip_not_finite: bool = False):
+    def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):
         self.skip_not_finite, self.in_graph = skip_not_finite, False
-        self.totals = torch.zeros(3, dtype=sum_dtype(device), device=device)
+        self.totals = torch.zeros(width(task), dtype=sum_dtype(device), device=device)
         self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # index s % LONGEST: step s
         self._step = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -121,7 +107,7 @@ class RunningSums:
         """Count the next step.
 
         Args:
-            sums: the step's [loss_sum, correct, count].
+            sums: the step's [loss_sum, *task.running, weight].
         """
         self._add(sums)
 

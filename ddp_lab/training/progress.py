@@ -16,7 +16,7 @@ class Progress:
         epoch: epoch being trained, from 1.
         samples: samples of this epoch trained on so far, over all ranks: a multiple of the global batch size, or all samples.
         step: optimizer steps since the beginning of the run.
-        sums: [loss_sum, correct, count] of this epoch's steps so far, over all ranks.
+        sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty at its beginning.
         seconds: duration of this epoch's steps so far.
         lr: learning rate of the last step.
         best: lowest val_loss and highest val_accuracy (also top-5) so far, by name; empty without a validation set.
@@ -27,7 +27,7 @@ class Progress:
     epoch: int = 1
     samples: int = 0
     step: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    sums: list[float] = field(default_factory=list[float])
     seconds: float = 0.0
     lr: float = 0.0
     best: dict[str, float] = field(default_factory=dict[str, float])
@@ -46,7 +46,7 @@ class Progress:
         Args:
             validation: the metrics val_* after the epoch that ends; empty without a validation set.
         """
-        following = replace(self, epoch=self.epoch + 1, samples=0, sums=[0.0, 0.0, 0.0], seconds=0.0, lr=0.0)
+        following = replace(self, epoch=self.epoch + 1, samples=0, sums=[], seconds=0.0, lr=0.0)
         finite = all(map(math.isfinite, validation.values()))
         better = {name: value for name, value in validation.items() if finite and self._is_better(name, value)}
         following.best, following.best_epochs = self.best | better, self.best_epochs | dict.fromkeys(better, self.epoch)

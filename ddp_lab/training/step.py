@@ -88,7 +88,7 @@ class Step:
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.options, self.ema = options or StepOptions(), ema
-        self.running_sums = RunningSums(strategy.device, self.options.skip_not_finite)
+        self.running_sums = RunningSums(strategy.task, strategy.device, self.options.skip_not_finite)
         self._optimize = step_of(optimizer)
         self.lr = 0.0
 

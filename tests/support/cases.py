@@ -26,7 +26,7 @@ CLIPPED = {"max_grad_norm": 0.1, "ema": 0.8}  # also averages the weights, over 
 # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
 # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
 AUGMENTED = {"crop_padding": 3, "flip": True, "dtype": torch.float64}
-SMOOTHED = {"loss": (("_target_", "ddp_lab.strategies.loss.CrossEntropy"), ("label_smoothing", 0.2))}
+SMOOTHED = {"loss": (("_target_", "ddp_lab.tasks.classification.CrossEntropy"), ("label_smoothing", 0.2))}
 UNDECAYED = {"weight_decay": 0.1, "decay_norms_and_biases": False}
 RECIPE = {"mixup": 0.4, "cutmix": 1.0, "lr_schedule": "multi_step", **SMOOTHED, **UNDECAYED}
 FOCAL = {"loss": (("_target_", "own_losses.Focal"), ("gamma", 1.0))}

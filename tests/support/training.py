@@ -31,7 +31,7 @@ from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
-from ddp_lab.strategies.loss import CrossEntropy
+from ddp_lab.tasks.classification import CrossEntropy
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
@@ -391,10 +391,11 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     training.fit(recorder, recorder, progress)
     with training.ema.in_use() if training.ema else nullcontext():
         tested = evaluate(strategy, job.loaders["test"])
-    assert tested.samples == tested.confusion.sum() == TEST_SAMPLES
-    assert tested.accuracy == tested.confusion.trace().item() / TEST_SAMPLES
-    cells = tested.confusion.flatten().tolist()
-    evaluation = (tested.loss, tested.accuracy, tested.samples, tested.top5_accuracy, *cells)
+    confusion = tested.sums["confusion"]
+    assert tested.samples == confusion.sum() == TEST_SAMPLES
+    assert tested.values["accuracy"] == confusion.trace().item() / TEST_SAMPLES
+    values = tested.values
+    evaluation = (values["loss"], values["accuracy"], tested.samples, values["top5_accuracy"], *confusion.flatten().tolist())
     assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
     assert len(recorder.validation) == len(recorder.tests) * (case.files or case.val_fraction > 0)
     averages = training.ema.state_dict() if training.ema else {}

@@ -1,0 +1,112 @@
+"""A GPT (Radford et al. 2019, GPT-2) as a chain: embedding, transformer blocks with causal attention, head.
+
+    tokens [b, n] -> embed: [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits [b, n, vocabulary]
+
+The blocks are those of the Vision Transformer (vit.py) with another mask, so that they have its plan for tensor parallelism. The
+head is not tied to the embedding: strategies that cut the model would train two.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from ddp_lab.config.types import Count
+from ddp_lab.models.chain import Chain, require_divisor
+from ddp_lab.models.vit import EPS, Attention, Block
+from ddp_lab.models.vit_layers import Norm
+
+STD = 0.02  # of the initial weights, as in GPT-2
+
+
+class TokenEmbed(nn.Module):
+    """The sum of a learned vector for each token and one for each position.
+
+    Args:
+        vocabulary: number of tokens.
+        context: largest number of positions.
+        width: size of a vector.
+    """
+
+    def __init__(self, vocabulary: int, context: int, width: int):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.empty(1, context, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights from N(0, 0.02^2), as GPT-2."""
+        nn.init.normal_(self.tokens.weight, std=STD)
+        nn.init.normal_(self.positions, std=STD)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [b, n, width] for int64 tokens, [b, n], of which n is at most the context."""
+        return self.tokens(tokens) + self.positions[:, : tokens.size(1)]
+
+
+class CausalBlock(Block):
+    """A block of the Vision Transformer whose tokens see themselves and those before them only.
+
+    Args:
+        width: size of a token.
+        heads: number of heads of the attention.
+        depth: number of blocks of the model, by which the initial weights of the residual branches' ends are scaled.
+        name: name of the block.
+    """
+
+    def __init__(self, width: int, heads: int, depth: int, name: str):
+        self.depth = depth  # before the constructor of the base class, which draws the weights
+        super().__init__(width, heads, 4 * width, 0.0, name)
+        self.attn.causal = True
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights as GPT-2: N(0, 0.02^2), and 1 / sqrt(2 depth) of it at the end of a residual branch."""
+        for norm in (self.norm1, self.norm2):
+            norm.reset_parameters()
+        ends = (self.attn.proj, self.fc2)
+        for layer in (self.attn.q, self.attn.k, self.attn.v, self.fc1, *ends):
+            nn.init.normal_(layer.weight, std=STD / math.sqrt(2 * self.depth) if layer in ends else STD)
+            nn.init.zeros_(layer.bias)
+
+
+class TokenHead(nn.Module):
+    """The last normalization, and the linear layer that makes logits of every token.
+
+    Args:
+        width: size of a token.
+        vocabulary: number of logits.
+    """
+
+    def __init__(self, width: int, vocabulary: int):
+        super().__init__()
+        self.norm, self.linear = Norm(width, EPS), nn.Linear(width, vocabulary, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights from N(0, 0.02^2)."""
+        self.norm.reset_parameters()
+        nn.init.normal_(self.linear.weight, std=STD)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [b, n, vocabulary], for the tokens, [b, n, width]."""
+        return self.linear(self.norm(tokens))
+
+
+def gpt(vocabulary: int, context: int, depth: Count, width: Count, heads: Count) -> Chain:
+    """Return the network, without dropout. With 12 blocks of width 768 and GPT-2's vocabulary it has 163 million parameters.
+
+    Args:
+        vocabulary: number of tokens.
+        context: tokens of a sample.
+        depth: number of blocks.
+        width: size of a token.
+        heads: number of attention heads; divides `width`.
+
+    Raises:
+        ConfigError: `heads` does not divide `width`.
+    """
+    require_divisor("heads", heads, "the width", width)
+    blocks: dict[str, nn.Module] = {f"block{i}": CausalBlock(width, heads, depth, f"block{i}") for i in range(depth)}
+    embed, head = TokenEmbed(vocabulary, context, width), TokenHead(width, vocabulary)
+    model = Chain((context,), embed=embed, **blocks, head=head)
+    model.input_dtype = torch.int64
+    return model

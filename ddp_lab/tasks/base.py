@@ -1,0 +1,89 @@
+"""The interface of a task: unreduced losses with weights, and metrics as sums, for outputs and targets of any shape.
+
+The loss of a step is the mean over the GLOBAL batch,
+
+    sum(losses * weights) / sum(weights),
+
+and so are all metrics: sums are added over micro-batches, steps and ranks, and divided once. The mean of the means of
+micro-batches or ranks would differ as soon as these hold different weights, for example pixels to ignore.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import TrainingError
+
+Losses = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+LossFunction = Callable[[torch.Tensor, torch.Tensor], Losses]
+
+
+class Task(nn.Module, ABC):
+    """What a model is trained for. Outputs and targets begin with the batch dimension and never contain padding.
+
+    The mode of the task, training or evaluation, is that of the model.
+
+    Args:
+        loss: replaces the task's own loss: returns unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
+
+    Attributes:
+        running: names of the training metrics: sums over the steps, divided by the weights.
+        per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a batch is its size, which is
+            known without communication; None: it is known after the first step.
+    """
+
+    running: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, loss: LossFunction | None = None):
+        super().__init__()
+        self.loss = loss
+        self.per_sample: bool | None = None
+
+    @abstractmethod
+    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        """Return the unreduced losses, [b, ...], or (losses, weights), of the task's own loss."""
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        """Return the unreduced losses, [b, ...], or (losses, weights).
+
+        Raises:
+            TrainingError: the loss is reduced, or the weights have another shape.
+        """
+        found = (self.loss or self.own_losses)(outputs, targets)
+        losses, weights = found if isinstance(found, tuple) else (found, found)
+        if losses.shape[:1] != targets.shape[:1]:
+            raise TrainingError(
+                f"the loss must return unreduced losses, [{len(targets)}, ...] for {len(targets)} samples, got "
+                f"{list(losses.shape)}. Use reduction='none': the sum is divided by the weight of the global batch",
+                "exception",
+            )
+        if weights.shape != losses.shape:
+            raise TrainingError(
+                f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, got {list(weights.shape)}",
+                "exception",
+            )
+        if self.per_sample is None:
+            self.per_sample = weights is losses and losses.dim() == 1
+        return found
+
+    def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of losses * weights and the sum of the weights, [], for outputs in float32 or float64."""
+        found = self.losses(outputs, targets)
+        if isinstance(found, tuple):
+            return (found[0] * found[1]).sum(), found[1].sum()
+        return found.sum(), torch.full((), found.numel(), device=found.device)
+
+    def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums of the training metrics, each [], in the order of `running`."""
+        return []
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return sums over a batch, of any shape, by name, besides those of the loss. They are added up in an evaluation."""
+        return {}
+
+    def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return the metrics for the sums over all samples, float64 on the host. The mean loss is not among them."""
+        return {}

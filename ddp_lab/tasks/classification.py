@@ -1,0 +1,77 @@
+"""Classification: one of several classes for each sample."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_lab.config.types import Fraction
+from ddp_lab.tasks.base import LossFunction, Losses, Task
+
+TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
+MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB
+
+
+class CrossEntropy(nn.Module):
+    """The cross-entropy. The test loss is computed without label smoothing, as by timm, so that it is the same for any recipe.
+
+    Args:
+        label_smoothing: probability mass that is taken from the target and spread evenly over all classes (Szegedy et al. 2016,
+            arXiv:1512.00567).
+    """
+
+    def __init__(self, label_smoothing: Fraction = 0.0):
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+        """Return the losses, [b], or their sum, for logits [b, classes]; targets are classes [b] or probabilities [b, classes]."""
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=smoothing)
+
+
+class Classification(Task):
+    """Targets are classes, [b], or in mixed batches their probabilities, [b, classes]; outputs are logits, [b, classes].
+
+    Metrics are the accuracy and, with more than five classes, the top-5 accuracy.
+    """
+
+    running = ("accuracy",)
+
+    def __init__(self, loss: LossFunction | None = None):
+        super().__init__(loss or CrossEntropy())
+        self.per_sample = True
+
+    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        raise NotImplementedError  # there always is a `loss`
+
+    def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(self.loss, CrossEntropy):  # one kernel
+            reduction = "none" if targets.dim() == 2 else "sum"
+            return self.loss(outputs, targets, reduction).sum(), torch.full((), len(targets), device=outputs.device)
+        return super().loss_sum(outputs, targets)
+
+    def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        return [(outputs.argmax(1) == classes_of(targets)).sum()]
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        classes = outputs.size(1)
+        top = outputs.topk(min(TOP, classes), dim=1).indices
+        predicted = outputs.argmax(1)
+        found = {"top5": (top == targets.unsqueeze(1)).any(1).sum(), "correct": (predicted == targets).sum()}
+        found["samples"] = torch.full_like(found["correct"], len(targets))
+        if classes <= MOST_CLASSES:
+            cells, ones = targets * classes + predicted, torch.ones_like(targets)
+            found["confusion"] = ones.new_zeros(classes * classes).index_add_(0, cells, ones).view(classes, classes)
+        return found
+
+    def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        accuracy = {"accuracy": float(sums["correct"] / sums["samples"])}
+        few = "confusion" in sums and len(sums["confusion"]) <= TOP
+        return accuracy if few else accuracy | {"top5_accuracy": float(sums["top5"] / sums["samples"])}
+
+
+def classes_of(targets: torch.Tensor) -> torch.Tensor:
+    """Return the class of each sample, [b]: for mixed targets, [b, classes], the most probable one."""
+    return targets if targets.dim() == 1 else targets.argmax(1)

@@ -1,0 +1,38 @@
+"""Multi-label classification: a sample has any number of labels."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from ddp_lab.tasks.base import Losses, Task
+
+
+class MultiLabel(Task):
+    """Targets are 0 or 1 for each label, [b, labels], and outputs logits. The loss is the binary cross-entropy.
+
+    Metrics are the accuracy of the decisions (logit above 0), and F1: of all decisions (micro), and its mean over the labels
+    (macro), in which a label without positives, in targets and decisions, does not count.
+    """
+
+    running = ("accuracy",)
+
+    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
+
+    def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        return [((outputs > 0) == (targets > 0.5)).sum()]
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        decided, true = outputs > 0, targets > 0.5
+        counts = {"true_positive": decided & true, "positive": true, "decided": decided}
+        found = {name: value.sum(0).double() for name, value in counts.items()}
+        return found | {"correct": (decided == true).sum().double(), "decisions": outputs.new_tensor(true.numel()).double()}
+
+    def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        true_positive, either = sums["true_positive"], sums["positive"] + sums["decided"]
+        used = either > 0
+        macro = (2 * true_positive[used] / either[used]).mean() if used.any() else torch.tensor(float("nan"))
+        micro = 2 * true_positive.sum() / either.sum()
+        values = {"accuracy": sums["correct"] / sums["decisions"], "f1_micro": micro, "f1_macro": macro}
+        return {name: float(value) for name, value in values.items()}

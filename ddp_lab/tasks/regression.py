@@ -1,0 +1,28 @@
+"""Regression: numbers as targets."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from ddp_lab.tasks.base import Losses, Task
+
+
+class Regression(Task):
+    """Targets are numbers of the outputs' shape, [b, ...]. The loss is the squared error; metrics are MAE, RMSE and R2."""
+
+    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        return F.mse_loss(outputs, targets, reduction="none")
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs, targets = outputs.double(), targets.double()
+        error = outputs - targets
+        values = {"absolute": error.abs(), "squared": error.square(), "target": targets, "target_squared": targets.square()}
+        return {name: value.sum() for name, value in values.items()} | {"elements": error.new_tensor(error.numel())}
+
+    def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        count, squared = sums["elements"], sums["squared"]
+        # About the mean of all targets; float64 keeps enough digits of the difference unless the mean is 1e6 deviations.
+        variation = sums["target_squared"] - sums["target"].square() / count
+        values = {"mae": sums["absolute"] / count, "rmse": (squared / count).sqrt(), "r2": 1 - squared / variation}
+        return {name: float(value) for name, value in values.items()}

@@ -1,0 +1,43 @@
+"""Semantic segmentation: a class for every pixel, some of which may be ignored."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from ddp_lab.tasks.base import LossFunction, Losses, Task
+
+
+class Segmentation(Task):
+    """Targets are classes, [b, height, width]; outputs are logits, [b, classes, height, width].
+
+    Every pixel that is not ignored has the same weight, in whatever image, micro-batch or rank it is. Metrics are the accuracy
+    of the pixels, and the mean intersection over union of the classes that occur in targets or predictions.
+
+    Args:
+        loss: as in `Task`.
+        ignore: the target of pixels that do not count.
+    """
+
+    def __init__(self, loss: LossFunction | None = None, ignore: int = 255):
+        super().__init__(loss)
+        self.ignore = ignore
+
+    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        targets = targets.long()
+        losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")
+        return losses, (targets != self.ignore).to(losses.dtype)
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        classes, targets = outputs.size(1), targets.long()
+        real = (targets != self.ignore).double().flatten()
+        cells = torch.where(targets == self.ignore, 0, targets) * classes + outputs.argmax(1)
+        confusion = real.new_zeros(classes * classes).index_add_(0, cells.flatten(), real)
+        return {"confusion": confusion.view(classes, classes)}
+
+    def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        confusion = sums["confusion"]
+        right, either = confusion.diag(), confusion.sum(0) + confusion.sum(1) - confusion.diag()
+        used = either > 0
+        mean_iou = (right[used] / either[used]).mean()
+        return {"accuracy": float(right.sum() / confusion.sum()), "mean_iou": float(mean_iou)}

@@ -1,0 +1,39 @@
+"""Language modelling: the next token at every position."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from ddp_lab.tasks.base import Losses, Task
+
+IGNORE = -100  # the target of positions that do not count, as in F.cross_entropy
+
+
+class Tokens(Task):
+    """Targets are token numbers, [b, context], or IGNORE; outputs are logits, [b, context, vocabulary].
+
+    Metrics are the perplexity and, for tokens that are bytes, the bits per byte, both of the cross-entropy.
+    """
+
+    running = ("accuracy",)
+
+    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        losses = F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        return losses.view(targets.shape), (targets != IGNORE).to(losses.dtype)
+
+    def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        return [((outputs.argmax(-1) == targets) & (targets != IGNORE)).sum()]
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        real = targets != IGNORE
+        losses, _ = self.own_losses(outputs, targets)
+        found = {"tokens": real.sum(), "nats": losses.double().sum(), "correct": ((outputs.argmax(-1) == targets) & real).sum()}
+        return {name: value.double() for name, value in found.items()}
+
+    def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        nats = float(sums["nats"] / sums["tokens"])
+        perplexity = math.exp(min(nats, 700.0))  # above it math.exp overflows
+        accuracy = float(sums["correct"] / sums["tokens"])
+        return {"accuracy": accuracy, "perplexity": perplexity, "bits_per_byte": nats / math.log(2)}
