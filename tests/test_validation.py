@@ -57,8 +57,8 @@ def test_validation_set_is_the_same_for_any_world_size_and_loader():
         assert read_by(found, kind, size) == expected[name], (kind, size, name)
     assert not expected["train"] & expected["val"], "a validation image is trained on"
     assert expected["train"] | expected["val"] == read_by(whole.train, DeviceLoader, 1)
-    assert torch.equal(hold_out(whole, 0.2, seed=5).val.images, dataset.val.images)
-    assert not torch.equal(hold_out(whole, 0.2, seed=6).val.images, dataset.val.images)
+    assert torch.equal(hold_out(whole, 0.2, seed=5).val.inputs, dataset.val.inputs)
+    assert not torch.equal(hold_out(whole, 0.2, seed=6).val.inputs, dataset.val.inputs)
     assert hold_out(whole, 0, seed=5) is hold_out(whole, None, seed=5) is whole, "the default trains on everything"
 
 

@@ -29,4 +29,3 @@ class BatchSize(NamedTuple):
 
     size: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch size
-

@@ -4,26 +4,27 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
-from ddp_lab.data.images import Streamed
+from ddp_lab.data.images import Streamed, seeded
 
 DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 
 
-class LabelledImages(NamedTuple):
-    """Images and their classes, in memory; on the meta device if only the sizes are known.
+class InMemory(NamedTuple):
+    """Inputs and targets in memory; on the meta device if only the sizes are known.
 
     Attributes:
-        images: uint8 [N, channels, height, width].
-        targets: int64 [N].
+        inputs: [N, ...]; images are uint8 [N, channels, height, width].
+        targets: [N, ...].
     """
 
-    images: torch.Tensor
+    inputs: torch.Tensor
     targets: torch.Tensor
 
     @property
@@ -33,19 +34,68 @@ class LabelledImages(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of a sample."""
-        return tuple(self.images.shape[1:])
+        """Shape of a sample's input, for example channels, height and width."""
+        return tuple(self.inputs.shape[1:])
 
-    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
-        """Return an image and its class, the same in every epoch."""
-        return self.images[index], int(self.targets[index])
+    @property
+    def is_image(self) -> bool:
+        """Whether the inputs are images, which the loader augments and normalises."""
+        return self.inputs.dtype == torch.uint8 and self.inputs.dim() == 4
 
-    def subset(self, indices: torch.Tensor, augment: bool) -> "LabelledImages":
+    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an input and its target, the same in every epoch."""
+        return self.inputs[index], self.targets[index]
+
+    def subset(self, indices: torch.Tensor, augment: bool) -> "InMemory":
         """Return a copy of some of the samples, int64 [n]; the loader decides whether to `augment` them."""
-        return LabelledImages(self.images[indices], self.targets[indices])
+        return InMemory(self.inputs[indices], self.targets[indices])
 
 
-Samples = LabelledImages | Streamed  # the training set, the validation set or the test set
+@dataclass(frozen=True)
+class Indexed:
+    """Samples that a map-style dataset of (input, target) returns one by one, tensors of any shape and dtype.
+
+    Attributes:
+        read: returns a sample by its number. It may draw from the global generators, which are seeded for each sample.
+        numbers: int64 [N], the samples, in order.
+        seed: of the run.
+    """
+
+    read: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    numbers: torch.Tensor
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.numbers)
+
+    @cached_property
+    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first sample."""
+        return self.sample(0, 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a sample's input."""
+        return tuple(self.first[0].shape)
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the inputs are images, which the loader augments and normalises."""
+        return self.first[0].dtype == torch.uint8 and self.first[0].dim() == 3
+
+    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an input and its target; a function of seed, epoch and index."""
+        with seeded(f"sample seed={self.seed} epoch={epoch} index={index}"):
+            return self.read(int(self.numbers[index]))
+
+    def subset(self, indices: torch.Tensor, augment: bool) -> "Indexed":
+        """Return some of the samples, int64 [n]."""
+        return Indexed(self.read, self.numbers[indices], self.seed)
+
+
+Samples = InMemory | Indexed | Streamed  # the training set, the validation set or the test set
 
 
 @dataclass(frozen=True)
@@ -60,6 +110,7 @@ class Dataset:
         held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
         digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
         skipped: the files that are left out because they cannot be decoded, with the reason.
+        arguments: of models that name them, besides those of `model_shape`.
     """
 
     train: Samples
@@ -70,6 +121,7 @@ class Dataset:
     held_out: str = ""
     digest: str = ""
     skipped: dict[str, str] = field(default_factory=dict[str, str])
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def sets(self) -> dict[str, Samples]:
@@ -87,10 +139,13 @@ class Dataset:
         parts = {"train": "training on {:,} samples", "val": f"validating on {{:,}}{held_out}", "test": "testing on {:,}"}
         return ", ".join(parts[name].format(found.size) for name, found in self.sets.items())
 
-    def model_shape(self) -> dict[str, int]:
-        """Return the arguments of a model function that follow from the data: channels, image size and number of classes."""
-        channels, _, image_size = self.train.shape
-        return {"in_channels": channels, "image_size": image_size, "num_classes": len(self.classes)}
+    def model_shape(self) -> dict[str, Any]:
+        """Return the arguments of a model function that follow from the data: channels, image size, number of classes, ..."""
+        shape = self.train.shape
+        found = {"input_shape": list(shape), **self.arguments}
+        if self.classes:
+            found["num_classes"] = len(self.classes)
+        return found | {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) == 3 else found
 
 
 def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
-from ddp_lab.data.dataset import Dataset, LabelledImages
+from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.world.process import default_timeout
 
 
@@ -38,7 +38,7 @@ class Digits:
         images = (images * 255).round().to(torch.uint8)
         targets = table[:, -1].long()
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        train, test = (LabelledImages(images[part], targets[part]) for part in order.split(self.sizes))
+        train, test = (InMemory(images[part], targets[part]) for part in order.split(self.sizes))
         return Dataset(train, test, [str(digit) for digit in range(10)])
 
 
@@ -70,9 +70,9 @@ class Synthetic:
 
         pictures = noise(self.num_classes)
 
-        def draw(size: int) -> LabelledImages:
+        def draw(size: int) -> InMemory:
             targets = torch.randint(0, self.num_classes, (size,), generator=generator)
-            return LabelledImages(noise(size) + pictures[targets], targets)
+            return InMemory(noise(size) + pictures[targets], targets)
 
         train, test = (draw(size) for size in self.sizes)
         return Dataset(train, test, [str(label) for label in range(self.num_classes)])
@@ -139,9 +139,9 @@ class Torchvision:
         """Read both splits from the files that `prepare` found or downloaded."""
         train, test = self._open(True), self._open(False)
 
-        def convert(dataset: Any) -> LabelledImages:
+        def convert(dataset: Any) -> InMemory:
             images = torch.as_tensor(dataset.data)
             images = images.permute(0, 3, 1, 2).contiguous() if images.dim() == 4 else images.unsqueeze(1)
-            return LabelledImages(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
+            return InMemory(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
         return Dataset(convert(train), convert(test), list(train.classes))

@@ -198,6 +198,8 @@ class Streamed:
         """Number of samples."""
         return len(self.numbers)
 
+    is_image = True  # the loader augments and normalises the inputs
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels, height and width of a sample."""

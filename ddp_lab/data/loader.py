@@ -17,7 +17,7 @@ import torch
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import augment, draw_offsets
 from ddp_lab.data.batch import Batch, BatchSize
-from ddp_lab.data.dataset import LabelledImages, Samples
+from ddp_lab.data.dataset import InMemory, Samples
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -35,6 +35,7 @@ class LoaderOptions:
         shuffle: whether every epoch has a random order.
         seed: seed of the sample order and the augmentation.
         crop_padding: zeros on each side of an image, in pixels, before a crop of its size at random.
+        ignore: value of the border of a mask, [height, width], that is the target of an image and is cropped with it.
         flip: whether each image is flipped left to right with probability 1/2.
         num_workers: number of processes of a `WorkerLoader`; 0: it loads in the main process.
     """
@@ -49,6 +50,7 @@ class LoaderOptions:
     seed: int = 0
     crop_padding: int = 0
     flip: bool = False
+    ignore: int = 255
     num_workers: int = 0
 
 
@@ -92,16 +94,12 @@ class Loader(ABC):
     """
 
     def __init__(self, data: Samples, options: LoaderOptions):
-        channels, height, width = data.shape
-        for key, values in {"data.mean": options.mean, "data.std": options.std}.items():
-            if len(values) not in (1, channels):
-                raise ConfigError(
-                    f"{key}={list(values)}: has {len(values)} values; expected 1, or 1 per channel of the images ({channels})"
-                )
-        if options.crop_padding > 0 and options.crop_padding >= min(height, width):
+        if data.is_image:
+            check_images(data, options)
+        elif options.crop_padding or options.flip:
             raise ConfigError(
-                f"data.crop_padding={options.crop_padding}: must be smaller than the images, which are {height} x {width} "
-                f"pixels; allowed: 0 to {min(height, width) - 1}"
+                f"data.crop_padding={options.crop_padding}, data.flip={str(options.flip).lower()}: are for images (uint8, "
+                f"[channels, height, width]); the inputs of these data are {list(data.shape)}. Use 0 and false"
             )
         self.data, self.options, self.device = data, options, options.device
         self.batch_size, self.local_batch_size = options.batch_size, options.batch_size // options.dp_size
@@ -191,10 +189,15 @@ class Loader(ABC):
         """Return the inputs and targets of a batch. Nothing is decided by values on the device."""
         places = self._range[:size] + self._first  # among this rank's samples of the epoch
         self._first += size
-        images, targets = self._read(places)
+        inputs, targets = self._read(places)
         if self._offsets is not None:
-            images = augment(images, self._offsets.index_select(1, places), self.options.crop_padding)
-        return self.normalise(images), targets
+            offsets, padding = self._offsets.index_select(1, places), self.options.crop_padding
+            inputs = augment(inputs, offsets, padding)
+            if targets.dim() == 3:
+                targets = augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
+        if self.data.is_image:
+            return self.normalise(inputs), targets
+        return (as_numbers(inputs), as_numbers(targets))
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""
@@ -206,7 +209,27 @@ class Loader(ABC):
 
     @abstractmethod
     def _read(self, places: torch.Tensor) -> Tensors:
-        """Return the uint8 images and int64 targets at these places of the order, the next ones, on the device."""
+        """Return the inputs and targets at these places of the order, the next ones, on the device."""
+
+
+def check_images(data: Samples, options: LoaderOptions) -> None:
+    """Check the options of images. The arguments and errors are those of `Loader`."""
+    channels, height, width = data.shape
+    for key, values in {"data.mean": options.mean, "data.std": options.std}.items():
+        if len(values) not in (1, channels):
+            raise ConfigError(
+                f"{key}={list(values)}: has {len(values)} values; expected 1, or 1 per channel of the images ({channels})"
+            )
+    if options.crop_padding > 0 and options.crop_padding >= min(height, width):
+        raise ConfigError(
+            f"data.crop_padding={options.crop_padding}: must be smaller than the images, which are {height} x {width} "
+            f"pixels; allowed: 0 to {min(height, width) - 1}"
+        )
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8 numbers that are no images, for example tokens, as int64; other tensors as they are."""
+    return tensor.long() if tensor.dtype == torch.uint8 else tensor
 
 
 class DeviceLoader(Loader):
@@ -219,12 +242,12 @@ class DeviceLoader(Loader):
     """
 
     def __init__(self, data: Samples, options: LoaderOptions):
-        if not isinstance(data, LabelledImages):
+        if not isinstance(data, InMemory):
             raise ConfigError(
-                "data.loader=device: is not supported by images that are read one by one; use data.loader=workers"
+                "data.loader=device: is not supported by samples that are read one by one; use data.loader=workers"
             )
         super().__init__(data, options)
-        self.images, self.targets = data.images.to(self.device), data.targets.to(self.device)
+        self.inputs, self.targets = data.inputs.to(self.device), data.targets.to(self.device)
         self._order = self._range.new_zeros(self.samples)
 
     def _start(self, order: torch.Tensor) -> None:
@@ -233,4 +256,4 @@ class DeviceLoader(Loader):
     def _read(self, places: torch.Tensor) -> Tensors:
         index = self._order.index_select(0, places)
         # On a CPU ten times as fast as images[index]: 3 us in place of 32 for 64 images of 28 x 28.
-        return self.images.index_select(0, index), self.targets.index_select(0, index)
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.dataset import Dataset, LabelledImages, hold_out
+from ddp_lab.data.dataset import Dataset, InMemory, hold_out
 from ddp_lab.data.images import ImageOptions, Streamed, resize, to_tensor
 
 
@@ -45,12 +45,16 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
     if hasattr(target, "prepare") and hasattr(target, "load"):
         # By position, because instantiate would turn a dataclass that is passed by name into a DictConfig.
         return build(node, images) if "images" in inspect.signature(target).parameters else build(node)
-    if images is None:
+    if "val_split" not in data:
         raise ConfigError(
             f"data.dataset._target_={node['_target_']}: must have the methods prepare and load; a map-style dataset of (image, "
-            "label) needs data=own"
+            "label) needs data=own, one of other samples data=tensors"
         )
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
+    if images is None:
+        from ddp_lab.data.tensors import Tensors
+
+        return Tensors(node, data["num_classes"], splits, seed)
     return Own(node, images, data["num_classes"], splits)
 
 
@@ -68,7 +72,7 @@ def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
         return None
     with torch.device("meta"):
         images = [torch.empty(size, *source.shape, dtype=torch.uint8) for size in source.sizes]
-        train, test = (LabelledImages(found, torch.empty(len(found), dtype=torch.int64)) for found in images)
+        train, test = (InMemory(found, torch.empty(len(found), dtype=torch.int64)) for found in images)
     classes = [str(label) for label in range(source.num_classes)]
     return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
 
@@ -93,46 +97,33 @@ def check_same(digests: list[str]) -> None:
         )
 
 
-class Own:
-    """A map-style dataset of (image, label) whose constructor has a parameter `split` or `train` (true, false).
+class OwnSets:
+    """The sets of a map-style dataset whose constructor has a parameter `split` or `train` (true, false).
 
     Args:
         node: the config group `data.dataset`.
-        images: how images are transformed.
-        num_classes: number of classes; None: that of the attribute `classes`.
         splits: value of the parameter `split` for each set of samples; None: there is no such set.
     """
 
-    def __init__(self, node: dict[str, Any], images: ImageOptions, num_classes: int | None, splits: dict[str, str | None]):
-        self.node, self.images, self.num_classes, self.splits = node, images, num_classes, splits
+    def __init__(self, node: dict[str, Any], splits: dict[str, str | None]):
+        self.node, self.splits = node, splits
         self.name = f"data.dataset._target_={node['_target_']}"
 
     def prepare(self) -> None:
         """Construct all sets once on this machine, because constructors may download files."""
-        self.load()
+        self.sets()
 
-    def load(self, prepared: str = "") -> Dataset:
-        """Construct the training set, the validation set and the test set, and check the first sample of each."""
+    def sets(self) -> dict[str, Any]:
+        """Construct the training set, the validation set and the test set: map-style datasets by name."""
         accepted = inspect.signature(get_object(self.node["_target_"])).parameters
         if "split" in accepted:
-            made = {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
-        elif "train" in accepted:
-            made = {"train": self._construct("train", True), "test": self._construct("train", False)}
-        else:
-            raise ConfigError(
-                f"{self.name}: must have a parameter split, which is train, data.val_split={self.splits['val']} or "
-                f"data.test_split={self.splits['test']}, or a parameter train, which is true or false (the test set)"
-            )
-        classes = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
-        if classes is None:
-            raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
-        classes = [str(name) for name in classes]
-        sets: dict[str, Streamed] = {}
-        for name, dataset in made.items():
-            read = partial(self.read, dataset, len(classes))
-            read(0)
-            sets[name] = Streamed(read, torch.arange(len(dataset)), self.images, augment=name == "train")
-        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
+            return {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
+        if "train" in accepted:
+            return {"train": self._construct("train", True), "test": self._construct("train", False)}
+        raise ConfigError(
+            f"{self.name}: must have a parameter split, which is train, data.val_split={self.splits['val']} or "
+            f"data.test_split={self.splits['test']}, or a parameter train, which is true or false (the test set)"
+        )
 
     def _construct(self, key: str, value: str | bool) -> Any:
         """Return a set, which is a map-style dataset."""
@@ -147,6 +138,34 @@ class Own:
         if not (hasattr(made, "__len__") and hasattr(made, "__getitem__") and len(made)):
             raise ConfigError(f"{self.name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
         return made
+
+
+class Own(OwnSets):
+    """A map-style dataset of (image, label).
+
+    Args:
+        node, splits: as in `OwnSets`.
+        images: how images are transformed.
+        num_classes: number of classes; None: that of the attribute `classes`.
+    """
+
+    def __init__(self, node: dict[str, Any], images: ImageOptions, num_classes: int | None, splits: dict[str, str | None]):
+        super().__init__(node, splits)
+        self.images, self.num_classes = images, num_classes
+
+    def load(self, prepared: str = "") -> Dataset:
+        """Construct the training set, the validation set and the test set, and check the first sample of each."""
+        made = self.sets()
+        classes = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
+        if classes is None:
+            raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
+        classes = [str(name) for name in classes]
+        sets: dict[str, Streamed] = {}
+        for name, dataset in made.items():
+            read = partial(self.read, dataset, len(classes))
+            read(0)
+            sets[name] = Streamed(read, torch.arange(len(dataset)), self.images, augment=name == "train")
+        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
 
     def read(self, dataset: Any, classes: int, number: int) -> tuple[torch.Tensor, int]:
         """Return a sample of a dataset whose labels are below `classes`: its image, uint8, resized, and its class."""

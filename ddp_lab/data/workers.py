@@ -58,18 +58,18 @@ class Keys(Sampler[list[tuple[int, int]]]):
         return (epoch + self.shuffle, 0)
 
 
-class Keyed(TorchDataset[tuple[torch.Tensor, int]]):
-    """The samples of a split by (epoch, index). The channels come last, because images that were decoded have them last."""
+class Keyed(TorchDataset[tuple[torch.Tensor, Any]]):
+    """The samples of a split by (epoch, index). The channels of images come last, because those that were decoded have so."""
 
     def __init__(self, data: Samples):
         self.data = data
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, Any]:
         try:
-            image, target = self.data.sample(*key)
+            inputs, target = self.data.sample(*key)
         except ConfigError as error:  # it would be reported by rank 0 only, but this sample is read by one rank
             raise SampleError(str(error)) from None
-        return image.permute(1, 2, 0), target
+        return inputs.permute(1, 2, 0) if self.data.is_image else inputs, target
 
 
 def stop_workers(loader: DataLoader[Any]) -> None:
@@ -132,10 +132,11 @@ class WorkerLoader(Loader):
 
     def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._stream is not None, "start_epoch was not called"
-        images, targets = next_of(self._stream)
+        inputs, targets = next_of(self._stream)
         epoch, start = self._keys.position
         start += len(targets)
         self._keys.position = (epoch, start) if start < self.samples else self._keys.after(epoch)
-        # Not contiguous(), which leaves images of one channel with the strides of channels_last.
-        images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        return images, targets.to(self.device, non_blocking=True)
+        inputs = inputs.to(self.device, non_blocking=True)
+        if self.data.is_image:  # not contiguous(), which leaves images of one channel with the strides of channels_last
+            inputs = inputs.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        return inputs, targets.to(self.device, non_blocking=True)

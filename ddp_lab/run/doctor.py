@@ -20,7 +20,7 @@ from ddp_lab.launch.preflight import Finding, check_host_name, check_master, che
 from ddp_lab.launch.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.models.make import make_model
 from ddp_lab.run.checks import Settle
-from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_task, make_mix, make_plan
+from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_mix, make_plan, make_task
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.device import list_devices

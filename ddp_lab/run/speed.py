@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
-from ddp_lab.data.dataset import Dataset, LabelledImages
+from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models.vit_layers import Patches
 from ddp_lab.speed.options import AUTO, KEYS, Facts, PerformanceOptions, choose, refusals_of
 from ddp_lab.strategies.base import Strategy
@@ -38,10 +38,10 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
 
 def bytes_of(dataset: Dataset) -> int | None:
     """Return the size of all sets in host memory; None if images are read one by one."""
-    sets = [found for found in dataset.sets.values() if isinstance(found, LabelledImages)]
+    sets = [found for found in dataset.sets.values() if isinstance(found, InMemory)]
     if len(sets) < len(dataset.sets):
         return None
-    return sum(found.images.nbytes + found.targets.nbytes for found in sets)
+    return sum(found.inputs.nbytes + found.targets.nbytes for found in sets)
 
 
 def free_bytes(runtime: Runtime) -> int:

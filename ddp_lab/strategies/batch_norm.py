@@ -115,4 +115,3 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
 def is_batch_norm(layer: nn.Module) -> bool:
     """Return whether `layer` is any of torch's BatchNorm layers: 1d, 2d, 3d or synchronised."""
     return isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage], their only common base
-

@@ -78,7 +78,9 @@ class DDP(Strategy):
         ranks this changes the order of addition. The first step of a resumed run would then differ in its last bits from the
         same step of an uninterrupted run. The pass is one of training mode, which may use other parameters than evaluation.
         """
-        example = model.example(2, self.device) if isinstance(model, Chain) else torch.zeros(2, *self.input_shape, device=self.device)
+        example = (
+            model.example(2, self.device) if isinstance(model, Chain) else torch.zeros(2, *self.input_shape, device=self.device)
+        )
         buffers = [buffer.clone() for buffer in model.buffers()]
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
             logits = self.forward(example)

@@ -133,7 +133,9 @@ class Mesh(Strategy):
                 "strategy.num_stages and strategy.cut: are only used if strategy.pp is above 1, got strategy.pp=1"
             )
         else:
-            self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())), model.input_dtype)
+            self.plan = PipelinePlan(
+                "gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())), model.input_dtype
+            )
         shapes = self.plan.parts.shapes
         if tp > 1 or self.sequence_parallel:
             check_plans(model, shapes, tp, self.sequence_parallel, self.other_sizes)

@@ -156,7 +156,9 @@ class PipelineOptions:
         parts = Partition(model, stages, None if self.cut is None else [str(name) for name in self.cut])
         require_one_place(model, {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}, strategy)
         require_unchanged_inputs(model, parts)
-        return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())), model.input_dtype)
+        return PipelinePlan(
+            self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())), model.input_dtype
+        )
 
 
 def require_unchanged_inputs(model: nn.Module, parts: Partition) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_lab.config.types import Fraction
-from ddp_lab.tasks.base import LossFunction, Losses, Task
+from ddp_lab.tasks.base import Losses, LossFunction, Task
 
 TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
 MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ddp_lab.tasks.base import LossFunction, Losses, Task
+from ddp_lab.tasks.base import Losses, LossFunction, Task
 
 
 class Segmentation(Task):

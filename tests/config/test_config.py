@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from configs import CONF, config
+from ddp_lab.strategies.loss import build_loss
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
@@ -12,7 +13,6 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.sources import make_source
 from ddp_lab.models.make import build_model
 from ddp_lab.run.recorded_config import to_record
-from ddp_lab.strategies.loss import build_loss
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
 from scripts import configuration

@@ -19,13 +19,13 @@ def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
     dataset = Digits().load()
-    assert dataset.train.images.shape == (1437, 1, 28, 28)
-    assert dataset.test.images.shape == (360, 1, 28, 28)
-    assert dataset.train.images.dtype == torch.uint8
+    assert dataset.train.inputs.shape == (1437, 1, 28, 28)
+    assert dataset.test.inputs.shape == (360, 1, 28, 28)
+    assert dataset.train.inputs.dtype == torch.uint8
     bunch, order = load_digits(), torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     small = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
     images = (F.interpolate(small, size=28, mode="bilinear", align_corners=False) * 255).round().to(torch.uint8)
-    assert torch.equal(torch.cat([dataset.train.images, dataset.test.images]), images[order])
+    assert torch.equal(torch.cat([dataset.train.inputs, dataset.test.inputs]), images[order])
     assert torch.equal(torch.cat([dataset.train.targets, dataset.test.targets]), torch.tensor(bunch.target)[order])
     assert dataset.model_shape() == {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
@@ -44,7 +44,7 @@ def test_torchvision_reads_raw_files_without_network(tmp_path):
     source = Torchvision("FashionMNIST", str(tmp_path))
     source.prepare()
     dataset = source.load()
-    assert dataset.train.images.flatten().tolist() == list(range(24))
+    assert dataset.train.inputs.flatten().tolist() == list(range(24))
     assert dataset.test.targets.tolist() == [0, 1, 2]
     assert dataset.classes[0] == "T-shirt/top"
 
@@ -70,8 +70,8 @@ def no_network(*args, **kwargs):
 def test_sizes_without_the_samples_are_those_of_the_dataset(overrides):
     cfg = config(*overrides)
     found, planned = load_dataset(cfg, Runtime("cpu")), dataset_sizes(cfg.data)
-    assert planned.train.images.is_meta
+    assert planned.train.inputs.is_meta
     assert planned.describe_sets() == found.describe_sets()
     assert (planned.train.shape, planned.model_shape()) == (found.train.shape, found.model_shape())
-    assert planned.train.images.nbytes == found.train.images.nbytes
+    assert planned.train.inputs.nbytes == found.train.inputs.nbytes
     assert dataset_sizes(config("data=folder", "data.root=nowhere").data) is None

@@ -8,25 +8,25 @@ import torch
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import draw_offsets
 from ddp_lab.data.batch import IGNORE
-from ddp_lab.data.dataset import LabelledImages
+from ddp_lab.data.dataset import InMemory
 from ddp_lab.data.loader import Loader, LoaderOptions
 from ddp_lab.run.job import LOADERS
 
 
-def numbered(samples: int) -> LabelledImages:
+def numbered(samples: int) -> InMemory:
     """Return images of two pixels that encode the sample's number."""
     numbers = torch.arange(samples)
     images = torch.stack([numbers % 256, numbers // 256], dim=1).to(torch.uint8).view(samples, 1, 1, 2)
-    return LabelledImages(images, numbers % 10)
+    return InMemory(images, numbers % 10)
 
 
-def pictures() -> LabelledImages:
+def pictures() -> InMemory:
     """Return 103 different images of three channels, 5 pixels high and 7 wide, without a pixel of 0, the border's value."""
     images = torch.randint(1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return LabelledImages(images, torch.arange(103) % 10)
+    return InMemory(images, torch.arange(103) % 10)
 
 
-def loader(kind: str, rank: int, size: int, data: LabelledImages | None = None, batch_size: int = 24, **other) -> Loader:
+def loader(kind: str, rank: int, size: int, data: InMemory | None = None, batch_size: int = 24, **other) -> Loader:
     settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "shuffle": True} | other
     options = LoaderOptions(batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings)
     return LOADERS[kind](data or numbered(103), options)

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configs import config
+from ddp_lab.strategies.loss import CrossEntropy, build_loss, sums
 from own_losses import Focal
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import IGNORE
-from ddp_lab.strategies.loss import CrossEntropy, build_loss, sums
 
 LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGETS = torch.tensor([3, 1, IGNORE, 9, IGNORE, 0])

@@ -31,11 +31,11 @@ from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
-from ddp_lab.tasks.classification import CrossEntropy
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.tp import TP
+from ddp_lab.tasks.classification import CrossEntropy
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress

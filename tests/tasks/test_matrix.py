@@ -33,7 +33,16 @@ STRATEGIES = {
     "single": (Single, {}),
     "scratch": (Scratch, {"algorithm": "flat", "bucket_mb": 1.0, "batch_norm": "local"}),
     "dp": (DP, {"devices": None}),
-    "ddp": (DDP, {"batch_norm": "local", "bucket_cap_mb": 1.0, "gradient_as_bucket_view": True, "static_graph": False, "comm_hook": "none"}),
+    "ddp": (
+        DDP,
+        {
+            "batch_norm": "local",
+            "bucket_cap_mb": 1.0,
+            "gradient_as_bucket_view": True,
+            "static_graph": False,
+            "comm_hook": "none",
+        },
+    ),
     "fsdp": (FSDP, SHARDED),
     "split": (Split, {"devices": ["cpu", "cpu"], "num_microbatches": 3}),
     "pipeline": (Pipeline, PP),
@@ -113,7 +122,10 @@ def train_all(names: list[str]) -> dict:
 
 
 EXCLUDED = {("mesh tp", task) for task in TASKS if task != "tokens"}
-ALONE, TWO = ["single", "dp", "split"], ["scratch", "ddp", "fsdp", "pipeline", "ddp_pipeline", "tp", "mesh", "mesh pp", "mesh tp"]
+ALONE, TWO = (
+    ["single", "dp", "split"],
+    ["scratch", "ddp", "fsdp", "pipeline", "ddp_pipeline", "tp", "mesh", "mesh pp", "mesh tp"],
+)
 
 
 @once

@@ -3,9 +3,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from ddp_lab.strategies.loss import MOST_CLASSES
 
 from ddp_lab.data.batch import IGNORE, Batch
-from ddp_lab.strategies.loss import MOST_CLASSES
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.metrics import Evaluation, evaluate
 from ddp_lab.world.runtime import Runtime

@@ -106,7 +106,7 @@ def train_by_hand(
         order = torch.randperm(len(train.targets), generator=torch.Generator().manual_seed(SEED + epoch))
         movement, loss_sum, correct = moves(len(order), epoch), 0.0, 0
         for index in order.split(BATCH):
-            images = normal(torch.stack([moved(train.images[i], *movement[i]) for i in index.tolist()]))
+            images = normal(torch.stack([moved(train.inputs[i], *movement[i]) for i in index.tolist()]))
             images, wanted = mixed(images, train.targets[index], step)
             model.zero_grad()
             for micro_batch, targets in zip(images.chunk(ACCUMULATE), wanted.chunk(ACCUMULATE), strict=True):
@@ -130,7 +130,7 @@ def train_by_hand(
         model.eval()
         tested = average.eval() if average else model
         with torch.no_grad():
-            logits = tested(normal(test.images))
+            logits = tested(normal(test.inputs))
         records.append(
             {
                 "train_loss": loss_sum / len(order),

@@ -1,0 +1,55 @@
+"""`data=text`: the bytes of a file as tokens, cut into samples of as many tokens as the model has positions."""
+
+import socket
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.types import Count
+from ddp_lab.data.dataset import Dataset, InMemory
+
+BYTES = 256  # the size of the vocabulary
+
+
+class Text:
+    """The bytes of a file. Sample i has the tokens i * context to (i + 1) * context, and as targets those that follow each.
+
+    Args:
+        root: the file.
+        context: tokens of a sample.
+    """
+
+    def __init__(self, root: str, context: Count):
+        self.root, self.context = Path(root), context
+
+    def prepare(self) -> None:
+        """Check that the file can be read.
+
+        Raises:
+            NodeError: it cannot.
+        """
+        try:
+            self.root.open("rb").close()
+        except OSError as error:
+            raise NodeError(
+                f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a text file"
+            ) from None
+
+    def load(self) -> Dataset:
+        """Read the file.
+
+        Raises:
+            ConfigError: it has too few bytes for two samples.
+        """
+        tokens = torch.from_numpy(np.fromfile(self.root, np.uint8))
+        number = (len(tokens) - 1) // self.context
+        if number < 2:
+            raise ConfigError(
+                f"data.context={self.context}: {self.root} has {len(tokens):,} bytes, and two samples or more need "
+                f"{2 * self.context + 1:,}. Use a smaller context or a larger file"
+            )
+        end = number * self.context
+        inputs, targets = (part.view(number, self.context) for part in (tokens[:end], tokens[1 : end + 1]))
+        return Dataset(InMemory(inputs, targets), None, [], arguments={"vocabulary": BYTES, "context": self.context})
