@@ -179,8 +179,6 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
     "strategy=ddp data.crop_padding=28": "data.crop_padding=28: must be smaller than the images, which are 28 x 28 pixels; "
     "allowed: 0 to 27",
-    "strategy=split strategy.balance=time": "strategy.balance=time: was removed; name the first block of the second stage",
-    "data.shift=2 data.crop_padding=3": "data.shift: is the old name of data.crop_padding, which is given, too; remove",
     "strategy=ddp data=synthetic data.dataset.image_size=8": "model=lenet: needs images of at least 14x14 pixels, got 8x8",
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
