@@ -105,8 +105,7 @@ def refuse_sweep(arguments: list[str]) -> None:
 def report(error: Exception) -> None:
     """Report an error on one rank: print it or, under torchrun, write it to the error file, which the launcher prints."""
     everyone = isinstance(error, SampleError)  # one rank alone has raised it
-    number = os.environ.get("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", "0")
-    if number.isdigit() and int(number) and not everyone:  # the error may be that it is not a number
+    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) and not everyone:
         time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
         return
     show(f"error: {error if isinstance(error, (ConfigError, SampleError)) else explain(error)}")

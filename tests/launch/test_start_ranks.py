@@ -131,12 +131,6 @@ def test_strategy_of_several_ranks_on_one_rank_warns_with_the_line_to_use(tmp_pa
     assert output.count(f"strategy=ddp: has one rank, so nothing is distributed. Use, for example, {line}") == 1
 
 
-def test_environment_variable_that_is_not_a_number_is_named(monkeypatch):
-    monkeypatch.setenv("RANK", "abc")
-    code, output = launch("python -m ddp_lab train epochs=1")
-    assert (code, output) == (2, "error: RANK=abc: this environment variable must be an integer\n")
-
-
 @pytest.mark.parametrize(
     ("nnodes", "variables", "refused"),
     [
