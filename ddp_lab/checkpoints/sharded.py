@@ -30,7 +30,7 @@ from torch.futures import Future
 from ddp_lab.checkpoints.files import STATE, publish_folder, sha256, write_text
 from ddp_lab.checkpoints.state import KEYS, Shapes, State, Write, check_shapes, reading, require_keys
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.saved_state import gather_states, merge
+from ddp_lab.strategies.saved_state import merge
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -148,7 +148,9 @@ class ShardWriter:
                 save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
                 tensors.clear()
                 mine = json.loads(plain) | {"model": {}, "digests": writer.digests}
-                parts = [mine] if self.group is None else gather_states(mine, self.group)
+                parts = [mine] * self.world_size if self.rank == 0 else None
+                if self.group is not None:
+                    dist.gather_object(mine, parts, dst=0, group=self.group)
                 if parts:
                     publish(temporary, path, parts)
             except CheckpointException as error:
