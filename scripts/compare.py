@@ -10,7 +10,6 @@ the same samples in every step. `--out` gets report.md, and a run directory per 
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
-sent          bytes per step that a rank passes to collectives and sends
 throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the table (profile=true)
 difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end. Sums of float32 in
               another order round differently: expected below 1e-6 after 5 steps. Training makes it grow; models with BatchNorm
@@ -70,7 +69,7 @@ def main() -> None:
     if results[0].refused:
         again = run(chosen[0], overrides, out)
         if not again.refused:  # profile=true was refused: the run is too short or the device is not supported
-            notes += [f"Memory and bytes sent are not measured, because no step was profiled: {results[0].problem}"]
+            notes += [f"Memory is not measured, because no step was profiled: {results[0].problem}"]
             print(notes[-1])
             profile, results = [], [again]
     results += [run(entry, overrides + profile, out) for entry in chosen[1:]]
