@@ -60,19 +60,14 @@ def main() -> None:
     for override in arguments.overrides:
         if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{override}: is set by compare.py; use --out and --strategies")
-    notes = list[str]()
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
     # The default has so few steps that rounding differences stay small.
     overrides = arguments.overrides or ["epochs=4", "optimizer.lr=0.03"]
-    results = [run(chosen[0], [*overrides, "profile=true"], out)]
-    profile = ["profile=true"]
-    if results[0].refused:
-        again = run(chosen[0], overrides, out)
-        if not again.refused:  # profile=true was refused: the run is too short or the device is not supported
-            notes += [f"Memory is not measured, because no step was profiled: {results[0].problem}"]
-            print(notes[-1])
-            profile, results = [], [again]
-    results += [run(entry, overrides + profile, out) for entry in chosen[1:]]
+    results = []
+    for entry in chosen:
+        results.append(run(entry, [*overrides, "profile=true"], out))
+        if results[0].refused:
+            break  # its mistake is that of all others
     if all(result.problem for result in results):
         sys.exit(f"error: nothing ran: {results[0].problem}")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
@@ -81,7 +76,7 @@ def main() -> None:
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    text = report(rows(results), head, headline(results) + notes + diagnoses(results))
+    text = report(rows(results), head, headline(results) + diagnoses(results))
     (out / "report.md").write_text(text)
     print(f"\n{text}\n{out}/report.md   tensorboard --logdir {out}")
 

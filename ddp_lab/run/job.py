@@ -127,8 +127,6 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     if dataset.digest:
         digests = runtime.collect("dataset", dataset.digest)
         runtime.agree("same dataset", lambda: check_same(digests or []))
-    if runtime.local_rank == 0:
-        dataset.release()
     return dataset
 
 

@@ -46,7 +46,7 @@ LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
         "mesh",
         4,
         1,
-        "pp 2 x dp 1 x tp 2\n  pp 0  dp 0   rank 0   rank 1  embed .. block",
+        "pp 2 x dp 1 x tp 2, dp = replicate 1 x shard 1\n  pp 0  ranks 0 to 1  embed .. block",
     ),
 ]
 
