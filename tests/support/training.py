@@ -251,7 +251,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
         root: the directory of the images of a case with `files`.
     """
     model, _, _ = MODELS[case.model]
-    options = {key: dict(value) if key == "plan" else value for key, value in case.options}
+    options = {key: dict(value) if key == "plan" and value else value for key, value in case.options}
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     return OmegaConf.create(
         {
