@@ -81,10 +81,12 @@ def train(
     with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
-        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions), run_dir.path)
+        return Outcome(train_guarded(cfg, training, checked.source, run_dir, watchdog, decisions), run_dir.path)
 
 
-def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions) -> str:
+def train_guarded(
+    cfg: DictConfig, training: Training, source: Path | None, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions
+) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
     job, runtime = training.job, training.job.runtime
     folder = run_dir.path / "checkpoints"
@@ -92,7 +94,7 @@ def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog
     best = criterion(cfg, job.dataset)
     sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
     checkpoints = Checkpoints(folder, state, cfg.checkpoint.keep, best, sharded)
-    progress = checkpoints.resume(cfg.resume, job.plan.steps_before, run_dir.restarted)
+    progress = checkpoints.resume(source, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
             record_data(run_dir.path, job.dataset, best)  # a run of an older version does not have it
