@@ -26,6 +26,8 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
     wanted: dict[str, Any] = {name: OmegaConf.select(cfg, key) for name, key in KEYS.items()}
     facts = Facts(strategy.device.type, refusals_of(strategy, model))
     if cfg.speed != AUTO or facts.device != "cuda":
+        if wanted["loader"] == AUTO and bytes_of(dataset) is None:
+            wanted["loader"] = "workers"
         return choose(cfg.speed, wanted, facts)  # nothing is chosen, so no more facts are needed
     reasons = dict(facts.refusals)
     if not any(isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()):

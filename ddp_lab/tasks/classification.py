@@ -37,7 +37,7 @@ class Classification(Task):
     Metrics are the accuracy and, with more than five classes, the top-5 accuracy.
     """
 
-    running = ("accuracy",)
+    running, pictures = ("accuracy",), True
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
