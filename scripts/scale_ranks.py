@@ -171,8 +171,7 @@ class Rank:
             self.runtime.all_reduce(torch.zeros(1))
             if self.decisions.due(step):
                 watchdog.at("deciding")
-                agreed = self.decisions.after(step, save_failed=False)
-                if agreed and agreed.preempted:
+                if self.decisions.exchange(step, save_failed=False).preempted:
                     return step
 
 

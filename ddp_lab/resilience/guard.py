@@ -158,8 +158,7 @@ class Guard(Hooks):
     def _boundary(self, number: int, progress: Progress, here: Callable[[], Progress]) -> None:
         if self.decisions.due(number):
             self.watchdog.at("deciding")
-            agreed = self.decisions.after(number, self.checkpoints.problem is not None)
-            if agreed and self._must_leave(agreed, progress):
+            if self._must_leave(self.decisions.exchange(number, self.checkpoints.problem is not None), progress):
                 self.save(here())
 
     def _compare_replicas(self, step: int) -> None:
@@ -177,7 +176,7 @@ class Guard(Hooks):
         """Make all pending decisions about the steps so far, and return whether the run is preempted. Waits for the device."""
         self.watchdog.at("deciding")
         held = [local(tensor) for tensor in self.strategy.module.state_dict().values()] if weights else []
-        return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None, held), progress)
+        return self._must_leave(self.decisions.exchange(progress.step, self.checkpoints.problem is not None, held), progress)
 
     def _must_leave(self, agreed: Agreement, progress: Progress) -> bool:
         if agreed.not_finite:
