@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.augment import seed_of
+from ddp_lab.data.augment import seeded
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 FORMATS = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not needed, and some have had security bugs
@@ -203,9 +203,7 @@ class Streamed:
 
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, int]:
         """Return an image, uint8 [channels, height, width], and its class; a function of seed, epoch and index."""
-        with torch.random.fork_rng(devices=[]):  # torchvision's transforms draw from the global generator
-            key = seed_of(f"image seed={self.images.seed} epoch={epoch} index={index}")
-            torch.default_generator.manual_seed(key)  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
+        with seeded(f"image seed={self.images.seed} epoch={epoch} index={index}"):
             image, target = self.read(int(self.numbers[index]))
             return self.view(image), target
 
