@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
 
 def real_samples(count: int, dp_rank: int, dp_size: int) -> int:
-    """Return how many samples of a local batch are no padding: a rank reads every `dp_size`-th of the GLOBAL batch's `count`."""
+    """Return how many samples of a local batch are no padding: a rank reads every `dp_size`-th of `count`, the GLOBAL batch."""
     return len(range(dp_rank, count, dp_size))
 
 

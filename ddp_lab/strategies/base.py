@@ -183,8 +183,8 @@ class Strategy(SavedState, ABC):
         for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
             real = min(left, len(own))
             left -= real
-            # Padding does not count in the loss, but would in BatchNorm's statistics. An empty micro-batch is kept, because their
-            # number must be the same on every rank.
+            # Padding does not count in the loss, but would in BatchNorm's statistics. Empty micro-batches are kept, because
+            # their number must be the same on every rank.
             kept = slice(real if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
         divisor = self.divisor(count)
