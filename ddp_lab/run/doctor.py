@@ -28,7 +28,8 @@ def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[Dict
     """
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
         show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
-        job, findings = check_and_build(cfg, runtime, settle_batch, check_memory)
+        checked = check_and_build(cfg, runtime, settle_batch, check_memory)
+        job, findings = checked.job, checked.findings
         writable = [check_shared(Path(cfg.runs_dir), runtime)] if runtime.nodes == 1 else []
         show([*findings, *writable, *describe(job)], runtime.rank == 0)
         show([finding for finding in findings if finding.level == "warning"], runtime.local_rank == 0 < runtime.rank)
