@@ -141,7 +141,7 @@ def test_doctor_prints_a_finding_for_every_check_and_writes_nothing(command, tmp
     warnings = [line for line in output.splitlines() if line.startswith("warning ")]
     assert [line.split(":")[0] for line in warnings] == ["warning  strategy", "warning  batch"], output
     code, output, errors = command(doctor.main, "patience=3", "device=cpu")
-    assert (code, errors[:40]) == (2, "error: patience=3: needs a validation set")
+    assert (code, errors.startswith("error: patience=3: needs a validation set")) == (2, True)
 
 
 def test_doctor_under_torchrun_prints_each_finding_once(tmp_path):
