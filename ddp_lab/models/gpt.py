@@ -13,8 +13,7 @@ from torch import nn
 
 from ddp_lab.config.types import Count
 from ddp_lab.models.chain import Chain, require_divisor
-from ddp_lab.models.vit import EPS, Block
-from ddp_lab.models.vit_layers import Norm
+from ddp_lab.models.vit import EPS, Block, Norm
 
 STD = 0.02  # of the initial weights, as in GPT-2
 
