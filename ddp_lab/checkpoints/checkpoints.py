@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ddp_lab.checkpoints.files import (
     SHARDED,
-    finish_interrupted_save,
     forget_best,
     link_best,
     remove,
     remove_old,
+    remove_partial,
     step_of,
     steps_in,
 )
@@ -79,7 +79,7 @@ class Checkpoints:
             ConfigError: the file cannot be used, or the run has checkpoints and none of them is valid.
         """
         if self.runtime.rank == 0:
-            finish_interrupted_save(self.folder)
+            remove_partial(self.folder)
         choice = "auto" if source == self.folder else str(source)
         path = find_checkpoint(self.folder, choice, self.runtime) if source else None
         if path is None:
