@@ -125,8 +125,7 @@ class Checkpoints:
         if (best := self.best) is None:
             return False
         found = result_in(self.folder, best)
-        values = [(one.best.get(best), one.best_epochs.get(best)) for one in (progress, found[1] if found else Progress())]
-        if values[0] == values[1]:
+        if found and found[1].best[best] == progress.best.get(best):
             return True
         forget_best(self.folder)
         return False
