@@ -145,7 +145,7 @@ class Rank:
         runtime.agree("source", lambda: None)
         runtime.collect("dataset", "0" * 64)
         runtime.agree("same dataset", lambda: None)
-        check_storage(runtime, Path(spec.runs_dir), "run", checkpoint=0, keep=2, best=True, on_error="stop")
+        check_storage(runtime, Path(spec.runs_dir), "run", size=0, kept=3, required=True)
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
         watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, self.looks)
         watchdog.__enter__()  # leaving it would end the process

@@ -240,5 +240,5 @@ class NodeLink(threading.Thread):
             return self.vanished, GONE
         if self._looks.count("overview", overview["turn"]) / looks < VANISHED or "done" in Overview(*overview["ranks"]).phases:
             return None
-        host, port = self.runtime.master or ("?", 0)
+        host, port = self.runtime.master
         return overview["first"], f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}, {self.error}"
