@@ -60,14 +60,14 @@ LAYOUTS = {  # ranks, and by overrides excerpts of the log
 
 def train_each(lines: list[str], folder: Path) -> None:
     for i, line in enumerate(lines):
-        main_in_world(*line.split(), "epochs=1", f"runs_dir={folder}", f"name={i}")
+        main_in_world(*line.split(), "epochs=1", f"runs_dir={folder}", f"name=run{i}")
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_layout_of_a_strategy_is_logged_once(ranks, tmp_path):
     run_world(ranks, train_each, list(LAYOUTS[ranks]), tmp_path)
     for i, excerpts in enumerate(LAYOUTS[ranks].values()):
-        written = (tmp_path / str(i) / "train.log").read_text()
+        written = (tmp_path / f"run{i}" / "train.log").read_text()
         assert [written.count(excerpt) for excerpt in excerpts] == [1] * len(excerpts), written
 
 
