@@ -52,8 +52,10 @@ LAYOUTS = {  # ranks, and by overrides excerpts of the log
     },
     4: {
         "strategy=ddp_pipeline": [BUBBLE, "4 ranks, global batch 64 = 2 x 32, 23 steps an epoch"],
-        "strategy=mesh strategy.pp=2 strategy.tp=2 strategy.num_microbatches=2 model=vit model.depth=2 model.width=16 "
-        "model.heads=2": ["pp 2 x dp 1 x tp 2\n  pp 0  dp 0   rank 0   rank 1  embed .. block"],
+        f"{' '.join(SMALL)} strategy=mesh strategy.pp=2 strategy.tp=2 strategy.num_microbatches=2 model=vit model.depth=2 "
+        "model.width=16 model.heads=2": [
+            "pp 2 x dp 1 x tp 2, dp = replicate 1 x shard 1\n  pp 0  ranks 0 to 1  embed .. block0"
+        ],
     },
 }
 
