@@ -14,13 +14,13 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.advise.live import HELD, STATE, Collective, Live
-from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.models.make import BuiltModel
-from ddp_lab.models.trial import meta_copy
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.make import BuiltModel, build_model, key_of, make_model
+from ddp_lab.models.trial import freeze_unused, meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
@@ -28,6 +28,7 @@ from ddp_lab.speed.fused import configure_optimizer
 from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import ShapesOnly
+from ddp_lab.world.planned import PlannedRuntime
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
@@ -76,6 +77,24 @@ class Planned(NamedTuple):
 
 class CannotPlan(RuntimeError):
     """A step cannot be taken without values."""
+
+
+def plan_model(cfg: DictConfig, dataset: Dataset) -> nn.Module:
+    """Return the model on the meta device, or on the CPU if its constructor or its forward pass needs values.
+
+    Raises:
+        ConfigError: the model cannot be constructed, or does not accept the images.
+    """
+    node, shape, runtime = cfg.model, dataset.model_shape(), PlannedRuntime(1, 1, cfg.precision, kind="cpu")
+    try:
+        with torch.device("meta"):
+            model = build_model(node, shape)
+        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
+            images = shape["in_channels"], shape["image_size"], shape["image_size"]
+            freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
+    except ConfigError:
+        return make_model(node, shape, runtime, cfg.seed, with_weights=False).model
+    return model
 
 
 def plan_ranks(
@@ -169,7 +188,7 @@ def batch_of(job: Job) -> Batch:
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:
     """Return the plan of a device after the steps."""
-    held, peak, options = live.held(place), live.peak(place), job.options
+    held, peak, options = live.held[place], live.peak(place), job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
     copied = {*HELD} - {"gradients"} if again else {"parameters", "buffers", "averages"} if options.compile else set[str]()

@@ -19,7 +19,7 @@ from ddp_lab.data.dataset import Dataset
 from ddp_lab.launch.preflight import Finding, check_host_name, check_master, check_shared_memory
 from ddp_lab.launch.storage import check_free_disk, check_shared, checkpoint_bytes
 from ddp_lab.models.make import make_model
-from ddp_lab.run.checks import Settle
+from ddp_lab.run.checks import ChooseBatch
 from ddp_lab.run.job import Job, arrange, check_optimizer, criterion, load_dataset, make_loaders, make_loss, make_mix, make_plan
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.plan import Plan
@@ -50,7 +50,7 @@ class Findings(list[Finding]):
         return result
 
 
-def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[DictConfig, Job], str]) -> None:
+def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], str]) -> None:
     """Print one line per finding about the machines and the config, on one rank. Collective.
 
     Raises:
@@ -68,7 +68,7 @@ def diagnose(cfg: DictConfig, settle_batch: Settle, check_memory: Callable[[Dict
             conclude(findings, show=runtime.local_rank == 0)
         findings.look("runs_dir", lambda: check_shared(Path(cfg.runs_dir), runtime))
         auto = "auto" in (cfg.batch_size, cfg.accumulate)
-        if not auto or findings.look("auto", lambda: settle_batch(cfg, runtime, None)) is not None:
+        if not auto or findings.look("auto", lambda: choose_batch(cfg, runtime, None)) is not None:
             examine(cfg, runtime, findings, check_memory)
         everyone = runtime.collect("findings", json.dumps(findings))
     if everyone is not None:  # the other ranks exit with code 0: otherwise torchrun would end rank 0 before it reports

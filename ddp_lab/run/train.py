@@ -21,7 +21,7 @@ from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.checks import Settle, check_and_build
+from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.materialize import Training, materialize
@@ -43,21 +43,21 @@ class Outcome(NamedTuple):
 
 
 def train(
-    cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[DictConfig, Job], object]
+    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], object]
 ) -> Outcome:
     """Train according to the config. Collective.
 
     Args:
         cfg: The config.
         runtime: The ranks.
-        settle_batch, check_memory: As in `check_and_build`.
+        choose_batch, check_memory: As in `check_and_build`.
 
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
-    checked = check_and_build(cfg, runtime, settle_batch, check_memory)
+    checked = check_and_build(cfg, runtime, choose_batch, check_memory)
     job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
