@@ -10,7 +10,6 @@ the same samples in every step. `--out` gets report.md, and a run directory per 
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
-sent          bytes per step that a rank passes to collectives and sends
 throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the table (profile=true)
 difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end. Sums of float32 in
               another order round differently: expected below 1e-6 after 5 steps. Training makes it grow; models with BatchNorm
@@ -61,19 +60,14 @@ def main() -> None:
     for override in arguments.overrides:
         if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{override}: is set by compare.py; use --out and --strategies")
-    notes = list[str]()
     out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
     # The default has so few steps that rounding differences stay small.
     overrides = arguments.overrides or ["epochs=4", "optimizer.lr=0.03"]
-    results = [run(chosen[0], [*overrides, "profile=true"], out)]
-    profile = ["profile=true"]
-    if results[0].refused:
-        again = run(chosen[0], overrides, out)
-        if not again.refused:  # profile=true was refused: the run is too short or the device is not supported
-            notes += [f"Memory and bytes sent are not measured, because no step was profiled: {results[0].problem}"]
-            print(notes[-1])
-            profile, results = [], [again]
-    results += [run(entry, overrides + profile, out) for entry in chosen[1:]]
+    results = []
+    for entry in chosen:
+        results.append(run(entry, [*overrides, "profile=true"], out))
+        if results[0].refused:
+            break  # its mistake is that of all others
     if all(result.problem for result in results):
         sys.exit(f"error: nothing ran: {results[0].problem}")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
@@ -82,7 +76,7 @@ def main() -> None:
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    text = report(rows(results), head, headline(results) + notes + diagnoses(results))
+    text = report(rows(results), head, headline(results) + diagnoses(results))
     (out / "report.md").write_text(text)
     print(f"\n{text}\n{out}/report.md   tensorboard --logdir {out}")
 

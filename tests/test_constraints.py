@@ -36,13 +36,6 @@ def test_dependency_is_pinned_in_a_version_that_it_allows(dependency):
     assert all(version and wanted.specifier.contains(version) for version in versions), f"run `make constraints`: {versions}"
 
 
-def test_pinned_finds_the_one_version_of_each_system():
-    text = "# comment\nnumpy==2.4.6 ; python_full_version < '3.12'\nnumpy==2.5.5 ; python_full_version >= '3.12'\n"
-    assert pinned(text, "numpy") == ["2.4.6", "2.5.5", "2.5.5"] * 2
-    assert pinned(text + "numpy==2.6", "numpy") == [None] * len(SYSTEMS)
-    assert pinned(text, "torch") == [None] * len(SYSTEMS)
-
-
 def test_constraints_are_exact_versions_that_any_index_can_serve():
     assert "make constraints" in CONSTRAINTS.splitlines()[1]
     assert all([each.operator for each in pin.specifier] == ["=="] for pin in pins(CONSTRAINTS))

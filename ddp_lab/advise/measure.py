@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.launch.short_run import ShortRun, train
-from ddp_lab.observe.profile_report import mean_split
+from ddp_lab.observe.time_split import mean_split
 from ddp_lab.resilience.run_directory import read_json, write_json
 
 STEPS, EPOCHS = 16, 4  # of a run: the first epoch warms up and is profiled, the others count

@@ -48,7 +48,7 @@ class DataConfig(Keys):
     randaugment: Annotated[int, Field(ge=0, le=30), Allowed("an integer from 0 to 30")] | None = None
     erasing: Probability = 0.0
     on_corrupt: Literal["stop", "skip"] = "stop"
-    cache: Literal["none", "ram", "disk"] = "none"
+    cache: Literal["none", "disk"] = "none"
     cache_dir: str | None = None
     num_classes: Count | None = None
     val_split: str | None = "val"
@@ -74,7 +74,7 @@ class CheckpointConfig(Keys):
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")]
     best: Literal["auto", "val_loss", "val_accuracy"] | None
     on_error: Literal["stop", "continue"]
-    format: Literal["auto", "whole", "sharded"]
+    format: Literal["auto", "full", "sharded"]
 
 
 class OptimizerConfig(Keys):

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from tqdm import tqdm
 
 from ddp_lab.data.images import ImageError, ImageOptions, decode, resize
 from ddp_lab.data.workers import ignore_signals
-from ddp_lab.world.process import is_alive
 
 PER_WORKER = 64  # images that are worth starting a process
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class Pictures:
@@ -73,7 +70,7 @@ def build_record(folder: Path, pictures: Pictures, keep: bool) -> Path:
     """Write the record of some images to `folder`, with their pixels if `keep`, unless it exists, and return it.
 
     Raises:
-        OSError: the record cannot be written.
+        OSError: the record cannot be written. Nothing is left then.
     """
     if folder.exists():
         return folder
@@ -82,30 +79,18 @@ def build_record(folder: Path, pictures: Pictures, keep: bool) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
         building = folder.parent / "building"
         shutil.rmtree(building, ignore_errors=True)
-        if not folder.exists():
-            building.mkdir()
-            write_record(building, pictures, keep)
-            building.rename(folder)
-    return folder
-
-
-def build_in_memory(pictures: Pictures) -> Path:
-    """Write the record of some images, with their pixels, to the shared memory of this machine, for one launch, and return it.
-
-    Raises:
-        OSError: the record cannot be written.
-    """
-    for left in SHARED_MEMORY.glob("ddp_lab-*"):
-        process = left.name.split("-")[1]
-        if process.isdecimal() and not is_alive(int(process)):  # its launch was killed before all ranks had opened it
-            shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"ddp_lab-{os.getpid()}-", dir=SHARED_MEMORY))
-    write_record(folder, pictures, keep=True)
+        try:
+            if not folder.exists():
+                building.mkdir()
+                write_record(building, pictures, keep)
+                building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     return folder
 
 
 def write_record(folder: Path, pictures: Pictures, keep: bool) -> None:
-    """Examine all images with all CPU cores, and write their names, pixels and what is corrupt. A failure leaves nothing."""
+    """Examine all images with all CPU cores, and write their names, pixels and what is corrupt."""
     size = len(pictures.names)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     loader = DataLoader(
@@ -118,25 +103,20 @@ def write_record(folder: Path, pictures: Pictures, keep: bool) -> None:
     )
     needed = keep * size * pictures.images.channels * pictures.images.short_side**2  # no image is smaller than a square
     free = shutil.disk_usage(folder).free
+    if needed > free:  # before hours of work
+        raise OSError(f"the resized images need at least {needed / 2**20:,.1f} MiB, but {free / 2**20:,.1f} MiB are free")
     places = np.zeros((size, 3), np.int64)  # where the pixels of an image begin, its height and its width
     reasons: dict[str, str] = {}
-    try:
-        if needed > free:  # before hours of work
-            sizes = f"{needed / 2**20:,.1f} MiB, but {folder.parent} has {free / 2**20:,.1f} MiB free"
-            raise OSError(f"the resized images need at least {sizes}")
-        with (folder / "pixels.bin").open("wb") as file:
-            for number, found in enumerate(tqdm(loader, "examining images, once", delay=2, disable=None)):
-                if isinstance(found, torch.Tensor):
-                    places[number] = file.tell(), *found.shape[:2]
-                    file.write(found.numpy().data)
-                elif found:
-                    reasons[os.fsdecode(pictures.names[number])] = found
-        np.save(folder / "places.npy", places)
-        np.save(folder / "names.npy", pictures.names)
-        (folder / "corrupt.json").write_text(json.dumps(reasons))
-        for path in folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with (folder / "pixels.bin").open("wb") as file:
+        for number, found in enumerate(tqdm(loader, "examining images, once", delay=2, disable=None)):
+            if isinstance(found, torch.Tensor):
+                places[number] = file.tell(), *found.shape[:2]
+                file.write(found.numpy().data)
+            elif found:
+                reasons[os.fsdecode(pictures.names[number])] = found
+    np.save(folder / "places.npy", places)
+    np.save(folder / "names.npy", pictures.names)
+    (folder / "corrupt.json").write_text(json.dumps(reasons))
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file)

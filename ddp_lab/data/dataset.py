@@ -60,7 +60,6 @@ class Dataset:
         held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
         digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
         skipped: the files that are left out because they cannot be decoded, with the reason.
-        release: called on the first rank of each machine when all ranks have loaded the dataset.
     """
 
     train: Samples
@@ -71,7 +70,6 @@ class Dataset:
     held_out: str = ""
     digest: str = ""
     skipped: dict[str, str] = field(default_factory=dict[str, str])
-    release: Callable[[], None] = lambda: None
 
     @property
     def sets(self) -> dict[str, Samples]:

@@ -3,7 +3,6 @@
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +10,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hydra.utils import get_object
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import Count
-from ddp_lab.data.dataset import Dataset, LabelledImages, hold_out
+from ddp_lab.data.dataset import Dataset, LabelledImages
 from ddp_lab.world.process import default_timeout
 
 
 class Digits:
     """The 1,797 handwritten digits of scikit-learn (8x8 pixels of 0 to 16), enlarged to 28x28: 1,437 train, 360 test."""
+
+    sizes, shape, num_classes = (1437, 360), (1, 28, 28), 10
 
     def prepare(self) -> None:
         """Do nothing: there is nothing to download."""
@@ -38,12 +38,8 @@ class Digits:
         images = (images * 255).round().to(torch.uint8)
         targets = table[:, -1].long()
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        train, test = order[:1437], order[1437:]
-        return Dataset(
-            LabelledImages(images[train], targets[train]),
-            LabelledImages(images[test], targets[test]),
-            [str(digit) for digit in range(10)],
-        )
+        train, test = (LabelledImages(images[part], targets[part]) for part in order.split(self.sizes))
+        return Dataset(train, test, [str(digit) for digit in range(10)])
 
 
 class Synthetic:
@@ -95,10 +91,12 @@ class Torchvision:
         "FashionMNIST": "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",
         "CIFAR10": "cifar-10-batches-py/{data_batch_1..5,test_batch,batches.meta}",
     }
+    sizes, shape, num_classes = (60000, 10000), (1, 28, 28), 10
 
     def __init__(self, name: Literal["MNIST", "FashionMNIST", "CIFAR10"], root: str):
-        self.name = name
-        self.root = Path(root)
+        self.name, self.root = name, Path(root)
+        if name == "CIFAR10":
+            self.sizes, self.shape = (50000, 10000), (3, 32, 32)
 
     def _open(self, train: bool, root: Path | None = None, download: bool = False) -> Any:
         import torchvision  # takes 1.5 s, so only these datasets import it
@@ -147,30 +145,3 @@ class Torchvision:
             return LabelledImages(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
         return Dataset(convert(train), convert(test), list(train.classes))
-
-
-def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
-    """Return a dataset of which only the sizes are known: it is on the meta device, and needs neither a download nor memory.
-
-    Args:
-        data: the config group `data`.
-
-    Returns:
-        None if the dataset must be read to know its sizes.
-    """
-    node, target = data["dataset"], get_object(data["dataset"]["_target_"])
-    classes = 10
-    if target is Digits:
-        sizes, shape = (1437, 360), (1, 28, 28)
-    elif target is Torchvision:
-        sizes, shape = ((50000, 10000), (3, 32, 32)) if node["name"] == "CIFAR10" else ((60000, 10000), (1, 28, 28))
-    elif target is Synthetic:
-        sizes, shape = (node["train_size"], node["test_size"]), (node["channels"], node["image_size"], node["image_size"])
-        classes = node["num_classes"]
-    else:
-        return None
-    with torch.device("meta"):
-        train, test = (
-            LabelledImages(torch.empty(size, *shape, dtype=torch.uint8), torch.empty(size, dtype=torch.int64)) for size in sizes
-        )
-    return hold_out(Dataset(train, test, [str(label) for label in range(classes)]), data["val_fraction"], data["val_seed"])

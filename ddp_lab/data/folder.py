@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import socket
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.config.types import SETS
-from ddp_lab.data.cache import Pictures, build_in_memory, build_record
+from ddp_lab.data.cache import Pictures, build_record
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.images import SUFFIXES, ImageOptions, Streamed, find_files
 
@@ -34,8 +33,8 @@ class Folder:
         root: directory that contains train and, if there are such images, val and test, each with a folder for each class.
         on_corrupt: what to do about files that cannot be decoded: name them and stop before training (stop), or leave them out
             (skip).
-        cache: where the decoded, resized images are kept, once for each machine: nowhere (none), in shared memory until the
-            launch ends (ram), or in cache_dir, also for later launches (disk).
+        cache: where the decoded, resized images are kept, once for each machine: nowhere (none), or in cache_dir, also for
+            later launches (disk).
         cache_dir: directory of the cache; null is root/.cache or, if root is not writable, ~/.cache/ddp_lab.
     """
 
@@ -44,11 +43,11 @@ class Folder:
         images: ImageOptions,
         root: str,
         on_corrupt: Literal["stop", "skip"],
-        cache: Literal["none", "ram", "disk"],
+        cache: Literal["none", "disk"],
         cache_dir: str | None,
     ):
         self.root, self.images = Path(root), images
-        self.on_corrupt, self.cache = on_corrupt, cache
+        self.on_corrupt, self.cached = on_corrupt, cache == "disk"
         default = self.root / ".cache" if os.access(self.root, os.W_OK) else Path.home() / ".cache" / "ddp_lab"
         self.cache_dir = Path(cache_dir) if cache_dir else default
 
@@ -59,26 +58,18 @@ class Folder:
             NodeError: the directory does not have the expected form, a file is corrupt and on_corrupt is stop, or the record
                 cannot be written.
         """
-        if not self.root.is_dir():
-            raise NodeError(
-                f"data.root={self.root}: there is no such directory on {socket.gethostname()}; it must have train/CLASS/FILE"
-            )
         names = find_images(self.root)
         pictures = Pictures(self.root, np.array([os.fsencode(name) for name in names]), self.images)
         try:
-            if self.cache == "ram":
-                record = build_in_memory(pictures)
-            else:
-                record = build_record(self.cache_dir / self._key(names), pictures, keep=self.cache == "disk")
+            record = build_record(self.cache_dir / self._key(names), pictures, self.cached)
         except OSError as error:
-            where = "data.cache=ram" if self.cache == "ram" else f"data.cache_dir={self.cache_dir}"
             raise NodeError(
-                f"{where}: cannot write the record of the images on {socket.gethostname()} ({error.strerror or error}). Free "
-                "some space, or use a smaller data.resize, another data.cache_dir or data.cache"
+                f"data.cache_dir={self.cache_dir}: cannot write the record of the images on {socket.gethostname()} "
+                f"({error.strerror or error}). Free some space, or use a smaller data.resize, another data.cache_dir or "
+                "data.cache=none"
             ) from None
-        corrupt: dict[str, str] = json.loads((record / "corrupt.json").read_text())
+        corrupt = corrupt_files(record)
         if corrupt and self.on_corrupt == "stop":
-            self._release(record)
             raise NodeError(
                 f"data.root={self.root}: {len(corrupt)} of {len(names)} files cannot be decoded: {listed(corrupt)}. Remove "
                 "them, or use data.on_corrupt=skip"
@@ -88,23 +79,20 @@ class Folder:
     def load(self, prepared: str) -> Dataset:
         """Read the record that `prepare` returned."""
         record, images = Path(prepared), self.images
-        packed = np.load(record / "names.npy")
+        packed, corrupt = np.load(record / "names.npy"), corrupt_files(record)
         names = [os.fsdecode(name) for name in packed]
-        corrupt: dict[str, str] = json.loads((record / "corrupt.json").read_text())
         parts = [name.split("/", 2) for name in names]
         classes = sorted({name for _, name, _ in parts})
         number_of = {name: number for number, name in enumerate(classes)}
         targets = torch.tensor([number_of[name] for _, name, _ in parts])
-        numbers: dict[str, list[int]] = {split: [] for split, _, _ in parts}
-        for number, name in enumerate(names):
-            if name not in corrupt:
-                numbers[parts[number][0]].append(number)
-        if empty := [split for split, found in numbers.items() if not found]:
-            raise NodeError(f"data.root={self.root}: no image in {empty[0]} can be decoded; remove the folder, or add images")
-        pictures = Pictures(self.root, packed, images, record if self.cache != "none" else None)
-        read = partial(read_labelled, pictures, targets)
-        sets = {name: Streamed(read, torch.tensor(found), images, augment=name == "train") for name, found in numbers.items()}
-        train = numbers["train"]
+        read = partial(read_labelled, Pictures(self.root, packed, images, record if self.cached else None), targets)
+        sets: dict[str, Streamed] = {}
+        for split in {split: None for split, _, _ in parts}:
+            found = [number for number, name in enumerate(names) if parts[number][0] == split and name not in corrupt]
+            if not found:
+                raise NodeError(f"data.root={self.root}: no image in {split} can be decoded; remove the folder, or add images")
+            sets[split] = Streamed(read, torch.tensor(found), images, augment=split == "train")
+        train = sets["train"].numbers.tolist()
         listing = b"\0".join([*packed.tolist(), json.dumps(sorted(corrupt)).encode()])
         return Dataset(
             sets["train"],
@@ -114,12 +102,11 @@ class Folder:
             names=lambda index: names[train[index]].removeprefix("train/"),
             digest=hashlib.sha256(listing).hexdigest(),
             skipped=corrupt,
-            release=partial(self._release, record),
         )
 
     def _key(self, names: list[str]) -> str:
         """Return a hash of the names, sizes and times of all files and of what is computed from them."""
-        key = hashlib.sha256(f"{VERSION} {self.cache != 'none' and (self.images.channels, self.images.short_side)}".encode())
+        key = hashlib.sha256(f"{VERSION} {self.cached and (self.images.channels, self.images.short_side)}".encode())
         for name in names:
             try:
                 status = os.stat(self.root / name)
@@ -128,15 +115,15 @@ class Folder:
                 key.update(os.fsencode(f"{name}\0missing\0"))
         return key.hexdigest()[:16]
 
-    def _release(self, record: Path) -> None:
-        """Remove a record in shared memory: its memory is freed when the last process that maps it exits, however it exits."""
-        if self.cache == "ram":
-            shutil.rmtree(record, ignore_errors=True)
-
 
 def read_labelled(pictures: Pictures, targets: torch.Tensor, number: int) -> tuple[torch.Tensor, int]:
     """Return an image by its number, and its class."""
     return pictures[number], int(targets[number])
+
+
+def corrupt_files(record: Path) -> dict[str, str]:
+    """Return the files that cannot be decoded, with the reason."""
+    return json.loads((record / "corrupt.json").read_text())
 
 
 def listed(reasons: dict[str, str], most: int = 5) -> str:
@@ -152,48 +139,31 @@ def find_images(root: Path) -> list[str]:
 
     Raises:
         NodeError: the directories do not have this form, the folders have different classes, a class of the training set has no
-            image, two classes are links to the same directory, or a folder is meant to be val or test, but called otherwise.
+            image, or a folder is meant to be val or test, but called otherwise.
     """
-    key = f"data.root={root}"
+    key, form = f"data.root={root}", f"expected {root}/train/CLASS/FILE, and val and test alike if there are such images"
     if not (root / "train").is_dir():
-        raise NodeError(
-            f"{key}: has no folder train; expected {root}/train/CLASS/FILE, and {root}/val and {root}/test if there are such "
-            "images"
-        )
-    for entry in sorted(entry.name for entry in root.iterdir() if entry.is_dir()):
-        if entry not in SETS and (meant := [name for name, others in MEANT.items() if entry.lower() in others]):
+        raise NodeError(f"{key}: has no folder train on {socket.gethostname()}; {form}")
+    for entry in sorted(entry.name for entry in root.iterdir() if entry.is_dir() and entry.name not in SETS):
+        if meant := [name for name, others in MEANT.items() if entry.lower() in others]:
+            raise NodeError(f"{key}: the folder {entry} would not be used. Rename it to {meant[0]}, or move it elsewhere")
+    found = {split: find_classes(root, split) for split in SETS if (root / split).is_dir()}
+    empty = [f"train/{name}" for name, files in found["train"].items() if not files]
+    empty += [split for split, classes in found.items() if not any(classes.values())]
+    if empty:
+        kinds = f"{', '.join(SUFFIXES)} files"
+        raise NodeError(f"{key}: no image in {empty[0]}; {form}. Remove the folder, or add {kinds} ({len(empty)} are empty)")
+    for split, classes in found.items():
+        if different := sorted(found["train"].keys() ^ classes.keys()):
+            where = "train" if different[0] in found["train"] else split
             raise NodeError(
-                f"{key}: the folder {entry} would not be used; it must be called {meant[0]}. Rename it to {meant[0]}, or move "
-                "it to another directory"
-            )
-    found = {name: find_set(root, name) for name in SETS if (root / name).is_dir()}
-    if empty := [name for name, classes in found.items() if not any(classes.values())]:
-        raise NodeError(f"{key}: no image in {empty[0]}; remove the folder, or add {', '.join(SUFFIXES)} files")
-    if empty := [name for name, files in found["train"].items() if not files]:
-        raise NodeError(
-            f"{key}: no image in train/{empty[0]} ({len(empty)} of {len(found['train'])} classes have none); expected "
-            f"{', '.join(SUFFIXES)} files. Remove the folder, or add images"
-        )
-    for name in found:
-        if different := sorted(found["train"].keys() ^ found[name].keys()):
-            where = "train" if different[0] in found["train"] else name
-            raise NodeError(
-                f"{key}: train and {name} must have the same classes, but {different[0]} is in {where} only "
+                f"{key}: train and {split} must have the same classes, but {different[0]} is in {where} only "
                 f"({len(different)} such classes)"
             )
     return sorted(name for classes in found.values() for files in classes.values() for name in files)
 
 
-def find_set(root: Path, split: str) -> dict[str, list[str]]:
+def find_classes(root: Path, split: str) -> dict[str, list[str]]:
     """Return the names of the images of train, val or test, by class."""
-    classes = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir() and not entry.name.startswith("."))
-    if not classes:
-        raise NodeError(
-            f"data.root={root}: {split} has no folders; expected a folder for each class, {root}/{split}/CLASS/FILE"
-        )
-    real: dict[str, str] = {}
-    for name in classes:
-        first = real.setdefault(os.path.realpath(root / split / name), name)
-        if first != name:
-            raise NodeError(f"data.root={root}: the classes {first} and {name} of {split} are the same directory")
-    return {name: list(find_files(str(root / split / name), f"{split}/{name}", set())) for name in classes}
+    classes = (entry.name for entry in os.scandir(root / split) if entry.is_dir() and not entry.name.startswith("."))
+    return {name: list(find_files(str(root / split / name), f"{split}/{name}", set())) for name in sorted(classes)}

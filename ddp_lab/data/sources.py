@@ -2,9 +2,9 @@
 
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from PIL import Image
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.dataset import Dataset, LabelledImages, hold_out
 from ddp_lab.data.images import ImageOptions, Streamed, resize, to_tensor
-
-T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -54,6 +52,25 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
         )
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
     return Own(node, images, data["num_classes"], splits)
+
+
+def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
+    """Return a dataset of which only the sizes are known: it is on the meta device, and needs neither a download nor memory.
+
+    Args:
+        data: the config group `data`.
+
+    Returns:
+        None if the dataset must be read to know its sizes: its source has no attributes sizes, shape and num_classes.
+    """
+    source: Any = make_source(data, seed=0)
+    if not hasattr(source, "sizes"):
+        return None
+    with torch.device("meta"):
+        images = [torch.empty(size, *source.shape, dtype=torch.uint8) for size in source.sizes]
+        train, test = (LabelledImages(found, torch.empty(len(found), dtype=torch.int64)) for found in images)
+    classes = [str(label) for label in range(source.num_classes)]
+    return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
 
 
 def image_options(data: Mapping[str, Any], seed: int) -> ImageOptions | None:
@@ -95,7 +112,7 @@ class Own:
         self.load()
 
     def load(self, prepared: str = "") -> Dataset:
-        """Construct the training set, the validation set and the test set, and check what is known of their samples."""
+        """Construct the training set, the validation set and the test set, and check the first sample of each."""
         accepted = inspect.signature(get_object(self.node["_target_"])).parameters
         if "split" in accepted:
             made = {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
@@ -106,49 +123,30 @@ class Own:
                 f"{self.name}: must have a parameter split, which is train, data.val_split={self.splits['val']} or "
                 f"data.test_split={self.splits['test']}, or a parameter train, which is true or false (the test set)"
             )
-        classes = self._classes(made["train"])
-        sets = {name: self._set(dataset, len(classes), augment=name == "train") for name, dataset in made.items()}
+        classes = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
+        if classes is None:
+            raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
+        classes = [str(name) for name in classes]
+        sets: dict[str, Streamed] = {}
+        for name, dataset in made.items():
+            read = partial(self.read, dataset, len(classes))
+            read(0)
+            sets[name] = Streamed(read, torch.arange(len(dataset)), self.images, augment=name == "train")
         return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
 
     def _construct(self, key: str, value: str | bool) -> Any:
+        """Return a set, which is a map-style dataset."""
         try:
-            return build(self.node, **{key: value})
+            made = build(self.node, **{key: value})
         except ConfigError:
             raise
         except Exception as error:
-            key_of = {split: f"data.{name}_split" for name, split in self.splits.items() if name != "train"}
-            hint = f". {key_of[value]} is the name of this split; null: there is none" if value in key_of else ""
+            names = [name for name, split in self.splits.items() if split == value and name != "train"]
+            hint = f". data.{names[0]}_split is the name of this split; null: there is none" if names else ""
             raise ConfigError(f"{self.name}: cannot be constructed with {key}={value}: {describe_error(error)}{hint}") from None
-
-    def _classes(self, dataset: Any) -> list[str]:
-        if self.num_classes is not None:
-            return [str(label) for label in range(self.num_classes)]
-        if getattr(dataset, "classes", None) is None:
-            raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
-        return self._ask("the names in the attribute classes", lambda: [str(name) for name in dataset.classes])
-
-    def _set(self, dataset: Any, classes: int, augment: bool) -> Streamed:
-        """Return a set; its first sample is checked and, if the dataset has them in an attribute `targets`, all its labels."""
-        for method in ("__len__", "__getitem__"):
-            if not hasattr(dataset, method):
-                raise ConfigError(f"{self.name}: has no {method}; it must be a map-style dataset, with __len__ and __getitem__")
-        size = self._ask("the number of samples (__len__)", lambda: len(dataset))
-        if size == 0:
-            raise ConfigError(f"{self.name}: has no samples; it must have at least one")
-        self.read(dataset, classes, 0)
-        labels = self._ask("the labels in the attribute targets", lambda: getattr(dataset, "targets", None))
-        for number, label in enumerate([] if labels is None else labels):
-            self._label(number, label, classes)
-        return Streamed(partial(self.read, dataset, classes), torch.arange(size), self.images, augment)
-
-    def _ask(self, what: str, values: Callable[[], T]) -> T:
-        """Return `values()`, which calls the user's code, or raise a ConfigError that says what cannot be read."""
-        try:
-            return values()
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{self.name}: {what} cannot be read: {describe_error(error)}") from None
+        if not (hasattr(made, "__len__") and hasattr(made, "__getitem__") and len(made)):
+            raise ConfigError(f"{self.name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
+        return made
 
     def read(self, dataset: Any, classes: int, number: int) -> tuple[torch.Tensor, int]:
         """Return a sample of a dataset whose labels are below `classes`: its image, uint8, resized, and its class."""
@@ -156,39 +154,42 @@ class Own:
         key = int(torch.randint(2**32, ()))
         np.random.seed(key)
         random.seed(key)
-        item = self._ask(f"sample {number}", lambda: dataset[number])
+        try:
+            item = dataset[number]
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.name}: sample {number} cannot be read: {describe_error(error)}") from None
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise ConfigError(f"{self.name}: sample {number} must be (image, label), got {type(item).__name__}")
-        image, label = item
-        return resize(self._image(number, image), self.images.short_side), self._label(number, label, classes)
+        image = as_image(item[0], self.images.channels, f"{self.name}: the image of sample {number}")
+        return resize(image, self.images.short_side), as_label(item[1], classes, f"{self.name}: the label of sample {number}")
 
-    def _image(self, number: int, image: Any) -> torch.Tensor:
-        channels = self.images.channels
-        if isinstance(image, Image.Image):
-            return to_tensor(image, channels)
-        what = f"{self.name}: the image of sample {number}"
-        if not isinstance(image, torch.Tensor):
-            raise ConfigError(f"{what} must be a PIL image or a tensor, got {type(image).__name__}")
-        image = image.unsqueeze(0) if image.dim() == 2 else image
-        if image.dim() != 3 or len(image) not in (1, channels):
-            raise ConfigError(f"{what} must be [{channels}, height, width] (data.channels={channels}), got {list(image.shape)}")
-        if image.is_floating_point():
-            if image.min() < 0 or image.max() > 1:
-                raise ConfigError(
-                    f"{what} must be in [0, 1], got {image.min():.3g} to {image.max():.3g}; data.mean normalises it"
-                )
-            image = (image * 255).round().to(torch.uint8)
-        if image.dtype != torch.uint8:
-            raise ConfigError(f"{what} must be uint8 or a float in [0, 1], got {image.dtype}")
-        return image.expand(channels, -1, -1)
 
-    def _label(self, number: int, label: Any, classes: int) -> int:
-        what = f"{self.name}: the label of sample {number}"
-        try:
-            value = int(label)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{what} must be an integer, got {label!r}") from None
-        if not 0 <= value < classes:
-            allowed = f"with {classes} classes it must be 0 to {classes - 1} (attribute classes, or data.num_classes)"
-            raise ConfigError(f"{what} is {value}; {allowed}")
-        return value
+def as_image(image: Any, channels: int, what: str) -> torch.Tensor:
+    """Return an image of a user's dataset as uint8 [channels, height, width]. `what` begins the message of a ConfigError."""
+    if isinstance(image, Image.Image):
+        return to_tensor(image, channels)
+    if not isinstance(image, torch.Tensor):
+        raise ConfigError(f"{what} must be a PIL image or a tensor, got {type(image).__name__}")
+    image = image.unsqueeze(0) if image.dim() == 2 else image
+    if image.dim() != 3 or len(image) not in (1, channels):
+        raise ConfigError(f"{what} must be [{channels}, height, width] (data.channels={channels}), got {list(image.shape)}")
+    if image.is_floating_point() and 0 <= image.min() <= image.max() <= 1:
+        image = (image * 255).round().to(torch.uint8)
+    if image.dtype != torch.uint8:
+        got = f"{image.dtype} from {image.min():.3g} to {image.max():.3g}"
+        raise ConfigError(f"{what} must be uint8 or a float in [0, 1], which data.mean and data.std normalise, got {got}")
+    return image.expand(channels, -1, -1)
+
+
+def as_label(label: Any, classes: int, what: str) -> int:
+    """Return a label of a user's dataset as an integer below `classes`. `what` begins the message of a ConfigError."""
+    try:
+        value = int(label)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{what} must be an integer, got {label!r}") from None
+    if not 0 <= value < classes:
+        allowed = f"with {classes} classes it must be 0 to {classes - 1} (attribute classes, or data.num_classes)"
+        raise ConfigError(f"{what} is {value}; {allowed}")
+    return value

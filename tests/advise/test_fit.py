@@ -43,7 +43,7 @@ def test_state_that_fits_is_accepted(overrides, size, expected):
 
 def test_refusal_names_the_two_simplest_alternatives():
     with pytest.raises(ConfigError) as refused:
-        verdict([*LENET[:-1], "batch_size=8", "optimizer=adamw", "strategy=single"], STATE // 3 * 4, 1, gpus=4)
+        verdict([*LENET[:-1], "batch_size=8", "optimizer=adamw", "strategy=single"], STATE // 3 * 4 - 1, 1, gpus=4)
     text = str(refused.value)
     first, second = text[text.index("Use ") :].split(" or ")
     assert first.startswith("Use `torchrun --standalone --nproc_per_node=4 -m ddp_lab ... strategy=")

@@ -80,18 +80,9 @@ class Later(Tensors):
         return image, label + 5 * (index == 4)
 
 
-class Targets(Tensors):
-    targets = torch.tensor([0, 1, 0, 1, 2, 0])
-
-
 class Words(Tensors):
     def __getitem__(self, index):
         return super().__getitem__(index)[0], "cat"
-
-
-class Empty(Shapes):
-    def __len__(self):
-        return 0
 
 
 class Single(Tensors):
@@ -109,26 +100,6 @@ class Iterable:
         return iter([])
 
 
-class Unordered(Iterable):
-    def __len__(self):
-        return 3
-
-
 class NoSplit(Tensors):
     def __init__(self):
         pass
-
-
-class Lost(Shapes):
-    def __len__(self):
-        return {"test": 3}[self.split]
-
-
-class Counted(Shapes):
-    classes = 3
-
-
-class Unlabelled(Shapes):
-    @property
-    def targets(self):
-        raise OSError("no labels")

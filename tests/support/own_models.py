@@ -1,7 +1,5 @@
 """Models as users write them, which import nothing of ddp_lab."""
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 
@@ -35,21 +33,6 @@ class Plain(nn.Module):
 def sequential(num_classes):
     """A function that takes only one of the arguments that follow from the data."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, num_classes))
-
-
-def in_place(in_channels, image_size, num_classes):
-    """Blocks that change their input in place, after a block without parameters."""
-    sizes = in_channels * image_size**2, 24, 24, 24, num_classes
-    first, second, third, last = (nn.Linear(*pair) for pair in pairwise(sizes))
-    return nn.Sequential(nn.Flatten(), first, nn.ReLU(inplace=True), second, nn.Tanh(), third, nn.ReLU(inplace=True), last)
-
-
-class Normalizing(Plain):
-    """BatchNorm of vectors, which needs two samples."""
-
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
-        self.entry = nn.Sequential(self.entry, nn.BatchNorm1d(16))
 
 
 class Last(nn.Module):
@@ -91,17 +74,6 @@ class OnlyFloat32(Plain):
         return super().forward(inputs)
 
 
-class Recurrent(nn.Module):
-    """An LSTM over the rows of an image, which AOTAutograd cannot trace on fake tensors."""
-
-    def __init__(self, image_size, num_classes):
-        super().__init__()
-        self.layer, self.head = nn.LSTM(image_size, 16, batch_first=True), nn.Linear(16, num_classes)
-
-    def forward(self, inputs):
-        return self.head(self.layer(inputs[:, 0])[0][:, -1])
-
-
 class WaitingLayer(nn.Linear):
     """A layer whose forward pass waits for the device."""
 
@@ -122,15 +94,6 @@ class Scalar(Plain):
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
         self.scale = nn.Parameter(torch.ones(()))
-
-
-class Frozen(Plain):
-    """Only its last layer is trained."""
-
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes, hidden=1024)
-        self.requires_grad_(False)
-        self.head.requires_grad_(True)
 
 
 class Freezing(nn.Sequential):
@@ -216,22 +179,6 @@ def attention(image_size, num_classes):
     return nn.Sequential(Tokens(image_size), Attention(16), encoder, *layers)
 
 
-class Adding(nn.Module):
-    """A block that reads the shape of its weight, which a trace of one rank's part does not have."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, inputs):
-        return self.layer(inputs) + torch.ones(len(self.layer.weight))
-
-
-def adding_blocks(in_channels, image_size, num_classes):
-    """Blocks, of which the third one must be complete."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 24), Adding(24), nn.Linear(24, num_classes))
-
-
 class Standardized(nn.Linear):
     """A linear layer with a forward pass of its own."""
 
@@ -250,12 +197,6 @@ def special_layers(in_channels, image_size, num_classes):
         nn.Flatten(),
         Standardized(4 * (image_size // 3 - 4) ** 2, num_classes),
     )
-
-
-def frozen_blocks(in_channels, image_size, num_classes):
-    """Blocks, of which the third one is frozen."""
-    first, frozen, head = nn.Linear(in_channels * image_size**2, 1024), nn.Linear(1024, 1024), nn.Linear(1024, num_classes)
-    return nn.Sequential(nn.Flatten(), first, frozen.requires_grad_(False), head)
 
 
 class Tied(Plain):
@@ -289,13 +230,6 @@ class Waiting(Plain):
 
     def forward(self, inputs):
         return super().forward(inputs / max(1.0, inputs.abs().max().item()))
-
-
-class Converting(Plain):
-    """Its forward pass uses NumPy, which has no bf16."""
-
-    def forward(self, inputs):
-        return super().forward(inputs * float(inputs.cpu().numpy().max() > 0))
 
 
 class Broken(Plain):
