@@ -39,7 +39,6 @@ def check(cfg: DictConfig) -> RunConfig:
         ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of range.
     """
     values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-    refuse_test_as_criterion(values)
     config = validate(RunConfig, values)
     groups = {"data.dataset": config.data.dataset, **{name: getattr(config, name) for name in GROUPS if "." not in name}}
     # The optimizer's ranges are checked first, because looking up the constructors imports torch, which takes 1.5 s.
@@ -52,21 +51,6 @@ def check(cfg: DictConfig) -> RunConfig:
         validate(schema, given, f"{group}.")
     check_optimizer(config.optimizer)
     return config
-
-
-def refuse_test_as_criterion(values: dict[str, Any]) -> None:
-    """Check that neither the best checkpoint, as in earlier versions, nor a sweep is to be chosen by the test set.
-
-    Raises:
-        ConfigError: one is.
-    """
-    best, optimize = (values.get("checkpoint") or {}).get("best"), values.get("optimize")
-    for key, value in (("checkpoint.best", best), ("optimize", optimize)):
-        if value == "test_loss" or (value, key) == ("test_accuracy", "checkpoint.best"):
-            raise ConfigError(
-                f"{key}={value}: the test set chooses nothing. Use {key}=val{str(value)[4:]} with a validation set: "
-                "data.val_fraction=0.1, or with data=folder a folder val/"
-            )
 
 
 def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
@@ -130,25 +114,12 @@ def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str,
         name, *rest = rest
     key, value = f"{prefix}{name}", values.get(name)
     if first["type"] == "extra_forbidden":
-        set_in_conf = [name for name in values if name in model.model_fields]
-        return unknown_key(key, value, prefix, list(dict.fromkeys([*set_in_conf, *model.model_fields])))
+        names = list(dict.fromkeys([*(name for name in values if name in model.model_fields), *model.model_fields]))
+        advice = "".join(f"did you mean {prefix}{close}? " for close in difflib.get_close_matches(name, names, n=1))
+        allowed = ", ".join(f"{prefix}{name}" for name in names) or "none"
+        return UNKNOWN.format(key=key, value=value, advice=advice, allowed=allowed)
     template = MISSING if first["type"] == "missing" else WRONG
     return template.format(key=key, value="null" if value is None else value, allowed=describe_field(model.model_fields[name]))
-
-
-def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
-    """Return the message for a key that does not exist.
-
-    Args:
-        key: Full dotted key.
-        value: Its value.
-        prefix: Dotted key of the group, including the last dot.
-        names: The keys that exist in the group.
-    """
-    close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
-    advice = "".join(f"did you mean {prefix}{name}? " for name in close)
-    allowed = ", ".join(f"{prefix}{name}" for name in names)
-    return UNKNOWN.format(key=key, value=value, advice=advice, allowed=allowed or "none")
 
 
 def describe_field(field: FieldInfo) -> str:
