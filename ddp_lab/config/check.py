@@ -114,12 +114,25 @@ def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str,
         name, *rest = rest
     key, value = f"{prefix}{name}", values.get(name)
     if first["type"] == "extra_forbidden":
-        names = list(dict.fromkeys([*(name for name in values if name in model.model_fields), *model.model_fields]))
-        advice = "".join(f"did you mean {prefix}{close}? " for close in difflib.get_close_matches(name, names, n=1))
-        allowed = ", ".join(f"{prefix}{name}" for name in names) or "none"
-        return UNKNOWN.format(key=key, value=value, advice=advice, allowed=allowed)
+        set_in_conf = [name for name in values if name in model.model_fields]
+        return unknown_key(key, value, prefix, list(dict.fromkeys([*set_in_conf, *model.model_fields])))
     template = MISSING if first["type"] == "missing" else WRONG
     return template.format(key=key, value="null" if value is None else value, allowed=describe_field(model.model_fields[name]))
+
+
+def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
+    """Return the message for a key that does not exist.
+
+    Args:
+        key: Full dotted key.
+        value: Its value.
+        prefix: Dotted key of the group, including the last dot.
+        names: The keys that exist in the group.
+    """
+    close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
+    advice = "".join(f"did you mean {prefix}{name}? " for name in close)
+    allowed = ", ".join(f"{prefix}{name}" for name in names)
+    return UNKNOWN.format(key=key, value=value, advice=advice, allowed=allowed or "none")
 
 
 def describe_field(field: FieldInfo) -> str:
