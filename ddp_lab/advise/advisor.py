@@ -10,13 +10,14 @@ from omegaconf import DictConfig, open_dict
 from torch import nn
 
 from ddp_lab.advise.devices import Devices, GiB
-from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_model, plan_ranks
+from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_ranks
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.sources import dataset_sizes
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.make import model_to_plan
 from ddp_lab.run.job import load_dataset
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.world.planned import PlannedRuntime
@@ -75,8 +76,7 @@ class Advisor:
         common: arguments of train.py that do not concern the strategy.
         own: overrides of the strategy that the user has chosen; [] if it is the default.
         rows: the plans, the simplest strategies first.
-        refused: why a strategy cannot be laid out or planned, by name.
-        notes: lines about the plans.
+        notes: lines about the plans, and why a strategy has none.
     """
 
     cfg: DictConfig
@@ -87,7 +87,6 @@ class Advisor:
     common: list[str]
     own: list[str] = field(default_factory=list[str])
     rows: list[Row] = field(default_factory=list[Row])
-    refused: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
 
     @classmethod
@@ -112,7 +111,8 @@ class Advisor:
         common += [override for override in overrides if override not in of_strategy]
         own = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
         free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
-        return cls(cfg, dataset, plan_model(cfg, dataset), devices, free, common, own)
+        model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed)
+        return cls(cfg, dataset, model, devices, free, common, own)
 
     def candidates(self) -> list[list[str]]:
         """Return the overrides of the strategies, simple ones first; the user's own one in its place, or the last.
@@ -183,14 +183,18 @@ class Advisor:
         Raises:
             ConfigError: no strategy can be planned.
         """
+        refused: dict[str, str] = {}
         for overrides in self.candidates():
             try:
                 self.rows.append(self.plan(overrides))
             except (ConfigError, CannotPlan) as error:
-                self.refused[name_of(overrides)] = str(error)
+                refused[name_of(overrides)] = str(error).removeprefix(f"{overrides[0]}: ")
+        own = name_of(self.own)
         if not self.rows:
-            name = name_of(self.own) if self.own else next(iter(self.refused))
-            raise ConfigError(f"no strategy can be planned on these devices. {name}: {self.refused[name]}")
+            name = own or next(iter(refused))
+            raise ConfigError(f"no strategy can be planned on these devices. {name}: {refused[name]}")
+        for name, reason in refused.items():  # of what nobody chose the first sentence
+            self.notes.append(f"not in the table: {name}: {reason if name == own else reason.split('. ')[0]}")
         return self
 
     @property

@@ -23,6 +23,7 @@ from torch import nn
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
+from ddp_lab.models.make import model_to_plan
 from ddp_lab.run.job import Job, load_dataset
 from ddp_lab.run.job import build as build_job
 from ddp_lab.run.materialize import materialize
@@ -185,11 +186,10 @@ def largest(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[in
     Raises:
         ConfigError: none fits, or the step cannot be planned.
     """
-    from ddp_lab.advise.plan import plan_model
-
     key = "accumulate" if cfg.accumulate == "auto" else "batch_size"
     cfg = cast("DictConfig", OmegaConf.merge(cfg, {key: values[-1]}))
-    advisor = advisor_of(cfg, dataset, plan_model(cfg, dataset), runtime, budget)
+    model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed)
+    advisor = advisor_of(cfg, dataset, model, runtime, budget)
 
     def needed(value: int) -> float:
         changed = cast("DictConfig", OmegaConf.merge(cfg, {key: value}))

@@ -29,7 +29,7 @@ def measure(advisor: Advisor, minutes: float) -> None:
         advisor: after `advise`; `Row.measured` is set.
         minutes: when to stop; a strategy that has been measured once keeps its result.
     """
-    end, advisor.notes = time.monotonic() + 60 * minutes, []
+    end = time.monotonic() + 60 * minutes
     found: dict[str, list[ShortRun]] = {row.name: [] for row in advisor.rows if row.fits}
     with tempfile.TemporaryDirectory() as folder:
         for number, row in ((number, row) for number in range(ROUNDS) for row in advisor.rows):

@@ -18,9 +18,8 @@ from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import BuiltModel, build_model, key_of, make_model
-from ddp_lab.models.trial import freeze_unused, meta_copy
+from ddp_lab.models.make import BuiltModel
+from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
@@ -76,24 +75,6 @@ class Planned(NamedTuple):
 
 class CannotPlan(RuntimeError):
     """A step cannot be taken without values."""
-
-
-def plan_model(cfg: DictConfig, dataset: Dataset) -> nn.Module:
-    """Return the model on the meta device, or on the CPU if its constructor or its forward pass needs values.
-
-    Raises:
-        ConfigError: the model cannot be constructed, or does not accept the images.
-    """
-    node, shape, runtime = cfg.model, dataset.model_shape(), PlannedRuntime(1, 1, cfg.precision, kind="cpu")
-    try:
-        with torch.device("meta"):
-            model = build_model(node, shape)
-        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
-            images = shape["in_channels"], shape["image_size"], shape["image_size"]
-            freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
-    except ConfigError:
-        return make_model(node, shape, runtime, cfg.seed, with_weights=False).model
-    return model
 
 
 def plan_ranks(

@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.advise.advisor import Advisor, Row, name_of
+from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import GiB
 from ddp_lab.advise.live import HELD
 from ddp_lab.advise.plan import Planned
@@ -45,7 +45,7 @@ def table(advisor: Advisor) -> str:
     lines = [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last]) for first, *between, last in rows
     ]
-    lines = [*head(advisor), "", *(line.rstrip() for line in lines), *advisor.notes, *refusals(advisor), ""]
+    lines = [*head(advisor), "", *(line.rstrip() for line in lines), *advisor.notes, ""]
     return "\n".join([*lines, advisor.conclusion])
 
 
@@ -75,13 +75,6 @@ def measurements(row: Row) -> list[str]:
     return [format(values[key], form) if key in values else "" for key, form in forms.items()]
 
 
-def refusals(advisor: Advisor) -> list[str]:
-    """Return why strategies are not in the table; of those that nobody chose the first sentence."""
-    own = name_of(advisor.own)
-    reasons = {name: reason if name == own else reason.split(". ")[0] for name, reason in advisor.refused.items()}
-    return [f"not in the table: {name}: {reason.removeprefix(f'strategy={name}: ')}" for name, reason in reasons.items()]
-
-
 def gib(size: float) -> str:
     """Return a number of bytes in GiB, with more digits if two would be zeros."""
     return f"{size / GiB:,.{2 if size == 0 or size >= 0.005 * GiB else 4}f}"
@@ -93,7 +86,7 @@ def as_json(advisor: Advisor) -> dict[str, Any]:
         vars(row) | {"name": row.name, "plans": [plan_as_json(advisor, plan) for plan in row.plans]} for row in advisor.rows
     ]
     recommended = advisor.ranked[0].overrides if advisor.ranked else None
-    shown = {key: getattr(advisor, key) for key in ("own", "refused", "notes", "conclusion")}
+    shown = {key: getattr(advisor, key) for key in ("own", "notes", "conclusion")}
     return shown | {"head": head(advisor), "rows": rows, "recommended": recommended}
 
 
@@ -136,19 +129,15 @@ def page(advisor: Advisor) -> str:
     for row in (row for row in advisor.rows if len(row.plans) > 1):
         places = {f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan for plan in row.plans}
         plots.append(memory_plot(advisor, f"{row.name}, by rank", places))
-        if slots := row.plans[0].order:
-            plots.append(schedule_plot(f"{row.name}: a step, if stages are equal and backward takes twice as long", slots))
+        slots = {
+            f"rank {rank}": [(start, start + length, PASSES[kind], str(number)) for start, length, kind, number in boxes]
+            for rank, boxes in row.plans[0].order.items()
+        }
+        if slots:
+            title = f"{row.name}: a step, if stages are equal and backward takes twice as long"
+            plots.append(timeline(title, "time slots of a forward pass", slots))
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):  # text remains text
         figure(plots).savefig(file, format="svg")
     picture = file.getvalue()
     return PAGE.format(table=html.escape(table(advisor)), picture=picture[picture.index("<svg") :])
-
-
-def schedule_plot(title: str, slots: dict[int, list[tuple[int, int, str, int]]]) -> Plot:
-    """Return the timeline of a pipeline: a row for each rank, a box with its number for each pass of a micro-batch."""
-    rows = {
-        f"rank {rank}": [(start, start + length, PASSES[kind], str(number)) for start, length, kind, number in boxes]
-        for rank, boxes in slots.items()
-    }
-    return timeline(title, "time slots of a forward pass", rows)
