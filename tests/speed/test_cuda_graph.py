@@ -58,20 +58,14 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     assert sorted(graph.graphs) == [BatchSize(12, 12), BatchSize(24, 24)]
     eager.running_sums.begin(0)
     graph.running_sums.begin(0)
+    if options:
+        del graph.graphs[BatchSize(12, 12)]  # as after a resume from a checkpoint with another batch size
     assert train(graph, own) == train(eager, loader)
     for mine, other in zip(step.strategy.parameters(), eager.strategy.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     torch.testing.assert_close(graph.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0)
     if step.ema:
         torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)
-
-
-def test_batch_size_without_a_graph_is_computed_in_eager_mode(modes):
-    step, loader = make_step()
-    graph = GraphStep(step, loader)
-    before = [parameter.clone() for parameter in step.strategy.parameters()]
-    assert len(train(graph, loader)) == 6
-    assert not any(map(torch.equal, step.strategy.parameters(), before))
 
 
 def test_captured_step_is_measured_by_replays(modes, monkeypatch):
