@@ -79,37 +79,35 @@ def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
     return f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} such devices"
 
 
-def check_memory(cfg: DictConfig, job: Job) -> str:
-    """Check that every rank's part of the model fits on its device, and return how much it takes. Collective.
+def check_memory(cfg: DictConfig, job: Job) -> None:
+    """Check that every rank's part of the model fits on its device. Collective.
 
-    Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned.
+    Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned,
+    and a run that cannot be planned is not refused.
 
     Raises:
         ConfigError: parameters, gradients, optimizer state and averages do not fit on some rank.
     """
-    if not cfg.memory_limit and job.runtime.device.type != "cuda":
-        return ""  # how much of a host's memory a process may use is not known
-    memory, _ = memory_of(cfg, job.runtime)
-    return job.runtime.agree("state", lambda: check_state(cfg, job, memory))
+    if cfg.memory_limit or job.runtime.device.type == "cuda":  # how much of a host's memory a process may use is not known
+        memory, _ = memory_of(cfg, job.runtime)
+        job.runtime.agree("state", lambda: check_state(cfg, job, memory))
 
 
-def check_state(cfg: DictConfig, job: Job, memory: int) -> str:
+def check_state(cfg: DictConfig, job: Job, memory: int) -> None:
     """As `check_memory`, on one rank, for devices with `memory` bytes."""
     copies = 2 + state_of(job.optimizer)[0] + (job.recipe.ema is not None)
-    needed = copies * sum(parameter.nbytes for parameter in job.model.parameters())
-    what, where = "parameters, gradients and optimizer state take", f"a device has {size(memory)}"
-    if needed <= memory:
-        return f"{what} at most {size(needed)}, {where}"
+    if copies * sum(parameter.nbytes for parameter in job.model.parameters()) <= memory:
+        return
     advisor = advisor_of(cfg, job.dataset, job.model, job.runtime, memory)
     try:
         needed, rank = max((plan.state, plan.rank) for plan in advisor.plan([]).plans)
-    except RuntimeError as error:  # CannotPlan
-        return f"not checked: {error}"
-    text = f"{what} {size(needed)} on rank {rank}, {where}"
-    if needed <= memory:
-        return text
-    advice = alternatives(advisor, job.runtime)
-    raise ConfigError(f"strategy={job.strategy.name}: {text}, and activations need more. {advice}")
+    except RuntimeError:  # CannotPlan
+        return
+    if needed > memory:
+        raise ConfigError(
+            f"strategy={job.strategy.name}: parameters, gradients and optimizer state take {size(needed)} on rank {rank}, a "
+            f"device has {size(memory)}, and activations need more. {alternatives(advisor, job.runtime)}"
+        )
 
 
 def choose_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None) -> str:

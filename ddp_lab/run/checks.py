@@ -43,7 +43,7 @@ class Checked(NamedTuple):
 
 
 def check_and_build(
-    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], object]
+    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
 ) -> Checked:
     """Construct a run and check everything that can be checked before its directory is created. Collective.
 

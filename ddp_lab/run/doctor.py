@@ -18,7 +18,7 @@ from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
 
-def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], object]) -> None:
+def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]) -> None:
     """Print one line per finding about the machines and the run. Collective.
 
     The first rank of each machine prints what concerns its machine, and rank 0 everything else.

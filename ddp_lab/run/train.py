@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def train(
-    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], object]
+    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
 ) -> Outcome:
     """Train according to the config. Collective.
 
