@@ -100,7 +100,6 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, damage, message):
         ("data.resize=20", r"data.resize=20: must be at least data.image_size=24"),
         ("data.crop_scale=[0.5]", r"data.crop_scale=\[0.5\]: must be null or the smallest and the largest area"),
         ("data.crop_scale=[0.5,2.0]", r"data.crop_scale=\[0.5, 2.0\]: must be null"),
-        ("data.val_fraction=0.25", r"data.val_fraction=0.25: the dataset has a validation set already; use"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(root, override, message):

@@ -1,6 +1,6 @@
 """A captured step takes the steps of an eager one. Here a graph is a function that is called again; on GPUs: test_gpu.py."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +12,7 @@ from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.speed import cuda_graph
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.fastest import TIMED, measure
-from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.training.step import Step
-from ddp_lab.world.runtime import Runtime
 
 
 @pytest.fixture
@@ -92,22 +90,3 @@ def test_fault_injects_nan_into_a_captured_step(modes, tmp_path):
         fault(size)
         first_bad.append(graph.running_sums.first_bad(fault.taken).item())
     assert first_bad == [float("inf"), float("inf"), 3]
-
-
-def test_cuda_graph_runs_on_a_side_stream_until_the_flags_are_restored(monkeypatch):
-    events, streams = [], ["default"]
-
-    @contextmanager
-    def current(stream):
-        streams.append(stream)
-        yield
-        streams.pop()
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
-    monkeypatch.setattr(torch.cuda, "stream", current)
-    default = SimpleNamespace(wait_stream=events.append)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default if streams[-1] == "default" else None)
-    with PerformanceOptions(cuda_graph=True).backend_flags(Runtime("cpu")):
-        assert streams[-1] == "side"
-    assert streams == ["default"]
-    assert events == ["side"], "the default stream must wait for the training"

@@ -6,7 +6,6 @@ from steps import make_step
 
 from ddp_lab.data.loader import Loader
 from ddp_lab.speed import fastest
-from ddp_lab.speed.compile import compiling
 from ddp_lab.speed.fastest import ALL, LIMITED, build_step, compile_pays_off, mark_of, measure
 from ddp_lab.speed.options import FEW, PerformanceOptions, configure_optimizer
 from ddp_lab.training.step import Step
@@ -168,14 +167,3 @@ def test_cudnn_times_kernels_within_the_block_only():
         with fastest.cudnn_benchmark(kernels):
             assert (cudnn.benchmark, cudnn.benchmark_limit) == expected
         assert (cudnn.benchmark, cudnn.benchmark_limit) == before
-
-
-def test_later_shapes_are_not_compiled_until_the_flags_are_restored():
-    stance = torch._dynamo.eval_frame._stance
-    with PerformanceOptions(compile=True).backend_flags(Runtime("cpu")):
-        with compiling("compiling"):
-            assert torch._dynamo.config.recompile_limit == 64
-            assert torch._dynamo.eval_frame._stance.stance == "default"
-        assert torch._dynamo.config.recompile_limit == 8
-        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
-    assert torch._dynamo.eval_frame._stance.stance == stance.stance == "default"
