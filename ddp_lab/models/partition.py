@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.fingerprint import fingerprint
-from ddp_lab.models.trial import meta_copy
 
 
 class Partition:
@@ -72,22 +71,6 @@ class Partition:
             f"{' '.join(self.names[i] for i in part)} on {place} ({share:.0%} of the FLOPs)"
             for part, place, share in zip(self.parts, places, self.shares, strict=True)
         )
-
-
-def changes_input(blocks: Sequence[nn.Module], shape: torch.Size) -> bool:
-    """Return whether consecutive blocks change their input in place; False if they cannot run on the meta device.
-
-    Args:
-        blocks: in training mode.
-        shape: of one sample of the input.
-    """
-    activation = given = torch.empty(2, *shape, device="meta")
-    with suppress(Exception), torch.no_grad():
-        for block in blocks:
-            activation = meta_copy(block).train()(activation)
-            if activation is not given and activation._base is not given:
-                break
-    return given._version > 0
 
 
 def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:

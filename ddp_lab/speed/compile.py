@@ -44,7 +44,7 @@ def compile_step(step: Step, loader: DeviceLoader | None, mode: Literal[True, "t
     # ("SpeculationLog diverged").
     torch.compiler.reset()
     options = COMBO | (TUNED if mode == "tuned" else {}) | (CHANNELS_LAST if channels_last else {})
-    compile_fn = cast(CompileFn, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
+    compile_fn: CompileFn = partial(torch.compile, dynamic=False, options=cast("dict[str, Any]", options))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
     what = compile_passes(step.strategy, compile_fn)

@@ -8,9 +8,9 @@ Only a block's call is compiled. Hooks of fully_shard run outside of it, and sta
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from itertools import chain
-from typing import Any, Protocol, TypeVar
+from collections.abc import Hashable
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -18,20 +18,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.loss import measure
 
-Compiled = TypeVar("Compiled", bound=Callable[..., Any])
-
-
-class CompileFn(Protocol):
-    """torch.compile with its options: a functools.partial."""
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The options, by name."""
-        ...
-
-    def __call__(self, model: Compiled, /) -> Compiled:
-        """Return the compiled form of a module or a function."""
-        ...
+CompileFn: TypeAlias = "partial[Any]"  # torch.compile with its options
 
 
 def why_not_compile(strategy: Strategy, model: nn.Module) -> str | None:
@@ -69,10 +56,9 @@ def compile_passes(strategy: Strategy, compile_fn: CompileFn) -> str:
 
 
 def kind(block: nn.Module) -> Hashable:
-    """Return a value that is the same for blocks with the same modules, options and shapes."""
-    modules = tuple((name, type(module), module.extra_repr()) for name, module in block.named_modules())
-    tensors = chain(block.named_parameters(), block.named_buffers())
-    return modules, tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+    """Return a value that is the same for blocks of one class with the same modules and shapes."""
+    modules = tuple((name, type(module)) for name, module in block.named_modules())
+    return modules, tuple(tensor.shape for tensor in block.state_dict().values())
 
 
 def repeats(model: nn.Module) -> bool:

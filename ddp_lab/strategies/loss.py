@@ -111,32 +111,31 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int, mixed: bool 
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
         )
     targets = torch.arange(2) % num_classes
-    if problem := describe_losses(built, targets, num_classes):
-        raise ConfigError(
-            f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; for b=2 it {problem}"
+    require_losses(built, targets, num_classes, f"{key}: must return a loss per sample, [b], and not reduce them")
+    if mixed:
+        about = (
+            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]. Use mixup=0 cutmix=0, or "
+            "loss=cross_entropy"
         )
-    if mixed and (problem := describe_losses(built, F.one_hot(targets, num_classes).float(), num_classes)):
-        raise ConfigError(
-            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]; for b=2 it {problem}. "
-            "Use mixup=0 cutmix=0, or loss=cross_entropy"
-        )
+        require_losses(built, F.one_hot(targets, num_classes).float(), num_classes, about)
     return OwnLoss(built)
 
 
-def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
-    """Return what is wrong with a loss for `targets`, as the end of "it ..."; None if it is a loss per sample."""
+def require_losses(function: Any, targets: torch.Tensor, num_classes: int, about: str) -> None:
+    """Check that a function of logits [b, classes] and targets returns the loss of each sample, [b].
+
+    Raises:
+        ConfigError: it does not; the message is `about` and what it does for two samples.
+    """
     try:
         losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
     except Exception as error:
-        return f"failed: {describe_error(error)}"
-    if not isinstance(losses, torch.Tensor):
-        return f"returned {type(losses).__name__}"
-    if losses.shape != targets.shape[:1]:
-        return (
-            f"returned a tensor of shape {list(losses.shape)}. Do not reduce the losses: ddp_lab divides their sum by the size "
-            "of the global batch"
-        )
-    return None if losses.requires_grad else "returned a tensor without a gradient"
+        raise ConfigError(f"{about}. For b=2 it failed: {describe_error(error)}") from None
+    found = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+    if found != [len(targets)]:
+        raise ConfigError(f"{about}. For b=2 it returned {found}")
+    if not losses.requires_grad:
+        raise ConfigError(f"{about}. For b=2 it returned a tensor without a gradient")
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -190,11 +189,6 @@ def count_predictions(counts: torch.Tensor, logits: torch.Tensor, targets: torch
     counts[0] += (real & (top == true.unsqueeze(1)).any(1)).sum()
     if len(counts) > 1:
         counts[1:].index_add_(0, true * classes + logits.argmax(1), real.to(counts.dtype))
-
-
-def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of one or more tensors of the same shape, added in their order."""
-    return sum(tensors[1:], tensors[0])
 
 
 def measure(loss: Loss, logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.partition import Partition, changes_input
+from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.sharding import require_one_place
 
@@ -152,24 +150,7 @@ class PipelineOptions:
         stages = count_stages(self.schedule, ranks, self.num_microbatches, self.num_stages, samples)
         parts = Partition(model, stages, None if self.cut is None else [str(name) for name in self.cut])
         require_one_place(model, {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}, strategy)
-        require_unchanged_inputs(model, parts)
         return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())))
-
-
-def require_unchanged_inputs(model: nn.Module, parts: Partition) -> None:
-    """Check that no stage changes what it receives in place: torch's pipelines receive into leaves of autograd.
-
-    Raises:
-        ConfigError: one does.
-    """
-    blocks = list(model.children())
-    for number, part in enumerate(parts.parts[1:], start=2):
-        if changes_input([blocks[i] for i in part], parts.shapes[part.start]):
-            raise ConfigError(
-                f"stage {number} of the pipeline, which begins with block {parts.names[part.start]}, changes its input in "
-                "place; torch's pipelines do not allow that. Use inplace=False in the first layers of this stage, or other "
-                "first blocks of the stages by strategy.cut"
-            )
 
 
 def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:

@@ -16,7 +16,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.initial_weights import InitialWeights, tensors_of
 
 Module = TypeVar("Module", bound=nn.Module)
-Weights: TypeAlias = "InitialWeights | PresentWeights | ShapesOnly"
+Weights: TypeAlias = "InitialWeights | ShapesOnly"
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,21 +140,6 @@ def fill(blocks: nn.Module, weights: Weights, device: torch.device) -> None:
         full = weights.of(name)
         for key, tensor in tensors_of(block).items():
             local(tensor).copy_(local(shard_like(full.pop(key), tensor)))
-
-
-class PresentWeights:
-    """The weights that blocks have, for blocks that are then moved to the meta device.
-
-    Args:
-        blocks: its children are blocks of the model under their names.
-    """
-
-    def __init__(self, blocks: nn.Module):
-        self.blocks = {name: tensors_of(block) for name, block in blocks.named_children()}
-
-    def of(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of a block by their names within the block, once."""
-        return self.blocks.pop(name)
 
 
 class ShapesOnly:

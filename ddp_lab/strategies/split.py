@@ -14,6 +14,7 @@ BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its 
 
 from collections import OrderedDict
 from copy import deepcopy
+from functools import reduce
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.loss import add_up, measure
+from ddp_lab.strategies.loss import measure
 from ddp_lab.strategies.sharding import require_one_place, to_device
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
@@ -101,5 +102,5 @@ class Split(Strategy):
             loss, sums = measure(self.loss_on_last, self._through_stages(micro_batch), expected, divisor)
             losses.append(loss)
             results.append(sums)
-        add_up(losses).backward()
-        return add_up(results).to(self.device, non_blocking=True)
+        reduce(torch.add, losses).backward()
+        return reduce(torch.add, results).to(self.device, non_blocking=True)

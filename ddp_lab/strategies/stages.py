@@ -4,8 +4,9 @@ torch's pipelining is imported where it is used, because that takes 1.2 s (it im
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from ddp_lab.data.batch import IGNORE
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
-from ddp_lab.strategies.loss import Loss, add_up, measure
+from ddp_lab.strategies.loss import Loss, measure
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
 
 if TYPE_CHECKING:
@@ -54,13 +55,6 @@ class Stage(nn.Sequential):
             return output.clone() if output is input else output
 
 
-def blocks_by_stage(model: nn.Module, plan: PipelinePlan, rank: int) -> dict[int, OrderedDict[str, nn.Module]]:
-    """Return the blocks of each stage of a rank of the pipeline, by the stage's index."""
-    blocks = list(model.named_children())
-    own = range(rank, plan.num_stages, plan.ranks)
-    return {index: OrderedDict(blocks[i] for i in plan.parts.parts[index]) for index in own}
-
-
 class Boundary(NamedTuple):
     """The activations between two stages, or before the first or after the last one.
 
@@ -89,6 +83,29 @@ def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], precision: str) 
     between = torch.bfloat16 if precision == "bf16" else outside
     at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
     return [Boundary(shape, outside if place in (0, len(at) - 1) else between) for place, shape in enumerate(at)]
+
+
+def make_stages(
+    model: nn.Module,
+    plan: PipelinePlan,
+    rank: int,
+    boundaries: list[Boundary],
+    autocast: Callable[[], AbstractContextManager[object]],
+    checkpointing: Checkpointing,
+) -> dict[int, Stage]:
+    """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`."""
+    blocks = list(model.named_children())
+    return {
+        index: Stage(
+            OrderedDict(blocks[i] for i in plan.parts.parts[index]), autocast, boundaries[index + 1].dtype, checkpointing
+        )
+        for index in range(rank, plan.num_stages, plan.ranks)
+    }
+
+
+def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
+    """Return a module of all blocks of the stages, by their names in the model."""
+    return nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
 
 
 class MicroBatchLoss:
@@ -128,7 +145,7 @@ class PipelineExecutor:
     def __init__(
         self,
         plan: PipelinePlan,
-        stages: dict[int, nn.Module],
+        stages: Mapping[int, nn.Module],
         boundaries: list[Boundary],
         group: dist.ProcessGroup,
         loss: Loss,
@@ -153,8 +170,11 @@ class PipelineExecutor:
         targets[len(inputs) :] = IGNORE if targets.dim() == 1 else 0  # mixed targets are probabilities
         self.loss.divisor, self.loss.results = divisor, []
         schedule.step(*arguments, target=targets if self.has_loss else None, return_outputs=False)
-        return add_up(self.loss.results) if self.has_loss else torch.zeros(3, dtype=torch.float64, device=self.device)
+        return (
+            reduce(torch.add, self.loss.results) if self.has_loss else torch.zeros(3, dtype=torch.float64, device=self.device)
+        )
 
+    @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
         schedule, rows, arguments = self._prepare(inputs, training=False)

@@ -17,7 +17,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, key_of, require_chain
-from ddp_lab.strategies.fully_shard import units
+from ddp_lab.strategies.fsdp import units
 from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 
@@ -291,7 +291,7 @@ def test_fsdp_refuses_what_it_cannot_shard(overrides, message, tmp_path):
     [
         (["strategy=pipeline", "strategy.cut=[3]"], ": 0 1 2 on .*, 3 4 on "),
         (["strategy=ddp_pipeline", "strategy.cut=[3]"], ": 0 1 2 on .*, 3 4 on "),
-        (["strategy=mesh", "strategy.pp=2", "strategy.cut=[3]"], "pp 0 .* 0 .. 2: .* pp 1 .* 3 .. 4: "),
+        (["strategy=mesh", "strategy.pp=2", "strategy.cut=[3]"], "pp 0 .* 0 .. 2 .* pp 1 .* 3 .. 4"),
         (["strategy=tp", "strategy.plan={2:replicate,4:replicate}"], "0 layers sharded .*, 2, 4 replicated"),
     ],
 )
