@@ -33,7 +33,7 @@ OVERRIDES = [
     "scheduler=cosine",
     "optimizer.lr=0.05",
     "optimizer.weight_decay=0.001",
-    "data.shift=2",  # data.crop_padding, which earlier commits do not know
+    "data.crop_padding=2",
     "model.init_std=null",  # the default, which earlier commits do not have
 ]
 TIMES = ("seconds", "samples_per_second")  # keys of metrics.jsonl that are not compared

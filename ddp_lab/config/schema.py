@@ -74,7 +74,7 @@ class CheckpointConfig(Keys):
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")]
     best: Literal["auto", "val_loss", "val_accuracy"] | None
     on_error: Literal["stop", "continue"]
-    format: Literal["auto", "whole", "sharded"]
+    format: Literal["auto", "full", "sharded"]
 
 
 class OptimizerConfig(Keys):

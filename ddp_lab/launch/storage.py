@@ -11,7 +11,7 @@ from torch import nn
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.preflight import Finding, agree_on
 from ddp_lab.resilience.run_directory import find_launch
-from ddp_lab.training.optimizer_state import MakeOptimizer, state_of
+from ddp_lab.training.optimizer import MakeOptimizer, state_of
 from ddp_lab.world.runtime import Runtime
 
 TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache the absence of a file

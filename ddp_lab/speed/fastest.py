@@ -14,10 +14,8 @@ import torch
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.observe.log import log
 from ddp_lab.speed.compile import compile_step, compiling
-from ddp_lab.speed.cuda_graph import GraphStep
-from ddp_lab.speed.fused import compiles_optimizer, set_fused
-from ddp_lab.speed.options import AUTO, PerformanceOptions
-from ddp_lab.speed.warm_up import unchanged, warm_up
+from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
+from ddp_lab.speed.options import AUTO, PerformanceOptions, compiles_optimizer, set_fused
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -140,7 +138,6 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
 def reset(step: Step) -> None:
     """Free what a failed attempt has left, and let the step run in eager mode."""
     step.optimizer.zero_grad()
-    step.running_sums.in_graph = False
     gc.collect()
     if step.strategy.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -183,8 +183,7 @@ def test_invalid_override_is_reported_with_key_and_allowed_values(override, mess
 
 def plan_of(cfg: DictConfig, world: int, replicas: int, train_size: int) -> Plan:
     keys = ("batch_size", "scaling", "accumulate", "lr_scaling", "lr_base_batch_size")
-    sizes = {"world_size": world, "replicas": replicas, "train_size": train_size}
-    return Plan.make(**sizes, lr=cfg.optimizer.lr, **{key: cfg[key] for key in keys})
+    return Plan.make({key: cfg[key] for key in keys}, cfg.optimizer.lr, world, replicas, train_size)
 
 
 def test_optimizer_without_a_fused_kernel_is_chosen_by_its_name():

@@ -8,8 +8,7 @@ from ddp_lab.data.loader import Loader
 from ddp_lab.speed import fastest
 from ddp_lab.speed.compile import compiling
 from ddp_lab.speed.fastest import ALL, LIMITED, build_step, compile_pays_off, mark_of, measure
-from ddp_lab.speed.fused import FEW, configure_optimizer
-from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.speed.options import FEW, PerformanceOptions, configure_optimizer
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -40,7 +39,6 @@ class Attempts:
             assert step.optimizer.param_groups[0]["fused"] is (True if not options.cuda_graph else None)
         for name in self.broken:
             if getattr(options, name):
-                step.running_sums.in_graph = True
                 raise RuntimeError(f"{name} is impossible\nbecause of the test")
         return step
 
@@ -104,7 +102,6 @@ def test_what_fails_is_given_up_with_its_reason(broken, tried, logged, attempts,
     assert build_step(CHOSEN, step, loader, 1_000_000) is step
     assert [options for options, _ in attempts.tried] == tried
     assert logged in caplog.text
-    assert not step.running_sums.in_graph
     if "compile" in broken:
         assert torch._dynamo.eval_frame._stance.stance == "force_eager", "parts of the step are compiled"
         assert step.optimizer.param_groups[0]["fused"]

@@ -12,8 +12,7 @@ from worlds import once, run_world
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.speed.fused import configure_optimizer
-from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
 from ddp_lab.strategies.activation_checkpointing import checkpointed
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.fully_shard import copy_views

@@ -1,3 +1,5 @@
+"""The metrics of an evaluation, and the running sums of the training steps."""
+
 from collections import Counter
 
 import pytest
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from ddp_lab.data.batch import IGNORE, Batch
 from ddp_lab.strategies.loss import MOST_CLASSES
 from ddp_lab.strategies.single import Single
-from ddp_lab.training.metrics import Evaluation, evaluate
+from ddp_lab.training.metrics import LONGEST, Evaluation, RunningSums, evaluate
 from ddp_lab.world.runtime import Runtime
 
 
@@ -48,3 +50,14 @@ def test_evaluation_of_a_model_that_returns_nan_counts_every_sample():
     tested = evaluated(torch.full((8, 6), float("nan")), torch.arange(8) % 6)
     assert tested.confusion.sum() == tested.samples == 8
     assert tested.loss != tested.loss
+
+
+@pytest.mark.parametrize("start", [0, LONGEST - 3])
+def test_running_sums_return_the_first_step_that_is_not_finite(start):
+    running_sums = RunningSums(torch.device("cpu"))
+    running_sums.begin(start)
+    for step in range(1, 11):
+        running_sums.add(torch.tensor([float("nan") if step in (5, 8) else 1.0, 1.0, 1.0], dtype=torch.float64))
+    assert running_sums.first_bad(start + 10).item() == start + 5
+    running_sums.add(torch.ones(3, dtype=torch.float64))
+    assert running_sums.first_bad(start + 11).item() == float("inf")
