@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -55,24 +55,8 @@ class Stage(nn.Sequential):
             return output.clone() if output is input else output
 
 
-class Boundary(NamedTuple):
-    """The activations between two stages, or before the first or after the last one.
-
-    Attributes:
-        shape: shape of one sample's activation.
-        dtype: its dtype.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def example(self, size: int, requires_grad: bool) -> torch.Tensor:
-        """Return the activation of a micro-batch of `size` samples on the meta device."""
-        return torch.empty(size, *self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
-
-
-def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], precision: str) -> list[Boundary]:
-    """Return the boundaries of all stages: what each gets, and what the last one returns.
+def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], precision: str) -> list[torch.Tensor]:
+    """Return what each stage gets for one sample, and what the last one returns, on the meta device.
 
     Args:
         plan: of the pipeline.
@@ -82,14 +66,15 @@ def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], precision: str) 
     outside = torch.get_default_dtype()
     between = torch.bfloat16 if precision == "bf16" else outside
     at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
-    return [Boundary(shape, outside if place in (0, len(at) - 1) else between) for place, shape in enumerate(at)]
+    dtypes = [outside, *[between] * (len(at) - 2), outside]
+    return [torch.empty(1, *shape, dtype=dtype, device="meta") for shape, dtype in zip(at, dtypes, strict=True)]
 
 
 def make_stages(
     model: nn.Module,
     plan: PipelinePlan,
     rank: int,
-    boundaries: list[Boundary],
+    boundaries: list[torch.Tensor],
     autocast: Callable[[], AbstractContextManager[object]],
     checkpointing: Checkpointing,
 ) -> dict[int, Stage]:
@@ -146,7 +131,7 @@ class PipelineExecutor:
         self,
         plan: PipelinePlan,
         stages: Mapping[int, nn.Module],
-        boundaries: list[Boundary],
+        boundaries: list[torch.Tensor],
         group: dist.ProcessGroup,
         loss: Loss,
         device: torch.device,
@@ -180,7 +165,7 @@ class PipelineExecutor:
         schedule, rows, arguments = self._prepare(inputs, training=False)
         logits = schedule.step(*arguments)
         if logits is None:  # on all ranks but the last
-            logits = torch.empty(len(rows), *self.boundaries[-1].shape, device=self.device)
+            logits = torch.empty(len(rows), *self.boundaries[-1].shape[1:], device=self.device)
         dist.broadcast(logits, group=self.group, group_src=self.plan.ranks - 1)
         return logits[: len(inputs)]
 
@@ -202,14 +187,18 @@ class PipelineExecutor:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
+        def example(place: int) -> torch.Tensor:
+            one = self.boundaries[place]
+            return one.new_empty(size, *one.shape[1:], requires_grad=place > 0)
+
         stages = [
             PipelineStage(
                 module,
                 index,
                 self.plan.num_stages,
                 self.device,
-                input_args=self.boundaries[index].example(size, requires_grad=index > 0),
-                output_args=self.boundaries[index + 1].example(size, requires_grad=True),
+                input_args=example(index),
+                output_args=example(index + 1),
                 group=self.group,
             )
             for index, module in self.stages.items()

@@ -33,7 +33,7 @@ VIT_OF_ONE_BLOCK = vit(3, 16, 10, depth=1, width=16, heads=4, mlp_ratio=2.0, pat
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (make_model("vit_drop", 0), True),
+        (make_model("vit", 0), True),
         (VIT_OF_ONE_BLOCK, False),
         (lenet(1, 28, 10, None), False),
         (resnet18(1, 28, 10, None), False),
