@@ -18,26 +18,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 Checkpointing = Literal["none", "block", "selective"]
 Run = Callable[[torch.Tensor], torch.Tensor]
 
-KEPT = (
-    ("aten", ("mm", "addmm", "bmm", "baddbmm", "convolution")),
-    (
-        "aten",
-        (
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-        ),
-    ),
-    ("_c10d_functional", ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")),
-)
+KEPT = {  # operations whose results `selective` keeps, by library
+    "aten": """mm addmm bmm baddbmm convolution _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention
+        _scaled_dot_product_fused_attention_overrideable""",
+    "_c10d_functional": "all_reduce all_gather_into_tensor reduce_scatter_tensor",
+}
 
 
 @cache
 def kept() -> list[Any]:
-    """Return the operations whose results `selective` keeps."""
-    return [getattr(getattr(torch.ops, library), name).default for library, names in KEPT for name in names]
+    """Return these operations."""
+    return [getattr(getattr(torch.ops, library), name).default for library, names in KEPT.items() for name in names.split()]
 
 
 def checkpointed(block: nn.Module, mode: Checkpointing) -> Run:

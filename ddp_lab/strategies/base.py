@@ -1,6 +1,6 @@
 """The base class of all strategies: a training step as one device computes it, of which each strategy overrides what differs.
 
-What of it is compiled is in compilation.py, and what of it is saved in saved_state.py.
+What of it is compiled is in speed/compile.py, and what of it is saved in saved_state.py.
 """
 
 import math

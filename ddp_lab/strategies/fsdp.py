@@ -22,7 +22,7 @@ from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpoin
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.fully_shard import FullyShard
-from ddp_lab.strategies.sharding import fill, local, tied_parameters
+from ddp_lab.strategies.sharding import fill, local, require_one_place
 from ddp_lab.world.runtime import Runtime
 
 
@@ -68,11 +68,12 @@ class FSDP(FullyShard):
         if unknown := [name for name in self.wrap or [] if name not in found]:
             raise ConfigError(f"{wrap}: the model has no module of class {unknown[0]}; it has {', '.join(sorted(found))}")
         parts = units(model, self.wrap)
-        if names := tied_over(model, parts):
-            raise ConfigError(
-                f"strategy=fsdp: {' and '.join(names)} are the same parameter, in two units that are gathered and updated "
-                "separately. Use ddp, or set strategy.wrap to classes of which one contains both, or neither"
-            )
+        paths = [f"{path}." for path, module in model.named_modules() if module in parts]
+
+        def unit_of(name: str) -> str:
+            return max((path for path in paths if name.startswith(path)), key=len, default="")
+
+        require_one_place(model, self.name, unit_of, "is in another unit, gathered and updated separately")
         if any(part not in set(model.children()) for part in parts):
             self.refusals["compile"] = f"{wrap} gathers modules within blocks, which would divide a compiled block"
 
@@ -120,13 +121,3 @@ def is_list(module: nn.Module) -> bool:
         return isinstance(module, nn.ModuleList)
     blocks = [child for child in module.children() if not isinstance(child, nn.Sequential) and any(child.children())]
     return len({type(block) for block in blocks}) < len(blocks) or any(map(is_list, module.children()))
-
-
-def tied_over(model: nn.Module, units: list[nn.Module]) -> list[str]:
-    """Return the names of a parameter that is in several units, and so would be in several shards; [] if none is."""
-    paths = [f"{path}." for path, module in model.named_modules() if module in units]
-
-    def unit_of(name: str) -> str:
-        return max((path for path in paths if name.startswith(path)), key=len, default="")
-
-    return next((names for names in tied_parameters(model) if len(set(map(unit_of, names))) > 1), [])

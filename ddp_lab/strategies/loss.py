@@ -16,9 +16,6 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Fraction
 from ddp_lab.data.batch import IGNORE, classes_of
 
-TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
-MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB
-
 
 class Loss(nn.Module, ABC):
     """A loss that is summed over samples; padding does not count.
@@ -161,34 +158,6 @@ def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tor
     correct = (logits.argmax(1) == expected).sum(dtype=dtype)
     count = (expected != IGNORE).sum(dtype=dtype)
     return torch.stack([loss.detach().to(dtype), correct, count])
-
-
-def new_counts(classes: int, device: torch.device) -> torch.Tensor:
-    """Return the counts that `count_predictions` adds to, all zero, in `sum_dtype`.
-
-    Returns:
-        [1 + classes * classes]: the number of samples whose class is among the TOP largest logits; then the confusion matrix,
-        with a row per true class and a column per predicted class. [1] with more than MOST_CLASSES classes.
-    """
-    cells = classes * classes if classes <= MOST_CLASSES else 0
-    return torch.zeros(1 + cells, dtype=sum_dtype(device), device=device)
-
-
-def count_predictions(counts: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> None:
-    """Add a batch to the counts of an evaluation, in place. Padding counts as 0, so the host need not know where it is.
-
-    Args:
-        counts: of `new_counts`.
-        logits: [b, classes].
-        targets: [b], IGNORE for padding.
-    """
-    classes = logits.size(1)
-    real = targets != IGNORE
-    true = torch.where(real, targets, 0)
-    top = logits.topk(min(TOP, classes), dim=1).indices
-    counts[0] += (real & (top == true.unsqueeze(1)).any(1)).sum()
-    if len(counts) > 1:
-        counts[1:].index_add_(0, true * classes + logits.argmax(1), real.to(counts.dtype))
 
 
 def measure(loss: Loss, logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_no
 from ddp_lab.strategies.fully_shard import FullyShard, forget_order, sharded_in
 from ddp_lab.strategies.mesh_layout import arrange, describe_layout
 from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
-from ddp_lab.strategies.sharding import fill, local, tied_parameters
+from ddp_lab.strategies.sharding import fill, local, require_one_place
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, boundaries_of, make_stages
 from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, token_layouts
 from ddp_lab.world.runtime import Runtime
@@ -98,11 +98,7 @@ class Mesh(FullyShard):
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         super().partition(model, samples)
-        for first, name, *_ in tied_parameters(model):
-            raise ConfigError(
-                f"strategy=mesh: {name} is the same parameter as {first}, which torch does not always update if it is sharded "
-                "(pytorch#176076). Use a copy, or another strategy, for example ddp"
-            )
+        require_one_place(model, self.name, str, "torch does not always update if it is sharded (pytorch#176076)")
         tp, pp = self.axes["tp"], self.axes["pp"]
         if pp > 1:
             self.plan = self.options.plan(model, pp, samples, self.name)

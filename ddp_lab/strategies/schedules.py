@@ -110,7 +110,8 @@ class PipelineOptions:
         """
         stages = self.count_stages(ranks, samples)
         parts = Partition(model, stages, None if self.cut is None else [str(name) for name in self.cut])
-        require_one_place(model, {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}, strategy)
+        stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
+        require_one_place(model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage")
         return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())))
 
     def count_stages(self, ranks: int, samples: int) -> int:

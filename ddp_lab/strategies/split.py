@@ -63,7 +63,8 @@ class Split(Strategy):
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
         places = zip(self.parts.parts, self.devices, strict=True)
-        require_one_place(model, {self.parts.names[i]: device for part, device in places for i in part}, self.name)
+        device_of = {self.parts.names[i]: device for part, device in places for i in part}
+        require_one_place(model, self.name, lambda name: device_of[name.split(".")[0]], "is on another device")
 
     def setup(self, model: nn.Module) -> None:
         self.module = model

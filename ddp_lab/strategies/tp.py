@@ -31,7 +31,7 @@ from ddp_lab.models.vit_layers import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.sharding import local, tied_parameters, to_device
+from ddp_lab.strategies.sharding import local, require_one_place, to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -131,12 +131,12 @@ class TP(Strategy):
         self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer)}
         self.replicated = [name for name, placement in self.plan.items() if placement == "replicate"]
         self.replicated += [name for name in layers if name not in self.layers]
-        for first, *others in tied_parameters(model):
-            if any(name.rpartition(".")[0] in self.layers for name in (first, *others)):
-                raise ConfigError(
-                    f"strategy=tp: {others[0]} is the same parameter as {first}; sharded, they would be two. Use a copy, "
-                    "replicate their blocks by strategy.plan, or use another strategy, for example ddp"
-                )
+        require_one_place(
+            model,
+            self.name,
+            lambda name: name if name.rpartition(".")[0] in self.layers else None,
+            "would be another one if it is sharded",
+        )
         self.has_dtensors = bool(self.layers)
         if indivisible := [name for name, layer in self.layers.items() if layer.weight.size(0) % size]:
             sizes = ", ".join(f"the {self.layers[name].weight.size(0)} channels or units of {name}" for name in indivisible)

@@ -232,7 +232,7 @@ def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, mess
         ("pipeline", "4.weight is the same parameter as 2.weight, which is in another stage"),
         ("ddp_pipeline strategy.pp=2", "4.weight is the same parameter as 2.weight, which is in another stage"),
         ("mesh strategy.pp=2", "4.weight is the same parameter as 2.weight, which torch does not always update"),
-        ("tp", "4.weight is the same parameter as 2.weight; sharded, they would be two"),
+        ("tp", "4.weight is the same parameter as 2.weight, which would be another one if"),
     ],
 )
 def test_strategy_that_would_train_a_shared_weight_twice_refuses_it(strategy, message, tmp_path):
@@ -274,7 +274,7 @@ def test_strategy_that_cuts_refuses_a_model_without_blocks(strategy, tmp_path):
         ),
         (
             "model._target_=own_models.Tied",
-            "strategy=fsdp: blocks.0.inner.weight and blocks.1.inner.weight are the same parameter, in two units",
+            "strategy=fsdp: blocks.1.inner.weight is the same parameter as blocks.0.inner.weight, which is in another unit",
         ),
         ("model._target_=own_models.Scalar", "strategy=fsdp: cannot shard the parameter scale, which has no dimensions."),
     ],

@@ -22,8 +22,8 @@ from ddp_lab.config.build import build
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
+from ddp_lab.speed.compile import repeats, why_not_compile
 from ddp_lab.speed.convolution import pad_convolutions
-from ddp_lab.strategies.compilation import repeats, why_not_compile
 from ddp_lab.world.runtime import Runtime
 
 COMPILED = Performance(compile=True)
