@@ -1,4 +1,4 @@
-"""A trial of the model before the run: two images pass forward and backward, which finds what training does not use."""
+"""A trial of the model before the run: two images pass forward and backward, which finds the parameters that are not used."""
 
 import copy
 from collections.abc import Sequence

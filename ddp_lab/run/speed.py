@@ -7,7 +7,7 @@ from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.dataset import Dataset, LabelledImages
-from ddp_lab.models.vit_layers import Patches
+from ddp_lab.models.vit import Patches
 from ddp_lab.speed.options import AUTO, KEYS, Facts, PerformanceOptions, choose, refusals_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE

@@ -57,8 +57,9 @@ class GraphStep:
         # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             with first_steps:
-                warm_up(self.step, [partial(self._first_batch, largest)], WARM_UP)
-            warm_up(self.step, [partial(self._first_batch, size) for size in others], WARM_UP)
+                warm_up(self.step, partial(self._first_batch, largest), WARM_UP)
+            for size in others:
+                warm_up(self.step, partial(self._first_batch, size), WARM_UP)
             batch = self._first_batch(largest)
             with unchanged(self.step), refusing_to_wait():
                 self.step.compute(batch)
@@ -137,24 +138,23 @@ def refusing_to_wait() -> Generator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def warm_up(step: Step, batches: list[Callable[[], Batch]], times: int) -> None:
+def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
     """Run steps that compile, choose kernels and allocate everything, and restore the state after them. Collective.
 
     Args:
-        batches: one function for each batch size, which returns a batch.
-        times: number of steps for each batch size.
+        batch: returns a batch, of the same size at every call.
+        times: number of steps.
     """
     with unchanged(step):
-        for batch in batches:
-            # Kernels are timed in one micro-batch without collectives, which would occupy a part of the GPU meanwhile.
-            inputs, targets, count = step.mixed(batch())
-            accumulate = step.options.accumulate
-            with step.strategy.no_sync():
-                first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
-                step.strategy.add_gradient(*first, count)
-            step.optimizer.zero_grad()
-            for _ in range(times):
-                step.compute(batch())
+        # Kernels are timed in one micro-batch without collectives, which would occupy a part of the GPU meanwhile.
+        inputs, targets, count = step.mixed(batch())
+        accumulate = step.options.accumulate
+        with step.strategy.no_sync():
+            first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
+            step.strategy.add_gradient(*first, count)
+        step.optimizer.zero_grad()
+        for _ in range(times):
+            step.compute(batch())
 
 
 @contextmanager

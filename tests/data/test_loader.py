@@ -130,14 +130,10 @@ def test_prefetched_epoch_is_not_drawn_again(monkeypatch):
     [
         ({"crop_padding": 5}, r"data.crop_padding=5: .* 5 x 7 pixels; allowed: 0 to 4"),
         ({"mean": [0.1, 0.2]}, r"data.mean=\[0.1, 0.2\]: has 2 values; expected 1, or 1 per channel of the images \(3\)"),
+        ({}, r"25 samples into epoch 1, which is not divisible by 2 replicas; use the batch_size of the run"),
     ],
 )
-def test_options_that_do_not_fit_the_images_are_refused(settings, message):
-    loader("device", 0, 1, pictures(), crop_padding=4, mean=[0.1, 0.2, 0.3])
+def test_options_that_do_not_fit_are_refused(settings, message):
+    loader("device", 0, 1, pictures(), crop_padding=4, mean=[0.1, 0.2, 0.3]).set_epoch(1, 25)
     with pytest.raises(ConfigError, match=message):
-        loader("device", 0, 1, pictures(), **settings)
-
-
-def test_resume_with_samples_not_divisible_by_the_replicas_is_refused():
-    with pytest.raises(ConfigError, match=r"25 samples into epoch 1, which is not divisible by 2 replicas; use the batch_size"):
-        loader("device", 0, 2).set_epoch(1, 25)
+        loader("device", 0, 2, pictures(), **settings).set_epoch(1, 25)

@@ -298,10 +298,7 @@ def stand_in(name: str, arguments: list[str]) -> NoReturn:
     command = [str(Path(sys.executable).with_name(name)), *arguments]
     if program_of(command) is None:
         os.execv(command[0], command)
-    inherited = dict.fromkeys(("p2cread", "c2pwrite", "errwrite"), -1)
-    connection = ask({"args": command, "env": None, "cwd": None, "start_new_session": False, **inherited}, os.environ[ADDRESS])
-    receive(connection)  # the process id
-    code = os.waitstatus_to_exitcode(receive(connection))
+    code = Warm(command).wait()
     sys.exit(code if code >= 0 else 128 - code)  # as in a shell
 
 
