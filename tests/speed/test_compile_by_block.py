@@ -68,7 +68,7 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     made = build(config(*f"strategy={options}".split()).strategy, Runtime("cpu"))
     complete = make_model(model, 0) if model else nn.Linear(3, 3)
-    made.partition(complete, 4)
+    made.partition(complete, 8)
     assert reason in why_not_compile(made, complete)
 
 
