@@ -124,10 +124,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tens
                 yield parameter, key, value
 
 
-def state_of(make_optimizer: MakeOptimizer) -> tuple[int, int]:
-    """Return the number of tensors of the parameter's shape, and the bytes of all other tensors, such as a step counter.
-
-    They are found by a step with a parameter of two elements.
+def state_copies(make_optimizer: MakeOptimizer) -> int:
+    """Return how many tensors of a parameter's shape an optimizer keeps for it, found by a step with two elements.
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.
@@ -136,9 +134,7 @@ def state_of(make_optimizer: MakeOptimizer) -> tuple[int, int]:
     probe.grad = torch.zeros(2)
     optimizer = for_cpu(make_optimizer([probe]))
     optimizer.step()
-    tensors = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
-    copies = [tensor for tensor in tensors if tensor.shape == probe.shape]
-    return len(copies), sum(tensor.nbytes for tensor in tensors) - sum(tensor.nbytes for tensor in copies)
+    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in optimizer.state[probe].values())
 
 
 def match_strides(optimizer: torch.optim.Optimizer) -> None:
