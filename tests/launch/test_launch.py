@@ -127,8 +127,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=tp strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of dp x tp, because 2 is not divisible by 3",
     "strategy=tp strategy.plan={conv9:replicate}": "strategy.plan.conv9=replicate: the model has no such block; it has conv1, "
     "conv2, fc1, fc2",
-    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 are not divisible by 2. Use a "
-    "tp that divides them, or replicate those blocks: ++strategy.plan.fc2=replicate",
+    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 channels or units of fc2 are not divisible "
+    "by 2. Use a tp that divides them, or replicate those blocks: ++strategy.plan.fc2=replicate",
     "strategy=mesh strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is "
     "not divisible by 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
     "strategy=mesh strategy.tp=2": "strategy.tp=2: no block of the model has a plan for tensor parallelism. Give the class",
@@ -158,10 +158,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
     "strategy=ddp patience=3": "patience=3: needs a validation set, which these data do not have. Use data.val_fraction=0.1",
     "strategy=ddp checkpoint.best=val_accuracy": "checkpoint.best=val_accuracy: needs a validation set",
-    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: the test set chooses nothing. Use "
-    "checkpoint.best=val_accuracy with a validation set: data.val_fraction=0.1, or with data=folder a folder val/",
+    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: must be auto or val_loss or val_accuracy or null",
     "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
-    "optimize=test_loss": "optimize=test_loss: the test set chooses nothing. Use optimize=val_loss with a",
     "data.val_fraction=1": "data.val_fraction=1: must be a number from 0 to below 1 or null",
     "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 samples to train on and 0 to",
     "-m strategy=ddp seed=1,2": "--multirun: is not supported by several ranks, where all jobs would share one process group",
