@@ -182,10 +182,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
     "strategy=ddp patience=3": "patience=3: needs a validation set, which these data do not have. Use data.val_fraction=0.1",
     "strategy=ddp checkpoint.best=val_accuracy": "checkpoint.best=val_accuracy: needs a validation set",
-    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: the test set chooses nothing. Use "
-    "checkpoint.best=val_accuracy with a validation set: data.val_fraction=0.1, or with data=folder a folder val/",
+    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: must be auto or val_loss or val_accuracy or null",
     "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
-    "optimize=test_loss": "optimize=test_loss: the test set chooses nothing. Use optimize=val_loss with a",
     "data.val_fraction=1": "data.val_fraction=1: must be a number from 0 to below 1 or null",
     "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 samples to train on and 0 to",
     "-m strategy=ddp seed=1,2": "--multirun: is not supported by several ranks, where all jobs would share one process group",
