@@ -8,7 +8,6 @@ import torch
 from configs import config
 from torch import nn
 
-from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
@@ -57,8 +56,6 @@ def test_draw_depends_on_seed_and_name_only():
     ("name", "options"),
     [
         ("lenet", {"init_std": None}),
-        ("lenet", {"init_std": 0.05}),
-        ("simple_cnn", {}),
         ("resnet18", {"init_std": None}),
         ("book_resnet18", {"init_std": 0.05}),
     ],
@@ -196,32 +193,18 @@ def test_file_of_weights_takes_precedence_block_by_block(tmp_path, monkeypatch):
     initial_weights.of("block1")  # does not draw what the file has
 
 
-class Watched(InitialWeights):
-    """Count the complete blocks that are in memory when another one is drawn."""
+def test_one_complete_block_at_a_time_is_in_memory(monkeypatch):
+    model, weights, _ = made(group("vit"))
+    drawn, alive, draw = list[weakref.ref](), list[int](), weights.of
 
-    def __init__(self, chain: Chain, seed: int):
-        super().__init__(chain, seed)
-        self.drawn: list[weakref.ref] = []
-        self.alive: list[int] = []
-
-    def of(self, name: str) -> dict[str, torch.Tensor]:
+    def watched(name: str) -> dict[str, torch.Tensor]:
         gc.collect()
-        self.alive.append(sum(tensor() is not None for tensor in self.drawn))
-        state = super().of(name)
-        self.drawn += map(weakref.ref, state.values())
+        alive.append(sum(tensor() is not None for tensor in drawn))
+        state = draw(name)
+        drawn.extend(map(weakref.ref, state.values()))
         return state
 
-
-def test_one_complete_block_at_a_time_is_in_memory():
-    model = made(group("vit")).model
-    weights = Watched(model, 3)
+    monkeypatch.setattr(weights, "of", watched)
     fill(model, weights, CPU)
-    assert weights.alive == [0] * 6
-    assert len(weights.drawn) == len(model.state_dict())
-
-
-def test_option_is_checked_and_only_vision_transformers_use_it_by_default():
-    assert check(config("model=lenet")).model["init"] == "default"
-    assert check(config("model=vit")).model["init"] == "by_block"
-    with pytest.raises(ConfigError, match=r"model\.init=block: must be default or by_block"):
-        check(config("model=lenet", "model.init=block"))
+    assert alive == [0] * 6
+    assert len(drawn) == len(model.state_dict())
