@@ -1,8 +1,5 @@
 """Initial weights by block name, `model.init=by_block`."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from configs import config
@@ -191,20 +188,3 @@ def test_file_of_weights_takes_precedence_block_by_block(tmp_path, monkeypatch):
         assert torch.equal(tensor, expected), name
     monkeypatch.setattr(initial_weights, "_draw", None)
     initial_weights.of("block1")  # does not draw what the file has
-
-
-def test_one_complete_block_at_a_time_is_in_memory(monkeypatch):
-    model, weights, _ = made(group("vit"))
-    drawn, alive, draw = list[weakref.ref](), list[int](), weights.of
-
-    def watched(name: str) -> dict[str, torch.Tensor]:
-        gc.collect()
-        alive.append(sum(tensor() is not None for tensor in drawn))
-        state = draw(name)
-        drawn.extend(map(weakref.ref, state.values()))
-        return state
-
-    monkeypatch.setattr(weights, "of", watched)
-    fill(model, weights, CPU)
-    assert alive == [0] * 6
-    assert len(drawn) == len(model.state_dict())
