@@ -26,7 +26,7 @@ from ddp_lab.run.job import Job, load_dataset
 from ddp_lab.run.job import build as build_job
 from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.optimizer import state_of
+from ddp_lab.training.optimizer import state_copies
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def check_memory(cfg: DictConfig, job: Job) -> str:
 
 def check_state(cfg: DictConfig, job: Job, memory: int) -> str:
     """As `check_memory`, on one rank, for devices with `memory` bytes."""
-    copies = 2 + state_of(job.optimizer)[0] + (job.recipe.ema is not None)
+    copies = 2 + state_copies(job.optimizer) + (job.recipe.ema is not None)
     needed = copies * sum(parameter.nbytes for parameter in job.model.parameters())
     what, where = "parameters, gradients and optimizer state take", f"a device has {describe_bytes(memory)}"
     if needed <= memory:

@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -123,9 +123,9 @@ class Own:
                 f"{self.name}: must have a parameter split, which is train, data.val_split={self.splits['val']} or "
                 f"data.test_split={self.splits['test']}, or a parameter train, which is true or false (the test set)"
             )
-        classes = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
-        if classes is None:
-            raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
+        classes: Any = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
+        if not isinstance(classes, Iterable):
+            raise ConfigError(f"{self.name}: has no attribute classes, a list of names; set data.num_classes")
         classes = [str(name) for name in classes]
         sets: dict[str, Streamed] = {}
         for name, dataset in made.items():
