@@ -62,7 +62,7 @@ def evaluations(folder: Path, strategies: list[str]) -> dict[str, dict]:
         values = {}
         for strategy in strategies:
             cfg = read_config(folder, [f"strategy={strategy}"], None)
-            values[strategy] = evaluate_run(cfg, runtime, folder, "last").values()
+            values[strategy] = evaluate_run(cfg, runtime, folder, "last")
         return values
 
 
@@ -85,9 +85,7 @@ def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, co
     assert (code, errors) == (0, "")
     logged = read_metrics(trained)[-1]
     metrics = f"test loss {logged['test_loss']:.4f} accuracy {logged['test_accuracy']:.4f}"
-    assert output.startswith(f"{trained}/checkpoints/step_00000010.pt, epoch 2: {metrics} top-5 ")
-    assert output.endswith(" on 50 images (1 x cpu)\n")
-    assert output.count("\n") == 1
+    assert output == f"{trained}/checkpoints/step_00000010.pt, epoch 2: {metrics} on 50 images (1 x cpu)\n"
     assert json.loads((tmp_path / "a.json").read_text())["test_accuracy"] == logged["test_accuracy"]
     assert files(trained) == before
 
