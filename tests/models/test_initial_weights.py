@@ -149,23 +149,20 @@ def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled
     [
         (
             f"{__name__}.bare",
-            "1.1 (Bare) has scale, but no method reset_parameters, which would draw the initial weights again.",
+            "init=by_block: 1.1 (Bare) has scale, but no method reset_parameters, which would draw the initial",
         ),
-        (f"{__name__}.reads", f"{__name__}.reads cannot be constructed on the meta device, which has shapes and no values: R"),
+        (f"{__name__}.reads", f"_target_={__name__}.reads: cannot be constructed on the meta device, which has no values, as"),
         (
             f"{__name__}.tied",
-            "1.weight and 2.0.weight are the same parameter, but would be allocated separately. Use model.init",
+            "init=by_block: 1.weight and 2.0.weight are the same parameter, but would be allocated separately.",
         ),
-        (
-            "torch.nn.Flatten",
-            "needs a model made of blocks, got torch.nn.Flatten, which returns a Flatten. Use model.init=defa",
-        ),
+        ("torch.nn.Flatten", "init=by_block: needs a model made of blocks, got a Flatten. Use model.init=default, or return"),
     ],
 )
 def test_models_that_cannot_be_drawn_by_block_are_refused(target, message):
     with pytest.raises(ConfigError) as error:
         made({"_target_": target})
-    assert str(error.value).startswith(f"model.init=by_block: {message}")
+    assert str(error.value).startswith(f"model.{message}")
 
 
 @pytest.mark.parametrize(("left_out", "dtype"), [("order", torch.int64), ("scale", torch.float32), ("scale", torch.complex64)])

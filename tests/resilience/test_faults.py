@@ -304,26 +304,20 @@ def test_second_writer_is_refused(tmp_path):
     assert f"pid {process.pid} on" in output
 
 
-def test_full_disk_keeps_the_last_valid_checkpoint(tmp_path):
-    code, output = launch(DDP, *overrides(tmp_path, "full", "inject=disk_full@rank=0,step=8"))
-    assert code == 1, output
-    good = tmp_path / "full" / "checkpoints" / f"step_{STEPS:08d}.pt"
-    assert "No space left on device" in output
-    assert f"the last valid checkpoint is {good}" in output
-    assert good.exists()
-    assert not list(good.parent.glob("*.tmp"))
-    assert (status(tmp_path / "full")["status"], failure(tmp_path / "full")["kind"]) == ("failed", "checkpoint")
-
-
-def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
+def test_full_disk_fails_the_run_and_keeps_the_last_valid_checkpoint(tmp_path):
     """Training has ended before the write fails. The best checkpoints of epochs 1 and 2 were written."""
     full = "checkpoint.every_epochs=3", "inject=disk_full@rank=0,step=12"
     full += "data.dataset.train_size=125", "data.val_fraction=0.2"
-    code, output = launch("python train.py", *overrides(tmp_path, "full", *full))
+    code, output = launch(DDP, *overrides(tmp_path, "full", *full))
     assert code == 1, output
-    assert f"step_{3 * STEPS:08d}.pt could not be written" in output
-    assert status(tmp_path / "full")["status"] == "failed"
-    assert (tmp_path / "full" / "checkpoints" / "best.pt").exists()
+    folder = tmp_path / "full" / "checkpoints"
+    assert f"step_{3 * STEPS:08d}.pt could not be written ([Errno 28] No space left on device" in output
+    assert f"the last valid checkpoint is {folder}/step_{2 * STEPS:08d}.pt" in output
+    assert {path.name for path in folder.iterdir() if path.suffix != ".sha256"} == {
+        "best.pt",
+        *(f"step_{epoch * STEPS:08d}.pt" for epoch in (1, 2)),
+    }
+    assert (status(tmp_path / "full")["status"], failure(tmp_path / "full")["kind"]) == ("failed", "checkpoint")
 
 
 def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
