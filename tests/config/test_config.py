@@ -146,7 +146,7 @@ def test_help_names_every_strategy():
         ("~optimizer.lr", "optimizer.lr: is missing; it must be a number above 0"),
         ("max_grad_norm=inf", "max_grad_norm=inf: must be a number above 0 or null"),
         ("checkpoint.keep=1", "checkpoint.keep=1: must be an integer of at least 2"),
-        ("compile=fast", "compile=fast: must be true or false or tuned"),
+        ("compile=fast", "compile=fast: must be true or false or auto"),
         ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, segfault,"),
         ("optimizer=adamw +optimizer.betas=3", "optimizer.betas=3: must be a list"),
         (
