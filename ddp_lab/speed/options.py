@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ddp_lab.observe.log import log
+from ddp_lab.speed.compile import why_not_compile
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import why_not_compile
 from ddp_lab.training.optimizer import can_be_fused, has_shards
 from ddp_lab.world.runtime import Runtime
 

@@ -1,12 +1,13 @@
 """The base class of all strategies: a training step as one device computes it, of which each strategy overrides what differs.
 
-What of it is compiled is in compilation.py, and what of it is saved in saved_state.py.
+What of it is compiled is in speed/compile.py, and what of it is saved in saved_state.py.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.batch_norm import BatchNorm, without_padding
-from ddp_lab.strategies.loss import CrossEntropy, Loss, add_up, measure
+from ddp_lab.strategies.loss import CrossEntropy, Loss, measure
 from ddp_lab.strategies.mesh_layout import require_division
 from ddp_lab.strategies.saved_state import SavedState
 from ddp_lab.strategies.sharding import Weights
@@ -179,21 +180,14 @@ class Strategy(SavedState, ABC):
         if self.batch_norm == "sync":
             left = len(range(self.dp_rank, count, self.dp_size))  # this rank reads every dp_size-th sample of the global batch
             micro_batches = without_padding(micro_batches, left)
-        divisor = self.divisor(count)
+        # Summed over micro-batches and replicas, or averaged over replicas, the gradients are those of the GLOBAL mean.
+        divisor = count / self.dp_size if self.averages else count
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
         results.append(self.add_gradient(*last, divisor))
         self.reduce_gradients()
-        return add_up(results)
-
-    def divisor(self, count: int) -> float:
-        """Return what the loss of each micro-batch is divided by.
-
-        The gradients of all micro-batches and replicas, summed (or averaged: `averages`) over dp, are then the gradient of the
-        mean over the GLOBAL batch, which has `count` samples without padding.
-        """
-        return count / self.dp_size if self.averages else count
+        return reduce(torch.add, results)
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""

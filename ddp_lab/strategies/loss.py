@@ -16,9 +16,6 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Fraction
 from ddp_lab.data.batch import IGNORE, classes_of
 
-TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
-MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB
-
 
 class Loss(nn.Module, ABC):
     """A loss that is summed over samples; padding does not count.
@@ -111,32 +108,31 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int, mixed: bool 
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
         )
     targets = torch.arange(2) % num_classes
-    if problem := describe_losses(built, targets, num_classes):
-        raise ConfigError(
-            f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; for b=2 it {problem}"
+    require_losses(built, targets, num_classes, f"{key}: must return a loss per sample, [b], and not reduce them")
+    if mixed:
+        about = (
+            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]. Use mixup=0 cutmix=0, or "
+            "loss=cross_entropy"
         )
-    if mixed and (problem := describe_losses(built, F.one_hot(targets, num_classes).float(), num_classes)):
-        raise ConfigError(
-            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]; for b=2 it {problem}. "
-            "Use mixup=0 cutmix=0, or loss=cross_entropy"
-        )
+        require_losses(built, F.one_hot(targets, num_classes).float(), num_classes, about)
     return OwnLoss(built)
 
 
-def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
-    """Return what is wrong with a loss for `targets`, as the end of "it ..."; None if it is a loss per sample."""
+def require_losses(function: Any, targets: torch.Tensor, num_classes: int, about: str) -> None:
+    """Check that a function of logits [b, classes] and targets returns the loss of each sample, [b].
+
+    Raises:
+        ConfigError: it does not; the message is `about` and what it does for two samples.
+    """
     try:
         losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
     except Exception as error:
-        return f"failed: {describe_error(error)}"
-    if not isinstance(losses, torch.Tensor):
-        return f"returned {type(losses).__name__}"
-    if losses.shape != targets.shape[:1]:
-        return (
-            f"returned a tensor of shape {list(losses.shape)}. Do not reduce the losses: ddp_lab divides their sum by the size "
-            "of the global batch"
-        )
-    return None if losses.requires_grad else "returned a tensor without a gradient"
+        raise ConfigError(f"{about}. For b=2 it failed: {describe_error(error)}") from None
+    found = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+    if found != [len(targets)]:
+        raise ConfigError(f"{about}. For b=2 it returned {found}")
+    if not losses.requires_grad:
+        raise ConfigError(f"{about}. For b=2 it returned a tensor without a gradient")
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -162,39 +158,6 @@ def sums(loss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tor
     correct = (logits.argmax(1) == expected).sum(dtype=dtype)
     count = (expected != IGNORE).sum(dtype=dtype)
     return torch.stack([loss.detach().to(dtype), correct, count])
-
-
-def new_counts(classes: int, device: torch.device) -> torch.Tensor:
-    """Return the counts that `count_predictions` adds to, all zero, in `sum_dtype`.
-
-    Returns:
-        [1 + classes * classes]: the number of samples whose class is among the TOP largest logits; then the confusion matrix,
-        with a row per true class and a column per predicted class. [1] with more than MOST_CLASSES classes.
-    """
-    cells = classes * classes if classes <= MOST_CLASSES else 0
-    return torch.zeros(1 + cells, dtype=sum_dtype(device), device=device)
-
-
-def count_predictions(counts: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> None:
-    """Add a batch to the counts of an evaluation, in place. Padding counts as 0, so the host need not know where it is.
-
-    Args:
-        counts: of `new_counts`.
-        logits: [b, classes].
-        targets: [b], IGNORE for padding.
-    """
-    classes = logits.size(1)
-    real = targets != IGNORE
-    true = torch.where(real, targets, 0)
-    top = logits.topk(min(TOP, classes), dim=1).indices
-    counts[0] += (real & (top == true.unsqueeze(1)).any(1)).sum()
-    if len(counts) > 1:
-        counts[1:].index_add_(0, true * classes + logits.argmax(1), real.to(counts.dtype))
-
-
-def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of one or more tensors of the same shape, added in their order."""
-    return sum(tensors[1:], tensors[0])
 
 
 def measure(loss: Loss, logits: torch.Tensor, targets: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,15 +6,18 @@ So the host never waits for the loss of a step, and every sample counts once, wh
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from ddp_lab.data.batch import Batch
+from ddp_lab.data.batch import IGNORE, Batch
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import CompileFn
-from ddp_lab.strategies.loss import TOP, count_predictions, new_counts, sum_dtype, sums
+from ddp_lab.strategies.loss import sum_dtype, sums
 
 LONGEST = 1000  # steps whose losses are kept
+TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
+MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Evaluation:
         samples: number of samples.
         top5_accuracy: fraction of the samples whose class has one of the five largest logits; None with at most five classes.
         confusion: number of samples by true class (row) and predicted class (column), int64 [classes, classes] on the host;
-            None with more than `sums.MOST_CLASSES` classes.
+            None with more than MOST_CLASSES classes.
     """
 
     loss: float
@@ -59,6 +62,34 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> Evaluation:
     top5 = summed[3].item() / samples if classes > TOP else None
     confusion = summed[4:].long().view(classes, classes) if len(summed) > 4 else None
     return Evaluation(loss, accuracy, int(samples), top5, confusion)
+
+
+def new_counts(classes: int, device: torch.device) -> torch.Tensor:
+    """Return the counts that `count_predictions` adds to, all zero, in `sum_dtype`.
+
+    Returns:
+        [1 + classes * classes]: the number of samples whose class is among the TOP largest logits; then the confusion matrix,
+        with a row per true class and a column per predicted class. [1] with more than MOST_CLASSES classes.
+    """
+    cells = classes * classes if classes <= MOST_CLASSES else 0
+    return torch.zeros(1 + cells, dtype=sum_dtype(device), device=device)
+
+
+def count_predictions(counts: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> None:
+    """Add a batch to the counts of an evaluation, in place. Padding counts as 0, so the host need not know where it is.
+
+    Args:
+        counts: of `new_counts`.
+        logits: [b, classes].
+        targets: [b], IGNORE for padding.
+    """
+    classes = logits.size(1)
+    real = targets != IGNORE
+    true = torch.where(real, targets, 0)
+    top = logits.topk(min(TOP, classes), dim=1).indices
+    counts[0] += (real & (top == true.unsqueeze(1)).any(1)).sum()
+    if len(counts) > 1:
+        counts[1:].index_add_(0, true * classes + logits.argmax(1), real.to(counts.dtype))
 
 
 def total(strategy: Strategy, *sums: torch.Tensor) -> torch.Tensor:
@@ -110,7 +141,7 @@ class RunningSums:
         self._losses.zero_()
         self._place.fill_(step % LONGEST)
 
-    def compile(self, compile_fn: CompileFn) -> None:
+    def compile(self, compile_fn: partial[Any]) -> None:
         """Compile `add` with `compile_fn`."""
         self._add = compile_fn(self._add_eagerly)
 

@@ -151,8 +151,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=tp strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of dp x tp, because 2 is not divisible by 3",
     "strategy=tp strategy.plan={conv9:replicate}": "strategy.plan.conv9=replicate: the model has no such block; it has conv1, "
     "conv2, fc1, fc2",
-    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 are not divisible by 2. Use a "
-    "tp that divides them, or replicate those blocks: ++strategy.plan.fc2=replicate",
+    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 channels or units of fc2 are not divisible "
+    "by 2. Use a tp that divides them, or replicate those blocks: ++strategy.plan.fc2=replicate",
     "strategy=mesh strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is "
     "not divisible by 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
     "strategy=mesh strategy.tp=2": "strategy.tp=2: no block of the model has a plan for tensor parallelism. Give the class",

@@ -17,7 +17,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, key_of, require_chain
-from ddp_lab.strategies.fully_shard import units
+from ddp_lab.strategies.fsdp import units
 from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 
@@ -200,13 +200,13 @@ def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, mess
             "4.weight is the same parameter as 2.weight, which",
         ),
         ("one_weight strategy=mesh strategy.pp=2", "4.weight is the same parameter as 2.weight, which torch does not always"),
-        ("one_weight strategy=tp", "4.weight is the same parameter as 2.weight; sharded, they would be two"),
+        ("one_weight strategy=tp", "4.weight is the same parameter as 2.weight, which would be another one if"),
         ("Plain strategy=pipeline", "needs a model made of blocks, but model._target_=own_models.Plain is a Plain."),
         (
             "Plain strategy=fsdp strategy.wrap=[Block]",
             "the model has no module of class Block; it has Linear, ModuleList, Plain,",
         ),
-        ("Tied strategy=fsdp", "blocks.0.inner.weight and blocks.1.inner.weight are the same parameter, in two units"),
+        ("Tied strategy=fsdp", "blocks.1.inner.weight is the same parameter as blocks.0.inner.weight, which is in another"),
         ("Scalar strategy=fsdp", "cannot shard the parameter scale, which has no dimensions."),
     ],
 )

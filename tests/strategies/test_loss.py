@@ -20,15 +20,11 @@ def own(name: str, mixed: bool = False, **options):
     return build_loss({"_target_": f"own_losses.{name}", **options}, 10, mixed)
 
 
-def test_label_smoothing_mixes_the_target_with_all_classes():
+def test_label_smoothing_mixes_the_target_with_all_classes_but_in_the_test_loss():
     wanted = 0.8 * F.one_hot(TARGETS[REAL], 10) + 0.2 / 10
     expected = -(wanted * LOGITS[REAL].log_softmax(1)).sum()
     torch.testing.assert_close(CrossEntropy(0.2)(LOGITS, TARGETS), expected)
-
-
-def test_test_loss_has_no_label_smoothing():
-    loss = CrossEntropy(0.2).eval()
-    assert loss(LOGITS, TARGETS) == F.cross_entropy(LOGITS[REAL], TARGETS[REAL], reduction="sum")
+    assert CrossEntropy(0.2).eval()(LOGITS, TARGETS) == F.cross_entropy(LOGITS[REAL], TARGETS[REAL], reduction="sum")
 
 
 def mixed_targets() -> torch.Tensor:
@@ -51,18 +47,9 @@ def test_sums_of_mixed_targets_count_the_most_probable_class():
     assert sums(torch.zeros(()), mixed_targets(), mixed_targets()).tolist() == [0, 4, 4]
 
 
-def test_own_loss_of_class_indices_refuses_mixed_targets():
-    message = r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* it failed: RuntimeError: gather"
-    with pytest.raises(ConfigError, match=message):
-        own("Focal", mixed=True)
-
-
-def test_own_class_is_built_without_reduction_and_ignores_padding():
+def test_own_class_and_own_function_ignore_padding():
     losses = Focal(gamma=3.0, reduction="none")(LOGITS[REAL], TARGETS[REAL])
     torch.testing.assert_close(own("Focal", gamma=3.0)(LOGITS, TARGETS), losses.sum())
-
-
-def test_own_function_is_the_loss():
     expected = 3 * F.cross_entropy(LOGITS[REAL], TARGETS[REAL], reduction="sum")
     torch.testing.assert_close(own("scaled", scale=3.0)(LOGITS, TARGETS), expected)
 
@@ -85,11 +72,10 @@ def test_logits_in_bf16_are_summed_in_float32():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mean", r"must return a loss per sample, .* for b=2 it returned a tensor of shape \[\]. Do not reduce"),
-        ("detached", "it returned a tensor without a gradient"),
-        ("number", "for b=2 it returned float"),
-        ("alone", r"it failed: TypeError: alone\(\) takes 1 positional argument"),
-        ("failing", r"for b=2 it failed: KeyError: 'weights' \(own_losses.py, line \d+\)$"),
+        ("mean", r"must return a loss per sample, \[b\], and not reduce them. For b=2 it returned \[\]"),
+        ("detached", "For b=2 it returned a tensor without a gradient"),
+        ("number", "For b=2 it returned float"),
+        ("failing", r"For b=2 it failed: KeyError: 'weights' \(own_losses.py, line \d+\)$"),
         ("Unfinished", r"cannot be constructed: AttributeError: .*'missing' \(own_losses.py, line \d+\)$"),
         ("Trained", "has the parameter scale, which no optimizer would train"),
     ],
@@ -97,6 +83,12 @@ def test_logits_in_bf16_are_summed_in_float32():
 def test_own_loss_that_does_not_fit_is_refused(name, message):
     with pytest.raises(ConfigError, match=rf"loss\._target_=own_losses\.{name}: .*{message}"):
         own(name)
+
+
+def test_own_loss_of_class_indices_refuses_mixed_targets():
+    message = r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* it failed: RuntimeError: gather"
+    with pytest.raises(ConfigError, match=message):
+        own("Focal", mixed=True)
 
 
 @pytest.mark.parametrize(

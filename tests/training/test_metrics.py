@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ddp_lab.data.batch import IGNORE, Batch
-from ddp_lab.strategies.loss import MOST_CLASSES
 from ddp_lab.strategies.single import Single
-from ddp_lab.training.metrics import LONGEST, Evaluation, RunningSums, evaluate
+from ddp_lab.training.metrics import LONGEST, MOST_CLASSES, Evaluation, RunningSums, evaluate
 from ddp_lab.world.runtime import Runtime
 
 
