@@ -4,9 +4,10 @@ torch's pipelining is imported where it is used, because that takes 1.2 s (it im
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import nn
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
 from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.measure import add_up, measure, width
+from ddp_lab.tasks.measure import measure, width
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -54,43 +55,45 @@ class Stage(nn.Sequential):
             return output.clone() if output is input else output
 
 
-def blocks_by_stage(model: nn.Module, plan: PipelinePlan, rank: int) -> dict[int, OrderedDict[str, nn.Module]]:
-    """Return the blocks of each stage of a rank of the pipeline, by the stage's index."""
-    blocks = list(model.named_children())
-    own = range(rank, plan.num_stages, plan.ranks)
-    return {index: OrderedDict(blocks[i] for i in plan.parts.parts[index]) for index in own}
-
-
-class Boundary(NamedTuple):
-    """The activations between two stages, or before the first or after the last one.
-
-    Attributes:
-        shape: shape of one sample's activation.
-        dtype: its dtype.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def example(self, size: int, requires_grad: bool) -> torch.Tensor:
-        """Return the activation of a micro-batch of `size` samples on the meta device."""
-        return torch.empty(size, *self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
-
-
-def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], inputs: torch.dtype | None, precision: str) -> list[Boundary]:
-    """Return the boundaries of all stages: what each gets, and what the last one returns.
+def boundaries_of(
+    plan: PipelinePlan, shapes: list[torch.Size], inputs: torch.dtype | None, precision: str
+) -> list[torch.Tensor]:
+    """Return what each stage gets for one sample, and what the last one returns, on the meta device.
 
     Args:
         plan: of the pipeline.
         shapes: shape of one sample's activation before each block and after the last one.
-        inputs: dtype of the model's input; None: torch's default.
+        inputs: dtype of the model's inputs; None: torch's default.
         precision: float32, in which all activations are sent; or bf16, in which all but the inputs and the outputs are.
     """
     outside = torch.get_default_dtype()
     between = torch.bfloat16 if precision == "bf16" else outside
     at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
     dtypes = [inputs or outside, *[between] * (len(at) - 2), outside]
-    return [Boundary(shape, dtype) for shape, dtype in zip(at, dtypes, strict=True)]
+    return [torch.empty(1, *shape, dtype=dtype, device="meta") for shape, dtype in zip(at, dtypes, strict=True)]
+
+
+def make_stages(
+    model: nn.Module,
+    plan: PipelinePlan,
+    rank: int,
+    boundaries: list[torch.Tensor],
+    autocast: Callable[[], AbstractContextManager[object]],
+    checkpointing: Checkpointing,
+) -> dict[int, Stage]:
+    """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`."""
+    blocks = list(model.named_children())
+    return {
+        index: Stage(
+            OrderedDict(blocks[i] for i in plan.parts.parts[index]), autocast, boundaries[index + 1].dtype, checkpointing
+        )
+        for index in range(rank, plan.num_stages, plan.ranks)
+    }
+
+
+def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
+    """Return a module of all blocks of the stages, by their names in the model."""
+    return nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
 
 
 class MicroBatchLoss:
@@ -133,8 +136,8 @@ class PipelineExecutor:
     def __init__(
         self,
         plan: PipelinePlan,
-        stages: dict[int, nn.Module],
-        boundaries: list[Boundary],
+        stages: Mapping[int, nn.Module],
+        boundaries: list[torch.Tensor],
         group: dist.ProcessGroup,
         task: Task,
         device: torch.device,
@@ -157,15 +160,16 @@ class PipelineExecutor:
         self.loss.divisor, self.loss.left, self.loss.results = divisor, real, []
         schedule.step(*arguments, target=targets[rows] if self.has_loss else None, return_outputs=False)
         if self.has_loss:
-            return add_up(self.loss.results)
+            return reduce(torch.add, self.loss.results)
         return torch.zeros(width(self.loss.task), dtype=torch.float64, device=self.device)
 
+    @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
         schedule, rows, arguments = self._prepare(inputs, training=False)
         logits = schedule.step(*arguments)
         if logits is None:  # on all ranks but the last
-            logits = torch.empty(len(rows), *self.boundaries[-1].shape, device=self.device)
+            logits = torch.empty(len(rows), *self.boundaries[-1].shape[1:], device=self.device)
         dist.broadcast(logits, group=self.group, group_src=self.plan.ranks - 1)
         return logits[: len(inputs)]
 
@@ -187,14 +191,18 @@ class PipelineExecutor:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
+        def example(place: int) -> torch.Tensor:
+            one = self.boundaries[place]
+            return one.new_empty(size, *one.shape[1:], requires_grad=place > 0)
+
         stages = [
             PipelineStage(
                 module,
                 index,
                 self.plan.num_stages,
                 self.device,
-                input_args=self.boundaries[index].example(size, requires_grad=index > 0),
-                output_args=self.boundaries[index + 1].example(size, requires_grad=True),
+                input_args=example(index),
+                output_args=example(index + 1),
                 group=self.group,
             )
             for index, module in self.stages.items()
