@@ -111,9 +111,8 @@ class Advisor:
         common += [override for override in overrides if override not in of_strategy]
         own = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
         free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
-        model = model_to_plan(
-            cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, make_trial(dataset, make_task(cfg, dataset))
-        )
+        trial = make_trial(dataset, make_task(cfg, dataset))
+        model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
         return cls(cfg, dataset, model, devices, free, common, own)
 
     def candidates(self) -> list[list[str]]:

@@ -186,9 +186,8 @@ def largest(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[in
     """
     key = "accumulate" if cfg.accumulate == "auto" else "batch_size"
     cfg = cast("DictConfig", OmegaConf.merge(cfg, {key: values[-1]}))
-    model = model_to_plan(
-        cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, make_trial(dataset, make_task(cfg, dataset))
-    )
+    trial = make_trial(dataset, make_task(cfg, dataset))
+    model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
     advisor = advisor_of(cfg, dataset, model, runtime, budget)
 
     def needed(value: int) -> float:
