@@ -180,7 +180,8 @@ class Strategy(SavedState, ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
-        known, left, micro_batches = self.task.per_sample is not None, self.real(count), []
+        known, left = self.task.per_sample is not None, self.real(count)
+        micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
             real = min(left, len(own))
             left -= real
