@@ -1,6 +1,6 @@
 """Shards: this rank's part of a tensor, full tensors of shards, and weights for the blocks and shards that a rank holds.
 
-fully_shard.py shards a model, and training/on_shards.py lets an optimizer update the shards. DTensor is imported where it is
+fully_shard.py shards a model, and training/optimizer.py lets an optimizer update the shards. DTensor is imported where it is
 used, because that loads 500 modules.
 """
 
