@@ -140,6 +140,9 @@ def test_doctor_prints_a_finding_for_every_check_and_writes_nothing(command, tmp
     code, output, _ = command(doctor.main, f"runs_dir={tmp_path}/runs", "device=cpu", *SMALL, "batch_size=102", "strategy=ddp")
     warnings = [line for line in output.splitlines() if line.startswith("warning ")]
     assert [line.split(":")[0] for line in warnings] == ["warning  strategy", "warning  batch"], output
+    assert warnings[0].endswith(
+        "has one rank, so nothing is distributed. Use, for example, `ddp-lab train --nproc 2 strategy=ddp`"
+    )
     code, output, errors = command(doctor.main, "patience=3", "device=cpu")
     assert (code, errors.startswith("error: patience=3: needs a validation set")) == (2, True)
 

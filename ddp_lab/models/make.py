@@ -20,6 +20,7 @@ from ddp_lab.models.torchvision_models import find_weights, from_torchvision, re
 from ddp_lab.models.trial import freeze_unused
 from ddp_lab.models.vit import vit
 from ddp_lab.models.weights import match_weights, read
+from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
 
@@ -77,6 +78,23 @@ def make_model(
         images = shape["in_channels"], shape["image_size"], shape["image_size"]
         notes += freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
     return BuiltModel(model, initial_weights, notes)
+
+
+def model_to_plan(node: DictConfig, shape: Mapping[str, int], precision: str, seed: int) -> nn.Module:
+    """Return the model of a planned run on the meta device, or on the CPU if its constructor or its forward pass needs values.
+
+    Raises:
+        ConfigError: the model cannot be constructed, or does not accept the images.
+    """
+    runtime, size = PlannedRuntime(1, 1, precision, kind="cpu"), shape["image_size"]
+    try:
+        with torch.device("meta"):
+            model = build_model(node, shape)
+        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
+            freeze_unused(model, (shape["in_channels"], size, size), shape["num_classes"], runtime, key_of(node))
+    except ConfigError:
+        return make_model(node, shape, runtime, seed, with_weights=False).model
+    return model
 
 
 def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> nn.Module:

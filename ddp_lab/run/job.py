@@ -137,27 +137,6 @@ def make_plan(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> Plan:
     return Plan.make(values, cfg.optimizer.lr, world_size, strategy.replicas, dataset.train.size)
 
 
-def make_loss(cfg: DictConfig, dataset: Dataset) -> Loss:
-    """Return the training loss, on the CPU."""
-    return build_loss(cfg.loss, len(dataset.classes), mixed=cfg.mixup > 0 or cfg.cutmix > 0)
-
-
-def make_mix(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan) -> Mix | None:
-    """Return mixup and CutMix of the training batches; None if both are off."""
-    if cfg.mixup == cfg.cutmix == 0:
-        return None
-    shape = dataset.model_shape()
-    return Mix(
-        cfg.mixup,
-        cfg.cutmix,
-        batch_size=plan.global_batch_size,
-        dp_size=strategy.dp_size,
-        image_size=shape["image_size"],
-        num_classes=shape["num_classes"],
-        seed=cfg.seed,
-    )
-
-
 def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel) -> Job:
     """Let the strategy decide who holds which part of the model, and return the job without loaders. Collective on GPUs.
 
@@ -166,7 +145,11 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     Raises:
         ConfigError: the model, the batch or the loss is not supported.
     """
-    loss, mix = make_loss(cfg, dataset), make_mix(cfg, strategy, dataset, plan)
+    mixed, shape = cfg.mixup > 0 or cfg.cutmix > 0, dataset.model_shape()
+    loss, mix = build_loss(cfg.loss, len(dataset.classes), mixed), None
+    if mixed:
+        sizes = plan.global_batch_size, strategy.dp_size, shape["image_size"], shape["num_classes"]
+        mix = Mix(cfg.mixup, cfg.cutmix, *sizes, seed=cfg.seed)
     schedule, optimizer = build_shape(cfg.scheduler, cfg.epochs), instantiate(cfg.optimizer)
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
