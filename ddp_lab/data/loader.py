@@ -189,7 +189,7 @@ class Loader(ABC):
         self._compute = compile_fn(self._compute_eagerly)
 
     def _compute_eagerly(self, size: int) -> Tensors:
-        """Return the inputs and targets of a batch. Nothing is decided by values on the device."""
+        """Return the normalised inputs and the targets of a batch. Nothing is decided by values on the device."""
         places = self._range[:size] + self._first  # among this rank's samples of the epoch
         self._first += size
         images, targets = self._read(places)
@@ -197,11 +197,7 @@ class Loader(ABC):
             images = augment(images, self._offsets.index_select(1, places), self.options.crop_padding)
         if self.real < self.samples:
             targets = targets.masked_fill(places >= self.real, IGNORE)
-        return self.normalise(images), targets
-
-    def normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""
-        return (images * self.scale).sub_(self.offset)
+        return (images * self.scale).sub_(self.offset), targets
 
     @abstractmethod
     def _start(self, order: torch.Tensor) -> None:

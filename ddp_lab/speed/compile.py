@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,22 +29,19 @@ from ddp_lab.world.process import REQUESTS
 # Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
 # Reductions are excluded, because with them a step took 3 % longer (docs/log/benchmarks.md).
 COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
-# With `compile=tuned`, torch.compile times kernels for matrix multiplications and convolutions, and block sizes of fused ones.
-TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 # Without this option Inductor returns to channels first if all convolutions that it compiles have at most 64 channels (LeNet,
 # or ResNet's first blocks), and copies the gradients of the largest activations.
 CHANNELS_LAST = {"force_layout_optimization": True}
 RECOMPILE_LIMIT = 64  # torch's default is 8; the pieces of a model (`compile_passes`) count as one function with other shapes
 
 
-def compile_step(step: Step, loader: DeviceLoader | None, mode: Literal[True, "tuned"], channels_last: bool) -> str:
+def compile_step(step: Step, loader: DeviceLoader | None, channels_last: bool) -> str:
     """Let torch.compile compile a step, except its collectives, when it is first called. On a GPU, pad convolutions.
 
     Args:
         step: the step to compile, in place.
         loader: loader of a step that will be captured. It is compiled, too, and so are the optimizer and the running sums
             (`Step.compile`). None: the step will be called with batches, and these three remain in eager mode.
-        mode: the config key `compile`; tuned times more kernels, which takes minutes.
         channels_last: whether the model is in the channels-last memory format.
 
     Returns:
@@ -53,7 +50,7 @@ def compile_step(step: Step, loader: DeviceLoader | None, mode: Literal[True, "t
     # With what earlier jobs of this process left, torch 2.11 failed to compile an optimizer with two parameter groups
     # ("SpeculationLog diverged").
     torch.compiler.reset()
-    options = COMBO | (TUNED if mode == "tuned" else {}) | (CHANNELS_LAST if channels_last else {})
+    options = COMBO | (CHANNELS_LAST if channels_last else {})
     compile_fn: partial[Any] = partial(torch.compile, dynamic=False, options=cast("dict[str, Any]", options))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
@@ -61,7 +58,7 @@ def compile_step(step: Step, loader: DeviceLoader | None, mode: Literal[True, "t
     if loader is not None:
         loader.compile(compile_fn)
         step.compile(compile_fn)
-    return f"compiling the training step (compile={str(mode).lower()}): {what}"
+    return f"compiling the training step: {what}"
 
 
 def why_not_compile(strategy: Strategy, model: nn.Module) -> str | None:

@@ -97,8 +97,8 @@ def build(options: PerformanceOptions, step: Step, loader: Loader, kernels: int 
     captured = loader if options.cuda_graph and isinstance(loader, DeviceLoader) else None
     with ExitStack() as first_steps:
         first_steps.enter_context(cudnn_benchmark(kernels))
-        if options.compile and options.compile != AUTO:
-            what = compile_step(step, captured, options.compile, options.channels_last)
+        if options.compile:
+            what = compile_step(step, captured, options.channels_last)
             first_steps.enter_context(compiling(what))
         if captured is not None:
             graph = GraphStep(step, captured)

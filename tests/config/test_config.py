@@ -107,7 +107,7 @@ def test_help_names_every_strategy():
         ("+batchsize=32", "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,"),
         ("max_grad_norm=inf", "max_grad_norm=inf: must be a number above 0 or null"),
         ("checkpoint.keep=1", "checkpoint.keep=1: must be an integer of at least 2"),
-        ("compile=fast", "compile=fast: must be true or false or tuned"),
+        ("compile=fast", "compile=fast: must be true or false or auto"),
         ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, segfault,"),
         (
             "optimizer=adamw +optimizer.betas=[a,b]",

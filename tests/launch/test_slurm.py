@@ -35,7 +35,7 @@ AGAIN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
 def cluster(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), Path(sys.executable).parent)
     if missing := cluster.missing():
-        pytest.skip(f"Slurm is not installed (slurm-wlm and munge, or DDP_LAB_SLURM_ROOT): no {', '.join(missing)}")
+        pytest.skip(f"Slurm is not installed (slurm-wlm and munge): no {', '.join(missing)}")
     with cluster:
         yield cluster
 
