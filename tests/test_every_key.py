@@ -261,7 +261,7 @@ FLAGS = {
     "predict --force": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
     "predict --top": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
     "predict --batch-size": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
-    "predict --device": AFTER + "test_predict_and_export_report_mistakes_in_one_message",
+    "predict --device": AFTER + "test_mistakes_are_reported_in_one_message",
     "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --output": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --force": AFTER + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",

@@ -6,7 +6,7 @@ from configs import CONF, config
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from ddp_lab.config.build import build, descriptions
+from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.sources import make_source
@@ -166,29 +166,6 @@ def test_check_returns_plain_frozen_values():
 def test_configuration_document_is_up_to_date():
     written = configuration.FILE.read_text()
     assert written == configuration.render(), "docs/configuration.md is out of date: run `python scripts/configuration.py`"
-
-
-def test_descriptions_of_a_class_include_those_of_its_bases():
-    class Base:
-        """Summary.
-
-        Args:
-            first: one line.
-            second: the text
-                of two lines.
-
-        Raises:
-            ValueError: never.
-        """
-
-    class Derived(Base):
-        """Summary.
-
-        Args:
-            first: another line.
-        """
-
-    assert descriptions(Derived) == {"first": "Another line.", "second": "The text of two lines."}
 
 
 def plan(world: int, replicas: int, *overrides: str) -> Plan:
