@@ -5,7 +5,7 @@ step_00000050.sharded/                      a directory to which every rank writ
     state.json, SHA256SUMS                  everything but tensors, and the SHA-256 of each file
 best.pt or best.sharded                     a symbolic link to the best checkpoint
 
-All are written and synced under temporary names, and then renamed. A kill at any time leaves the checkpoints from before.
+All are written and synced under temporary names, and then renamed. A kill at any time leaves valid checkpoints only.
 """
 
 import hashlib
@@ -110,6 +110,7 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         write_text(beside, f"{sha256(temporary)}  {path.name}\n")
+        path.unlink(missing_ok=True)  # one of the same step would not match the new hash
         os.replace(beside, sums_of(path))
         os.replace(temporary, path)  # after a kill before this there is a hash without a file, which is no checkpoint
     finally:

@@ -185,12 +185,12 @@ def test_loss_not_finite_stops_all_ranks_at_the_same_step(tmp_path):
 
 def test_weights_not_finite_are_not_saved(tmp_path):
     """The loss of the epoch's last step is finite, because it was computed with the weights before the step."""
-    line = overrides(tmp_path, "ruined", "optimizer.lr=1e38", "data.dataset.train_size=24", "optimizer.weight_decay=1e30")
+    line = overrides(tmp_path, "diverged", "optimizer.lr=1e38", "data.dataset.train_size=24", "optimizer.weight_decay=1e30")
     code, output = launch("python train.py", *line)
     assert code == 1
     assert "after step 1 some weights are not finite; they are not saved" in output
-    assert failure(tmp_path / "ruined")["kind"] == "not_finite"
-    assert not list((tmp_path / "ruined").glob("checkpoints/*.pt"))
+    assert failure(tmp_path / "diverged")["kind"] == "not_finite"
+    assert not list((tmp_path / "diverged").glob("checkpoints/*.pt"))
 
 
 @pytest.mark.parametrize(
