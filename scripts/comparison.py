@@ -58,8 +58,8 @@ def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entr
         "pipeline": [],
         "ddp_pipeline": ["strategy.pp=2"],
         "tp": ["strategy.tp=2"],
+        "mesh": [],
     }
-    overrides["mesh"] = []
     devices = {"dp": gpus, "split": max(1, gpus)}
     found = [Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)]
     everything = [name for name in overrides if name != "mesh"] + ["dp"] * (gpus > 0) + ["split"] * (gpus != 1)

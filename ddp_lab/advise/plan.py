@@ -178,6 +178,6 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     host = live.on_host * sum(held[kind] for kind in STATE)
-    executor = getattr(job.strategy, "executor", None) or getattr(job.strategy, "pipeline", None)
+    executor = getattr(job.strategy, "executor", None)
     order = executor.time_slots if executor else {}
     return Planned(runtime.rank, place, held, peak, outside, host, live.calls, live.sent, live.flops[place], order)

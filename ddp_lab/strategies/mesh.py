@@ -128,9 +128,9 @@ class Mesh(FullyShard):
             self._place(stage)
         self.module = blocks_of(stages)
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
-        self.pipeline = None
+        self.executor = None
         if self.pp_group is not None and self.axes["pp"] > 1:
-            self.pipeline = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.task, self.device)
+            self.executor = PipelineExecutor(self.plan, stages, self.pp_group, self.task, self.device)
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
 
@@ -162,23 +162,23 @@ class Mesh(FullyShard):
 
     def describe(self) -> str:
         lines = f"mesh on {self.where}:\n{describe_layout(self.axes, self.plan.parts)}"
-        return lines if self.pipeline is None else f"{lines}\n{self.plan.describe()}"
+        return lines if self.executor is None else f"{lines}\n{self.plan.describe()}"
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
-        if self.pipeline is None:
+        if self.executor is None:
             return super().add_gradient(inputs, targets, real, divisor)
-        return self.pipeline.add_gradient(inputs, targets, real, divisor)
+        return self.executor.add_gradient(inputs, targets, real, divisor)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.pipeline is None:
+        if self.executor is None:
             return super().predict(inputs)
-        logits = self.pipeline.predict(inputs)
+        logits = self.executor.predict(inputs)
         forget_order(self.module)
         return logits
 
     def no_sync(self) -> AbstractContextManager[None]:
         # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.
-        return super().no_sync() if self.pipeline is None else nullcontext()
+        return super().no_sync() if self.executor is None else nullcontext()
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.

@@ -73,7 +73,7 @@ class Pipeline(Strategy):
         for stage in stages.values():
             to_device(stage, self.device, self.initial_weights)
         self.module = blocks_of(stages)
-        self.executor = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.task, self.device)
+        self.executor = PipelineExecutor(self.plan, stages, self.pp_group, self.task, self.device)
         self.is_metric_rank = self.executor.has_loss
 
     def describe(self) -> str:

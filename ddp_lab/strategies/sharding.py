@@ -1,10 +1,9 @@
 """Shards: this rank's part of a tensor, full tensors of shards, and weights for the blocks and shards that a rank holds.
 
-fully_shard.py shards a model, and training/on_shards.py lets an optimizer update the shards. DTensor is imported where it is
+fully_shard.py shards a model, and training/optimizer.py lets an optimizer update the shards. DTensor is imported where it is
 used, because that loads 500 modules.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar, cast
@@ -46,8 +45,7 @@ def shard_like(full: Any, tensor: torch.Tensor) -> Any:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(tensor, DTensor)
-    shard = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-    return sharded_as(tensor, shard.to(tensor.to_local().device))
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def full_state(state: Any, keep: bool) -> Any:
@@ -135,12 +133,10 @@ class ShapesOnly:
 
     def allocate(self, blocks: nn.Module, device: torch.device) -> None:
         """Allocate a module that is on the meta device. Tied parameters stay tied."""
-        names = defaultdict[nn.Parameter, list[str]](list)
-        for name, parameter in blocks.named_parameters(remove_duplicate=False):
-            names[parameter].append(name)
+        tied = tied_parameters(blocks)
         with self.fake:
             blocks.to_empty(device=device)
-        for first, *others in names.values():
+        for first, *others in tied:
             for path in others:
                 module, _, name = path.rpartition(".")
                 setattr(blocks.get_submodule(module), name, blocks.get_parameter(first))

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,31 +18,28 @@ from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.measure import measure, width
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-TorchSchedule: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
-
 
 class Stage(nn.Sequential):
     """Consecutive blocks of the model.
 
     Args:
         blocks: the blocks by name.
+        inputs, outputs: what it gets and returns for one sample, on the meta device. The next rank has allocated its receive
+            buffers accordingly.
         autocast: returns the context of the forward pass.
-        dtype: dtype of the output, in which the next rank has allocated its receive buffers.
         checkpointing: which activations are computed again in the backward pass.
     """
 
     def __init__(
         self,
         blocks: OrderedDict[str, nn.Module],
+        inputs: torch.Tensor,
+        outputs: torch.Tensor,
         autocast: Callable[[], AbstractContextManager[object]],
-        dtype: torch.dtype,
         checkpointing: Checkpointing,
     ):
         super().__init__(blocks)
-        self.autocast, self.dtype = autocast, dtype
+        self.inputs, self.outputs, self.autocast = inputs, outputs, autocast
         self.checkpointing: Checkpointing = checkpointing
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -50,7 +47,7 @@ class Stage(nn.Sequential):
             output = input
             for block in self:
                 output = checkpointed(block, self.checkpointing)(output)
-            output = output.to(self.dtype).contiguous()  # as sending requires
+            output = output.to(self.outputs.dtype).contiguous()  # as sending requires
             # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own input.
             return output.clone() if output is input else output
 
@@ -58,7 +55,8 @@ class Stage(nn.Sequential):
 def boundaries_of(
     plan: PipelinePlan, shapes: list[torch.Size], inputs: torch.dtype | None, precision: str
 ) -> list[torch.Tensor]:
-    """Return what each stage gets for one sample, and what the last one returns, on the meta device.
+    """Return what each stage of a pipeline gets for one sample, and what the last one returns, on the meta device.
+
 
     Args:
         plan: of the pipeline.
@@ -83,12 +81,11 @@ def make_stages(
 ) -> dict[int, Stage]:
     """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`."""
     blocks = list(model.named_children())
-    return {
-        index: Stage(
-            OrderedDict(blocks[i] for i in plan.parts.parts[index]), autocast, boundaries[index + 1].dtype, checkpointing
-        )
-        for index in range(rank, plan.num_stages, plan.ranks)
-    }
+    stages: dict[int, Stage] = {}
+    for index in range(rank, plan.num_stages, plan.ranks):
+        own = OrderedDict(blocks[i] for i in plan.parts.parts[index])
+        stages[index] = Stage(own, boundaries[index], boundaries[index + 1], autocast, checkpointing)
+    return stages
 
 
 def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
@@ -127,7 +124,6 @@ class PipelineExecutor:
     Args:
         plan: of the pipeline.
         stages: this rank's stages by their index in the pipeline, on the device.
-        boundaries: of all stages.
         group: the ranks of the pipeline.
         task: with the training loss.
         device: of this rank.
@@ -136,21 +132,20 @@ class PipelineExecutor:
     def __init__(
         self,
         plan: PipelinePlan,
-        stages: Mapping[int, nn.Module],
-        boundaries: list[torch.Tensor],
+        stages: Mapping[int, Stage],
         group: dist.ProcessGroup,
         task: Task,
         device: torch.device,
     ):
-        self.plan, self.stages, self.boundaries, self.group, self.device = plan, stages, boundaries, group, device
+        self.plan, self.stages, self.group, self.device = plan, stages, group, device
         self.loss = MicroBatchLoss(task)
         self.has_loss = plan.num_stages - 1 in stages
-        self._schedules: dict[tuple[int, bool], TorchSchedule] = {}
+        self._schedules: dict[tuple[int, bool], Any] = {}
 
     @property
     def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
         """When each rank computes what, as in schedules.py, by the schedule of the first training step."""
-        schedule: Any = next(made for (_, training), made in self._schedules.items() if training)
+        schedule = next(made for (_, training), made in self._schedules.items() if training)
         order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
         return time_slots({rank: [str(action) for action in actions] for rank, actions in order.items()})
 
@@ -169,11 +164,11 @@ class PipelineExecutor:
         schedule, rows, arguments = self._prepare(inputs, training=False)
         logits = schedule.step(*arguments)
         if logits is None:  # on all ranks but the last
-            logits = torch.empty(len(rows), *self.boundaries[-1].shape[1:], device=self.device)
+            logits = torch.empty(len(rows), *self.plan.parts.shapes[-1], device=self.device)
         dist.broadcast(logits, group=self.group, group_src=self.plan.ranks - 1)
         return logits[: len(inputs)]
 
-    def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[TorchSchedule, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Pad a batch, [b, channels, height, width], so that it can be divided into equal micro-batches.
 
         Returns:
@@ -186,26 +181,22 @@ class PipelineExecutor:
             self._schedules[size, training] = self._make_schedule(size, training)
         return self._schedules[size, training], rows, (inputs[rows],) if 0 in self.stages else ()
 
-    def _make_schedule(self, size: int, training: bool) -> TorchSchedule:
-        """Return the schedule for micro-batches of `size` samples."""
+    def _make_schedule(self, size: int, training: bool) -> Any:
+        """Return torch's schedule for micro-batches of `size` samples."""
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        def example(place: int) -> torch.Tensor:
-            one = self.boundaries[place]
-            return one.new_empty(size, *one.shape[1:], requires_grad=place > 0)
-
         stages = [
             PipelineStage(
-                module,
+                stage,
                 index,
                 self.plan.num_stages,
                 self.device,
-                input_args=example(index),
-                output_args=example(index + 1),
+                input_args=stage.inputs.new_empty(size, *stage.inputs.shape[1:], requires_grad=index > 0),
+                output_args=stage.outputs.new_empty(size, *stage.outputs.shape[1:], requires_grad=True),
                 group=self.group,
             )
-            for index, module in self.stages.items()
+            for index, stage in self.stages.items()
         ]
         make_schedule = cast("Callable[..., Any]", get_schedule_class(self.plan.schedule))
         return make_schedule(

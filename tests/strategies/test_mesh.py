@@ -105,7 +105,7 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
         (tied(), {}, "block1.norm1.weight is the same parameter as block0.norm1.weight, which torch does not always update if"),
         (planned(fc3="row"), {"tp": 2}, "Changed.tensor_parallel: block1 has no module fc3; it has norm1, attn, "),
         (planned(fc2="rows"), {"tp": 2}, "fc2 must be one of column, heads, row, tokens, gather, got rows"),
-        (planned(norm1="column"), {"tp": 2}, "norm1 is column, which must be a Linear, got Norm"),
+        (planned(norm1="column"), {"tp": 2}, "norm1 must be tokens or gather, because it is no nn.Linear, got column"),
         (planned(norm2=None), {"tp": 2}, "must name the module of the parameter norm2.weight, as one of column"),
         (with_block(nn.Sequential(Counting())), {"tp": 2}, "does not support models with buffers, got block1.0.count"),
     ],
