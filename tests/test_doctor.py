@@ -199,14 +199,9 @@ def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
         namespace = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
         if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True).returncode:
             pytest.skip("needs the right to mount in a namespace of its own")
-        world = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-        ended = subprocess.run(
-            [*namespace, *world, *line, "strategy=ddp", f"runs_dir={tmp_path}"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        command = [*namespace, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+        given = [*line, "strategy=ddp", f"runs_dir={tmp_path}"]
+        ended = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert bool(ended.returncode) == bool(code), ended.stderr
         assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
     assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]

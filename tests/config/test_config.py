@@ -181,7 +181,6 @@ def test_plan_describes_itself_in_one_line():
 @pytest.mark.parametrize(
     ("scaling", "lr_scaling", "batch", "lr"),
     [
-        ("strong", "none", 256, 0.1),
         ("strong", "linear", 256, 0.1),
         ("weak", "none", 1024, 0.1),
         ("weak", "linear", 1024, 0.4),
@@ -199,9 +198,7 @@ def test_scaling_determines_global_batch_and_learning_rate(scaling, lr_scaling, 
     ("gpus", "overrides", "batch", "lr"),
     [
         (1, (), 256, 0.1),
-        (2, (), 512, 0.2),
         (4, (), 1024, 0.4),
-        (1, ("batch_size=1024",), 1024, 0.4),
         (2, ("scaling=strong", "batch_size=1024"), 1024, 0.4),
     ],
 )
