@@ -34,7 +34,7 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.schema import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from ddp_lab.launch.start_ranks import read_options
 
-GROUPS = ("strategy", "loss", "scheduler", "model", "data.dataset")  # whose keys are parameters of a constructor
+GROUPS = ("strategy", "task", "loss", "scheduler", "model", "data.dataset")  # whose keys are parameters of a constructor
 BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=20", "batch_size=20", "epochs=1", "strategy=single"]
 FILES = [override for override in BASE if not override.startswith("data")]  # for other datasets
 OWN = ["data=own", "data.dataset._target_=own_datasets.Shapes", "data.image_size=24", "data.resize=28"]
@@ -181,6 +181,7 @@ KEYS: dict[str, Row | str] = {
     "data.crop_scale": Row("{OWN} data.crop_scale=null", VALIDATED, "{OWN}"),
     "data.randaugment": Row("{OWN} data.randaugment=9", VALIDATED, "{OWN}"),
     "data.erasing": Row("{OWN} data.erasing=1", VALIDATED, "{OWN}"),
+    "data.context": "tests/tasks/test_runs.py::test_text_gives_the_same_losses_in_a_pipeline_and_is_continued",
     "data.num_classes": Row("{OWN} data.num_classes=5", VALIDATED, "{OWN}"),
     "data.val_split": Row(
         "{OWN} data.val_split=null data.test_split=val", lambda run, base: "val_loss" not in run.last, "{OWN}"
@@ -261,6 +262,10 @@ FLAGS = {
     "predict --force": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
     "predict --top": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
     "predict --batch-size": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
+    **dict.fromkeys(
+        ("predict --prompt", "predict --tokens", "predict --temperature"),
+        "tests/tasks/test_runs.py::test_text_gives_the_same_losses_in_a_pipeline_and_is_continued",
+    ),
     "predict --device": AFTER + "test_mistakes_are_reported_in_one_message",
     "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --output": HERE + "test_checkpoint_changes_predictions_and_exports",

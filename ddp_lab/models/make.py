@@ -80,7 +80,7 @@ def make_model(
             model.load_state_dict(given, strict=False)
         else:
             initial_weights.set_weights(given)
-    if of_torchvision or not target.startswith("ddp_lab."):  # ddp_lab's own models train all their parameters
+    if of_torchvision or not target.startswith("ddp_lab.") or (trial and trial.of_all):  # ddp_lab's own train all parameters
         notes += freeze_unused(model, trial or Trial.of_images(shape), runtime, key_of(node))
     if isinstance(model, Chain) and trial and not trial.inputs.is_floating_point():
         model.input_dtype = trial.inputs.dtype
@@ -99,7 +99,7 @@ def model_to_plan(
     try:
         with torch.device("meta"):
             model = build_model(node, shape)
-        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
+        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain) or (trial and trial.of_all):
             freeze_unused(model, trial or Trial.of_images(shape), runtime, key_of(node))
     except ConfigError:
         return make_model(node, shape, runtime, seed, with_weights=False, trial=trial).model

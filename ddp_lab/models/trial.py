@@ -20,10 +20,12 @@ class Trial:
     Attributes:
         inputs: two samples, on the CPU; those of numbers with a fraction are random.
         check: raises an exception if the outputs, on any device, are not those that the task needs.
+        of_all: whether ddp_lab's own models are tried, too, which may be made for another task.
     """
 
     inputs: torch.Tensor
     check: Callable[[torch.Tensor], object]
+    of_all: bool = False
 
     @classmethod
     def of_images(cls, shape: Mapping[str, int]) -> "Trial":

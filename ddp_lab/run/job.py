@@ -163,7 +163,7 @@ def make_trial(dataset: Dataset, task: Task) -> Trial:
     inputs, targets = dataset.example(2)
     if isinstance(task, Classification):
         return Trial(random_like(inputs), partial(check_logits, classes=len(dataset.classes)))
-    return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)))
+    return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)), of_all=True)
 
 
 def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel) -> Job:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ddp_lab.tasks.base import Losses, Task
+from ddp_lab.tasks.base import Losses, Task, require_same_shape
 
 
 class MultiLabel(Task):
@@ -18,6 +18,7 @@ class MultiLabel(Task):
     running = ("accuracy",)
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        require_same_shape(outputs, targets)
         return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:

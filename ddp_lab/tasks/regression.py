@@ -5,13 +5,14 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ddp_lab.tasks.base import Losses, Task
+from ddp_lab.tasks.base import Losses, Task, require_same_shape
 
 
 class Regression(Task):
     """Targets are numbers of the outputs' shape, [b, ...]. The loss is the squared error; metrics are MAE, RMSE and R2."""
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        require_same_shape(outputs, targets)
         return F.mse_loss(outputs, targets, reduction="none")
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

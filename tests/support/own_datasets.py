@@ -103,3 +103,26 @@ class Iterable:
 class NoSplit(Tensors):
     def __init__(self):
         pass
+
+
+class Masks(torch.utils.data.Dataset):
+    """Images in uint8 and masks, of which the first row is to be ignored, and more rows the larger the index is."""
+
+    def __init__(self, split):
+        self.size = 37 if split == "train" else 11
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        mask = (torch.rand(8, 8, generator=generator) > 0.5).to(torch.uint8)
+        image = 120 * mask + torch.randint(0, 100, (3, 8, 8), generator=generator, dtype=torch.uint8)
+        mask[: 1 + index % 7] = 255
+        return image, mask
+
+
+def numbers(split):
+    """Return a dataset in memory: six numbers, and their sum and their largest one."""
+    inputs = torch.randn(40 if split == "train" else 12, 6, generator=torch.Generator().manual_seed(len(split)))
+    return torch.utils.data.TensorDataset(inputs, torch.stack([inputs.sum(1), inputs.amax(1)], 1))

@@ -332,3 +332,14 @@ class Telling(Plain):
         error = (square @ square - square.double() @ square.double()).abs().max().item()
         print(f"float32_matmul={torch.get_float32_matmul_precision()}, error {'small' if error < 1e-6 else 'large'}")
         return super().forward(inputs)
+
+
+def segmenter(in_channels, num_classes):
+    """Return logits for every pixel."""
+    body = nn.Sequential(nn.Conv2d(in_channels, 8, 3, padding=1), nn.Tanh())
+    return nn.Sequential(body, nn.Conv2d(8, num_classes, 3, padding=1))
+
+
+def regressor(input_shape):
+    """Return two numbers; half of the layer in between is dropped."""
+    return nn.Sequential(nn.Sequential(nn.Linear(*input_shape, 32), nn.Tanh(), nn.Dropout(0.5)), nn.Linear(32, 2))
