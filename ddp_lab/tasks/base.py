@@ -25,8 +25,8 @@ def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
     """Raise a TrainingError unless outputs and targets have the same shape: torch's losses would broadcast one of them."""
     if outputs.shape != targets.shape:
         raise TrainingError(
-            f"the outputs must have the shape of the targets, {list(targets.shape)}, got {list(outputs.shape)}. Change the last "
-            "layer of the model, or the targets, for example by unsqueeze(-1)",
+            f"the outputs must have the shape of the targets, {list(targets.shape)}, got {list(outputs.shape)}. Change "
+            "the last layer of the model, or the targets, for example by unsqueeze(-1)",
             "exception",
         )
 

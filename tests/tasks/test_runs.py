@@ -67,7 +67,7 @@ def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, comma
     prompt = ["--prompt", "to be or ", "--tokens", "4", "--temperature", "0"]
     code, output, errors = command(predict.main, folder / "text-long", *prompt)
     assert (code, output) == (0, "to be or not,\n"), output + errors
-    code, output, errors = command(predict.main, folder / "text-single", "photo.jpg")
+    code, output, errors = command(predict.main, folder / "text-single", folder / "text.txt")
     assert code == 2
     assert "its task is Tokens, for which predict needs --prompt TEXT" in errors + output
 
