@@ -1,0 +1,130 @@
+"""This rank's batches of any dataset, as the user's loop sees them: without padding, which a step adds again."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.batch import Batch
+from ddp_lab.data.dataset import InMemory
+from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
+from ddp_lab.data.tensors import samples_of
+from ddp_lab.data.workers import WorkerLoader
+from ddp_lab.strategies.base import Strategy
+
+KEPT = 4  # loaders that are kept, each with its dataset
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The batch that the loop has now.
+
+    Attributes:
+        epoch: its epoch.
+        samples: samples of the epoch up to its end, over all ranks.
+        real: samples of this rank.
+        size: the same with padding, which is equal on all ranks.
+        count: samples over all ranks.
+    """
+
+    epoch: int
+    samples: int
+    real: int
+    size: int
+    count: int
+
+
+class LocalBatches:
+    """The loaders of datasets, and the batch that the loop has now.
+
+    Args:
+        strategy: knows which samples this rank reads.
+        batch_size: samples in the global batch.
+        seed: of the order of the samples.
+        num_workers: processes that read a dataset which is not in memory.
+
+    Attributes:
+        handed: the batch that the loop has now; None outside of `iterate`.
+    """
+
+    def __init__(self, strategy: Strategy, batch_size: int, seed: int, num_workers: int):
+        self.strategy, self.batch_size, self.seed, self.num_workers = strategy, batch_size, seed, num_workers
+        self.handed: Handed | None = None
+        self._loaders: dict[tuple[int, bool], tuple[Any, Loader]] = {}  # with the dataset, so that its id stays its own
+
+    def loader(self, dataset: Any, shuffle: bool) -> Loader:
+        """Return the loader of a map-style dataset of (input, target), the same one for the same dataset.
+
+        Raises:
+            ConfigError: it is not map-style, is empty, or its first sample is not a pair.
+        """
+        key = (id(dataset), shuffle)
+        if key not in self._loaders:
+            strategy, samples = self.strategy, samples_of(dataset, "the dataset", self.seed)
+            options = LoaderOptions(
+                batch_size=self.batch_size,
+                dp_rank=strategy.dp_rank,
+                dp_size=strategy.dp_size,
+                device=strategy.device,
+                mean=[0.0],
+                std=[1.0],
+                shuffle=shuffle,
+                seed=self.seed,
+                num_workers=self.num_workers,
+            )
+            make = DeviceLoader if isinstance(samples, InMemory) else WorkerLoader
+            for old in list(self._loaders)[: len(self._loaders) + 1 - KEPT]:
+                del self._loaders[old]
+            self._loaders[key] = dataset, make(samples, options)
+        return self._loaders[key][1]
+
+    def iterate(self, loader: Loader, epoch: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the batches of an epoch without padding.
+
+        Args:
+            loader: from `loader`.
+            epoch: number of the epoch.
+            samples: samples to skip, over all ranks.
+        """
+        loader.set_epoch(epoch, samples)
+        try:
+            for inputs, targets, count in loader:
+                samples += count
+                real = self.strategy.real(count)
+                self.handed = Handed(epoch, samples, real, len(inputs), count)
+                yield inputs[:real], targets[:real]
+        finally:
+            self.handed = None
+
+    def padded(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Batch, Handed | None]:
+        """Return a local batch with padding, so that it has the same size on every rank, and which batch of `iterate` it is.
+
+        Args:
+            inputs, targets: the batch that the loop has now, or another one of batch_size / replicas samples.
+
+        Raises:
+            ConfigError: it has another number of samples.
+        """
+        if len(inputs) != len(targets):
+            raise ConfigError(f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one of each")
+        handed, full = self.handed, self.batch_size // self.strategy.dp_size
+        if handed and len(inputs) == handed.real:
+            return Batch(padded(inputs, handed.size), padded(targets, handed.size), handed.count), handed
+        if len(inputs) != full:
+            expected = f"{handed.real}, as the last one from `batches`, or {full}" if handed and handed.real != full else full
+            raise ConfigError(
+                f"step: got {len(inputs)} samples on rank {self.strategy.runtime.rank}, expected {expected}: batch_size="
+                f"{self.batch_size} is that of all ranks, and is divided among {self.strategy.dp_size} replicas"
+            )
+        return Batch(inputs, targets, self.batch_size), None
+
+
+def padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return `size` rows: those of a tensor, repeated, or zeros if it has none."""
+    if len(tensor) == size:
+        return tensor
+    if len(tensor) == 0:
+        return tensor.new_zeros(size, *tensor.shape[1:])
+    return tensor[torch.arange(size, device=tensor.device) % len(tensor)]
