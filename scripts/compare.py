@@ -10,7 +10,6 @@ the same samples in every step. `--out` gets report.md, and a run directory per 
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
-sent          bytes per step that a rank passes to collectives and sends
 throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the table (profile=true)
 difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end. Sums of float32 in
               another order round differently: expected below 1e-6 after 5 steps. Training makes it grow; models with BatchNorm

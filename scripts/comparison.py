@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_lab.advise.measure import train
-from ddp_lab.observe.figure import short
 
 SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
 EARLY = 5  # steps after which weights still agree up to rounding
@@ -135,7 +134,6 @@ COLUMNS = (
     "speed-up",
     "efficiency",
     "memory a device",
-    "sent a step",
     "test accuracy",
     f"difference after {EARLY} steps",
     "difference at the end",
@@ -162,7 +160,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
                 f"{result.rate:,.0f}",
                 f"{speed_up:.2f}",
                 f"{speed_up / entry.devices:.0%}",
-                *used(result.profile),
+                peak_memory(result.profile),
                 f"{result.records[-1]['test_accuracy']:.4f}",
                 *differences,
             )
@@ -188,15 +186,9 @@ def headline(results: list[Result]) -> list[str]:
     ]
 
 
-def used(profile: dict[str, Any] | None) -> tuple[str, str]:
-    """Return peak memory and bytes sent per step as text."""
-    if profile is None:
-        return "not measured", "not measured"
-    sent = profile["bytes_per_step"]
-    return (
-        f"{max(profile['peak_memory_bytes']) / 2**20:,.0f} MiB",
-        "not measured" if None in sent else f"{short(float(f'{max(sent):.3g}'))}B",
-    )
+def peak_memory(profile: dict[str, Any] | None) -> str:
+    """Return the peak memory of a device as text."""
+    return "not measured" if profile is None else f"{max(profile['peak_memory_bytes']) / 2**20:,.0f} MiB"
 
 
 def diagnoses(results: list[Result]) -> list[str]:

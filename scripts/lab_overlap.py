@@ -31,10 +31,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.observe.plot import Boxes, beside, timeline
+from ddp_lab.observe.plot import beside, timeline
 
 Work = Callable[[], object]
 Box = tuple[float, float, str]  # start and end in seconds, and a label
+Boxes = list[Box]
 SIZE = {"cuda": 4096, "cpu": 512}
 
 
@@ -227,10 +228,14 @@ def main() -> None:
     print("every copy is correct")
     titles = {"Matrix multiplications on two devices": twice, "Matrix multiplications and copies to the host": copies}
     by_lane = {
-        title: {f"{variant}: {name}": row for variant, run in runs.items() for name, row in run.rows.items()}
+        title: {
+            f"{variant}: {name}": [(1000 * start, 1000 * end, label, "") for start, end, label in row]
+            for variant, run in runs.items()
+            for name, row in run.rows.items()
+        }
         for title, runs in titles.items()
     }
-    beside([timeline(title, rows) for title, rows in by_lane.items()], picture)
+    beside([timeline(title, "ms", rows) for title, rows in by_lane.items()], picture)
     print(f"\n{picture}")
 
 

@@ -142,7 +142,7 @@ class Rank:
     def _run(self) -> None:
         runtime, spec = self.runtime, self.spec
         check_network(runtime)
-        runtime.agree("progress", lambda: None)
+        runtime.agree("source", lambda: None)
         runtime.collect("dataset", "0" * 64)
         runtime.agree("same dataset", lambda: None)
         check_storage(runtime, Path(spec.runs_dir), "run", checkpoint=0, keep=2, best=True, on_error="stop")

@@ -32,8 +32,7 @@ from ddp_lab.commands import advise, evaluate, export, predict, train
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.schema import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from ddp_lab.launch.start_ranks import OPTIONS as LAUNCH
-from ddp_lab.launch.start_ranks import split_options, torchrun_options
+from ddp_lab.launch.start_ranks import read_options
 
 GROUPS = ("strategy", "loss", "scheduler", "model", "data.dataset")  # whose keys are parameters of a constructor
 BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=20", "batch_size=20", "epochs=1", "strategy=single"]
@@ -270,7 +269,7 @@ FLAGS = {
     "merge --output": AFTER + "test_merge_writes_a_whole_checkpoint",
     "merge --force": AFTER + "test_merge_writes_a_whole_checkpoint",
     "train --config-dir": "tests/launch/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
-    **dict.fromkeys((f"train --{name}" for name in (*LAUNCH, "standalone")), HERE + "test_option_of_a_launch_reaches_torchrun"),
+    "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
     "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
@@ -305,7 +304,7 @@ def keys() -> set[str]:
 
 def flags(capsys: pytest.CaptureFixture) -> set[str]:
     """Return the flags of all commands."""
-    found = {f"train --{name}" for name in (*LAUNCH, "standalone", "config-dir")}
+    found = {f"train --{name}" for name in ("nproc", "config-dir")}
     for name in COMMANDS:
         module = importlib.import_module(f"ddp_lab.commands.{name}")
         if hasattr(module, "parse"):
@@ -360,27 +359,13 @@ def test_evaluate_reads_yaml_of_the_users_own(runs, command, tmp_path):
     assert (code, " on 7 images" in output) == (0, True), output + errors
 
 
-LAUNCHED = {
-    "--nproc": "3",
-    "--nnodes": "2",
-    "--max-restarts": "1",
-    "--rdzv-endpoint": "here:1",
-    "--rdzv-backend": "c10d",
-    "--rdzv-id": "run",
-    "--rdzv-conf": "timeout=9",
-    "--node-rank": "1",
-    "--master-addr": "here",
-    "--master-port": "7",
-    "--local-addr": "there",
-}
-
-
-def test_option_of_a_launch_reaches_torchrun():
-    options, overrides = split_options([*(f"{option}={value}" for option, value in LAUNCHED.items()), "epochs=1"])
-    passed = {f"{option.replace('--nproc', '--nproc-per-node')}={value}" for option, value in LAUNCHED.items()}
-    assert passed <= set(torchrun_options(options))
-    assert overrides == ["epochs=1"]
-    assert "--standalone" in torchrun_options(split_options(["--standalone", "--nproc=2"])[0])
+def test_options_of_a_launch_reach_torchrun():
+    given = "--nproc=3 --nnodes 1:2 --rdzv-endpoint=localhost:1 --max_restarts 1 --rdzv-conf=timeout=9 --local-addr there"
+    options, overrides = read_options(["strategy=ddp", *given.split(), "device=cpu"])
+    expected = {"nproc_per_node": "3", "nnodes": "1:2", "rdzv_endpoint": "localhost:1", "max_restarts": 1}
+    expected |= {"rdzv_conf": "timeout=9", "local_addr": "there", "rdzv_backend": "c10d", "standalone": False}
+    assert vars(options).items() >= expected.items()
+    assert overrides == ["strategy=ddp", "device=cpu"]
 
 
 def test_advise_plans_what_its_flags_say(command, tmp_path):

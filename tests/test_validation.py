@@ -90,7 +90,7 @@ def test_validation_metrics_are_in_tensorboard(chosen):
     events = EventAccumulator(str(chosen)).Reload()
     losses = [event.value for event in events.Scalars("loss/val")]
     assert losses == pytest.approx([row["val_loss"] for row in read_metrics(chosen)])
-    assert {"accuracy/val", "accuracy/val_top5", "loss/test", "accuracy/test"} <= set(events.Tags()["scalars"])
+    assert {"accuracy/val", "top5_accuracy/val", "loss/test", "accuracy/test"} <= set(events.Tags()["scalars"])
 
 
 def test_commands_use_the_best_weights_and_name_their_file(chosen, command, tmp_path, caplog):

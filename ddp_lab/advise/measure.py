@@ -20,7 +20,7 @@ from ddp_lab.launch.command import REFUSED
 from ddp_lab.launch.sweep import quote
 from ddp_lab.launch.torchrun import world_command
 from ddp_lab.observe.metrics_file import read_epochs
-from ddp_lab.observe.profile_report import mean_split
+from ddp_lab.observe.time_split import mean_split
 from ddp_lab.resilience.run_directory import read_json, write_json
 
 STEPS, EPOCHS = 16, 4  # of a run: the first epoch warms up and is profiled, the others count

@@ -161,10 +161,10 @@ def begin(job: Job) -> Training:
 def batch_of(job: Job) -> Batch:
     """Return a local batch. Call it within the fake mode."""
     size = job.plan.samples_at_once * job.recipe.accumulate
-    images = torch.empty(size, *job.dataset.train.shape)
+    inputs, targets = job.dataset.example(size)
     if job.options.channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
-    return Batch(images, torch.zeros(size, dtype=torch.int64), job.plan.global_batch_size)
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    return Batch(inputs, targets, job.plan.global_batch_size)
 
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:

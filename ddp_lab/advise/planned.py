@@ -19,6 +19,7 @@ from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, key_of, make_model
 from ddp_lab.models.trial import freeze_unused
+from ddp_lab.run.job import make_task, make_trial
 from ddp_lab.world.ranks import Answer
 from ddp_lab.world.runtime import Runtime
 
@@ -94,12 +95,12 @@ def plan_model(cfg: DictConfig, dataset: Dataset) -> nn.Module:
         ConfigError: the model cannot be constructed, or does not accept the images.
     """
     node, shape, runtime = cfg.model, dataset.model_shape(), PlannedRuntime(1, 1, cfg.precision, kind="cpu")
+    trial = make_trial(dataset, make_task(cfg, dataset))
     try:
         with torch.device("meta"):
             model = build_model(node, shape)
         if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
-            images = shape["in_channels"], shape["image_size"], shape["image_size"]
-            freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
+            freeze_unused(model, trial, runtime, key_of(node))
     except ConfigError:
-        return make_model(node, shape, runtime, cfg.seed, with_weights=False).model
+        return make_model(node, shape, runtime, cfg.seed, with_weights=False, trial=trial).model
     return model

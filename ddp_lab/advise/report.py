@@ -10,8 +10,7 @@ from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import GiB
 from ddp_lab.advise.live import HELD
 from ddp_lab.advise.plan import Planned
-from ddp_lab.observe.figure import name_rows, short
-from ddp_lab.observe.plot import COLOURS, GREY, ROW, Plot, beside, figure, legend_below, legend_height, stacked
+from ddp_lab.observe.plot import GREY, Plot, beside, figure, short, stacked, timeline
 
 PLANNED = ("strategy", "GPUs", "GiB/GPU", "state", "activations", "others", "sent/step", "FLOPs/step", "step takes at least")
 MEASURED = ("images/s", "MFU", "exposed", "torch's peak: planned", "measured")
@@ -167,16 +166,8 @@ def page(advisor: Advisor) -> str:
 
 def schedule_plot(title: str, slots: dict[int, list[tuple[int, int, str, int]]]) -> Plot:
     """Return the timeline of a pipeline: a row for each rank, a box with its number for each pass of a micro-batch."""
-    names = {kind: PASSES[kind] for boxes in slots.values() for _, _, kind, _ in boxes}
-    colours = dict(zip(names, COLOURS, strict=False))
-
-    def draw(axes: Any) -> None:
-        for place, boxes in enumerate(slots.values()):
-            for start, length, kind, number in boxes:
-                axes.barh(place, length, left=start, height=0.8, color=colours[kind], edgecolor="white")
-                axes.text(start + length / 2, place, str(number), ha="center", va="center", color="white", fontsize=7)
-        name_rows(axes, [f"rank {rank}" for rank in slots])
-        axes.set_xlabel("time slots of a forward pass")
-        legend_below(axes, {names[kind]: colour for kind, colour in colours.items()})
-
-    return Plot(title, ROW * len(slots) + legend_height(names.values()) + 1.5, draw)
+    rows = {
+        f"rank {rank}": [(start, start + length, PASSES[kind], str(number)) for start, length, kind, number in boxes]
+        for rank, boxes in slots.items()
+    }
+    return timeline(title, "time slots of a forward pass", rows)

@@ -7,28 +7,26 @@ There are two formats, and a run can resume from both. One file contains the ful
 sharded checkpoint is a directory to which every rank writes its shards (sharded.py).
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_lab.checkpoints.files import (
     SHARDED,
-    best_in,
-    discard,
     finish_interrupted_save,
+    forget_best,
     link_best,
     remove,
     remove_old,
     step_of,
     steps_in,
-    write_file,
 )
-from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, progress_in, result_in
+from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
 from ddp_lab.checkpoints.one_file import copy_full
-from ddp_lab.checkpoints.state import State, check_optimizer
+from ddp_lab.checkpoints.state import State, Write, check_optimizer
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
 
@@ -67,13 +65,12 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def resume(self, choice: str, schedule: Callable[[Progress], int], restarted: bool = False) -> Progress:
+    def resume(self, source: Path | None, schedule: Callable[[Progress], int]) -> Progress:
         """Load a checkpoint into the model, the optimizer and the scheduler. Collective. A save that was killed is cleaned up.
 
         Args:
-            choice: the config's `resume`: auto, never or a path.
+            source: a checkpoint; `folder`, of which the newest valid one is loaded; or None, to load nothing.
             schedule: returns how many steps of the learning-rate schedule have been taken at a given progress.
-            restarted: whether this launch has been restarted, and resumes its own checkpoints if it has any.
 
         Returns:
             Where training resumes: the progress in the checkpoint, or the beginning if there is no checkpoint.
@@ -81,12 +78,10 @@ class Checkpoints:
         Raises:
             ConfigError: the file cannot be used, or the run has checkpoints and none of them is valid.
         """
-
-        def choose() -> str:
+        if self.runtime.rank == 0:
             finish_interrupted_save(self.folder)
-            return "auto" if restarted and steps_in(self.folder) else choice
-
-        path = find_checkpoint(self.folder, self.runtime.agree("resume", choose), self.runtime)
+        choice = "auto" if source == self.folder else str(source)
+        path = find_checkpoint(self.folder, choice, self.runtime) if source else None
         if path is None:
             return Progress()
         state, saved = self.state, open_checkpoint(path)
@@ -94,17 +89,16 @@ class Checkpoints:
         check_optimizer(str(path), saved.state["optimizer"]["param_groups"], state)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
         saved.load(state)
-        progress = self.kept = Progress.of(saved.state["progress"])
+        progress = Progress.of(saved.state["progress"])
         # The state comes from the file; learning rate, momentum and other options come from this launch's config.
         step, scheduler = schedule(progress), state.scheduler
         scheduler.load_state_dict(saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step})
         for group, options, factor in zip(state.optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True):
             group.update(options, lr=options["initial_lr"] * factor(step))
-        if self.runtime.rank == 0:
-            self._abandon_later(path, progress)
-        if self.best is not None:  # what later epochs must surpass is the file that there is, if this metric has chosen it
-            found: str = self.runtime.agree("best", self._record_of_best)
-            progress = self.kept = progress.with_best(self.best, Progress(**json.loads(found)) if found else None)
+        best = self.best
+        if not self.runtime.agree("best", lambda: self._abandon_later(path, progress)) and best is not None:
+            progress = progress.without_best(best)
+        self.kept = progress
         log.info(f"resumed from {path}: {progress}")
         if state.ema is not None and not saved.has_averages:
             log.info("the checkpoint has no averages of the weights (ema): they start from its weights")
@@ -115,26 +109,27 @@ class Checkpoints:
             )
         return progress
 
-    def _abandon_later(self, path: Path, progress: Progress) -> None:
-        """Remove checkpoints of later steps, from a continuation of the run that is now abandoned, and correct the best."""
-        best = best_in(self.folder)
-        of_best = progress_in(best) if best else None
+    def _abandon_later(self, path: Path, progress: Progress) -> bool:
+        """Remove checkpoints of later steps, from a continuation of the run that is now abandoned.
+
+        Returns:
+            Whether the best checkpoint so far is kept. If it is not, because later steps replaced it or another metric chose
+            it, the next epoch is the best.
+        """
         for other in steps_in(self.folder):
             if step_of(other) > progress.step:
                 remove(other)
-        full = path.resolve()
-        if progress.is_best(self.best) and full.parent == self.folder.resolve() and full.name.startswith("step_"):
-            try:  # the launch may have been killed before it did this
-                link_best(full)
-            except OSError as error:  # for example a full disk
-                log.warning(f"{path} could not be kept as the best checkpoint ({error})")
-        elif best and (of_best is None or of_best.step > progress.step):
-            discard(best)
-
-    def _record_of_best(self) -> str:
-        """Return the position in the best checkpoint as JSON; empty if there is none."""
-        found = result_in(self.folder, self.best)
-        return json.dumps(asdict(found[1])) if found else ""
+        if progress.is_best(self.best) and path.resolve() in [file.resolve() for file in self.files()]:
+            with suppress(OSError):  # the launch may have been killed before it did this
+                link_best(path.resolve())
+        if (best := self.best) is None:
+            return False
+        found = result_in(self.folder, best)
+        values = [(one.best.get(best), one.best_epochs.get(best)) for one in (progress, found[1] if found else Progress())]
+        if values[0] == values[1]:
+            return True
+        forget_best(self.folder)
+        return False
 
     def files(self) -> list[Path]:
         """Return the checkpoints, oldest first."""
@@ -149,21 +144,9 @@ class Checkpoints:
         if self.state.ema is not None:
             self.state.ema.end_use()  # a preemption may interrupt an evaluation
         path = self.folder / f"step_{progress.step:08d}{'.pt' if self._shards is None else SHARDED}"
-        write = self._copy_full(progress) if self._shards is None else self._shards.copy(self.state, progress)
+        write = (copy_full if self._shards is None else self._shards.copy)(self.state, progress)
         if write is not None:
             self._pending = self._writer.submit(self._write, replace(progress), path, write)
-
-    def _copy_full(self, progress: Progress) -> Callable[[Path, Callable[[], None]], None] | None:
-        """Collect the full state on rank 0, and return there what writes it; None on the other ranks. Collective."""
-        state = copy_full(self.state, progress)
-        if state is None:
-            return None
-
-        def write(path: Path, before: Callable[[], None]) -> None:
-            before()
-            write_file(path, state)
-
-        return write
 
     def wait(self) -> None:
         """Wait until the last save has ended, successfully or not."""
@@ -171,7 +154,7 @@ class Checkpoints:
             self._pending.result()
             self._pending = None
 
-    def _write(self, progress: Progress, path: Path, write: Callable[[Path, Callable[[], None]], None]) -> None:
+    def _write(self, progress: Progress, path: Path, write: Write) -> None:
         """Write a checkpoint in the writer thread: `write` writes this rank's part of it, and rank 0 does the rest."""
         try:
             self.folder.mkdir(exist_ok=True)
@@ -193,4 +176,4 @@ class Checkpoints:
             log.error(self.problem)
             return
         if self.runtime.rank == 0:
-            remove_old(path, self.keep)
+            remove_old(self.folder, self.keep)

@@ -11,7 +11,6 @@ All are written and synced under temporary names, and then renamed. A kill at an
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from ddp_lab.world.runtime import Runtime
 SHARDED = ".sharded"
 SUMS = "SHA256SUMS"
 STATE = "state.json"
-OLD_MANIFEST = "manifest.json"  # of sharded checkpoints with pickled metadata, which earlier versions wrote
 
 
 def is_sharded(path: Path | str) -> bool:
     """Return whether a path is that of a sharded checkpoint, by its name or its files."""
-    return Path(path).suffix == SHARDED or any((Path(path) / name).is_file() for name in (SUMS, OLD_MANIFEST))
+    return Path(path).suffix == SHARDED or (Path(path) / SUMS).is_file()
 
 
 def step_of(path: Path) -> int:
@@ -36,14 +34,10 @@ def step_of(path: Path) -> int:
     return int(path.stem.partition("_")[2])
 
 
-def in_order(paths: Iterable[Path]) -> list[Path]:
-    """Return checkpoints `step_NNNNNNNN` sorted by step."""
-    return sorted(paths, key=lambda path: (step_of(path), path.suffix))
-
-
 def steps_in(folder: Path) -> list[Path]:
     """Return the checkpoints `step_NNNNNNNN`, oldest first."""
-    return in_order([*folder.glob("step_*.pt"), *folder.glob(f"step_*{SHARDED}")])
+    files = [*folder.glob("step_*.pt"), *folder.glob(f"step_*{SHARDED}")]
+    return sorted(files, key=lambda path: (step_of(path), path.suffix))
 
 
 def best_in(folder: Path) -> Path | None:
@@ -69,8 +63,16 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
     Args:
         path: the checkpoint.
         part: which of the files are read, in order of name. The last one has everything but tensors.
+
+    Raises:
+        ConfigError: an earlier version wrote it, in a format that is not read any more.
     """
     path = path.resolve()
+    if (path / "manifest.json").is_file():
+        raise ConfigError(
+            f"{path}: is a sharded checkpoint of an earlier version, whose format is not read any more. Make one file of it "
+            "with that version (commit 07fce5d: `ddp-lab merge RUN --output FILE.pt`), and use that file"
+        )
     sums, folder = sums_of(path), path if path.is_dir() else path.parent
     try:
         digests = {name: digest for digest, name in (line.split(maxsplit=1) for line in sums.read_text().splitlines())}
@@ -90,24 +92,9 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
 
 
 def damage_of(path: Path, runtime: Runtime) -> str | None:
-    """Return the same as `find_damage` on every rank. Collective: each rank reads some of the files.
-
-    Raises:
-        ConfigError: an earlier version wrote it, in a format that is not read any more.
-    """
-    refuse_old(path)
+    """Return the same as `find_damage` on every rank. Collective: each rank reads some of the files."""
     found = runtime.collect("damage", find_damage(path, slice(runtime.rank, None, runtime.world_size)) or "")
     return runtime.agree("damage", lambda: "; ".join(dict.fromkeys(filter(None, found or []))) or None)
-
-
-def refuse_old(path: Path) -> None:
-    """Raise a ConfigError if an earlier version wrote a sharded checkpoint."""
-    if (path / OLD_MANIFEST).is_file():
-        raise ConfigError(
-            f"{path}: is a sharded checkpoint of an earlier version, whose format is not read any more. Make one file of it "
-            "with that version (commit 07fce5d: `ddp-lab merge RUN --output FILE.pt`), and use the file: resume=FILE.pt with "
-            "another name, or --checkpoint FILE.pt"
-        )
 
 
 def write_file(path: Path, state: dict[str, Any]) -> None:
@@ -167,52 +154,36 @@ def remove(path: Path) -> None:
         sums_of(path).unlink(missing_ok=True)
         return
     removed = path.with_suffix(".removed.tmp")
-    shutil.rmtree(removed, ignore_errors=True)
     os.rename(path, removed)
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def remove_old(newest: Path, keep: int) -> None:
-    """Remove all but the best and the `keep` newest checkpoints up to `newest`.
-
-    Those of later steps are from a continuation of the run that was abandoned, as are the metrics of later epochs.
-    """
-    files, best = steps_in(newest.parent), best_in(newest.parent)
-    kept = [path for path in files if path == newest or step_of(path) < step_of(newest)][-keep:]
-    for path in files:
-        if path not in kept and not (best and path.samefile(best)):
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all checkpoints but the `keep` newest and the best."""
+    best = best_in(folder)
+    for path in steps_in(folder)[:-keep]:
+        if not (best and path.samefile(best)):
             remove(path)
 
 
 def link_best(path: Path) -> None:
-    """Let a checkpoint be the best one in place of another: by a link, or a copy where the file system has no links.
+    """Let a checkpoint be the best one in place of another, by a symbolic link.
 
     Raises:
-        OSError: it can be neither linked nor copied.
+        OSError: it cannot be linked.
     """
-    links = {f"best{path.suffix}": path.name}
-    if path.suffix == ".pt":
-        links["best.pt.sha256"] = sums_of(path).name  # for a copy of the directory with files in place of links
-    temporary = path.with_name("best.tmp")
-    for name, target in links.items():
-        discard(temporary)
-        try:
-            temporary.symlink_to(target)
-        except OSError:
-            (shutil.copytree if path.is_dir() else shutil.copyfile)(path.with_name(target), temporary)
-        if path.is_dir():
-            discard(path.with_name(name))  # renaming cannot replace an earlier copy
-        os.replace(temporary, path.with_name(name))
-    for name in {"best.pt", "best.pt.sha256", f"best{SHARDED}"} - links.keys():
-        discard(path.with_name(name))
+    best, temporary = path.with_name(f"best{path.suffix}"), path.with_name("best.tmp")
+    forget_best(path.parent, but=best.name)
+    temporary.symlink_to(path.name)
+    os.replace(temporary, best)
+    if path.suffix == ".pt":  # for a copy of the directory with files in place of links
+        path.with_name("best.pt.sha256").symlink_to(sums_of(path).name)
 
 
-def discard(best: Path) -> None:
-    """Remove a link to the best checkpoint, or a copy of it, if there is one."""
-    if best.is_dir() and not best.is_symlink():
-        shutil.rmtree(best)
-    else:
-        best.unlink(missing_ok=True)
+def forget_best(folder: Path, but: str = "") -> None:
+    """Remove the link to the best checkpoint, or a copy in its place, unless it is a link named `but`."""
+    for best in [path for path in folder.glob("best.*") if path.name != but or not path.is_symlink()]:
+        shutil.rmtree(best) if best.is_dir() and not best.is_symlink() else best.unlink()
 
 
 def finish_interrupted_save(folder: Path) -> None:

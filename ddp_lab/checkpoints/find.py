@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_lab.checkpoints.files import best_in, damage_of, find_damage, in_order, is_sharded, refuse_old, steps_in, sums_of
+from ddp_lab.checkpoints.files import best_in, damage_of, find_damage, is_sharded, steps_in, sums_of
 from ddp_lab.checkpoints.one_file import FullCheckpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
@@ -13,6 +13,26 @@ from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from ddp_lab.checkpoints.sharded import ShardedCheckpoint
+
+
+def find_source(runs_dir: Path, name: str | None, resume: str, restarted: str | None) -> Path | None:
+    """Return what a launch resumes from: a checkpoint, or its run's directory of checkpoints. None: it begins a new run.
+
+    Args:
+        runs_dir, name, resume: the config keys.
+        restarted: the run directory that this launch used before torchrun restarted it, which then resumes its own checkpoints
+            even with resume=never or a path; None: it has not been restarted.
+    """
+    used = name or restarted
+    folder = runs_dir / used / "checkpoints" if used else None
+    if folder and steps_in(folder) and (resume == "auto" or used == restarted):
+        return folder
+    return None if resume in ("auto", "never") else Path(resume)
+
+
+def run_of(source: Path) -> Path:
+    """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs to."""
+    return source.parent if source.is_dir() and not is_sharded(source) else source.absolute().parent.parent
 
 
 def open_checkpoint(path: Path, key: str = "resume=") -> "FullCheckpoint | ShardedCheckpoint":
@@ -32,20 +52,16 @@ def open_checkpoint(path: Path, key: str = "resume=") -> "FullCheckpoint | Shard
     return ShardedCheckpoint(path, key)
 
 
-def progress_in(path: Path) -> Progress | None:
-    """Return the position in a checkpoint; None if it is damaged. Shards are not looked at."""
-    refuse_old(path)
-    return None if find_damage(path, slice(-1, None)) else Progress.of(open_checkpoint(path).state["progress"])
-
-
 def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress] | None:
     """Return the best checkpoint by a metric and the position in it; None if there is none: the last weights are the result.
 
     One that another metric has chosen, or the test set in older versions, is not the best by this one.
     """
     best = best_in(folder) if criterion else None
-    progress = progress_in(best) if best else None
-    return (best, progress) if best and progress and progress.is_best(criterion) else None
+    if best is None or find_damage(best, slice(-1, None)):  # of shards only what is not a tensor is looked at
+        return None
+    progress = Progress.of(open_checkpoint(best).state["progress"])
+    return (best, progress) if progress.is_best(criterion) else None
 
 
 def find_checkpoint(
@@ -55,8 +71,8 @@ def find_checkpoint(
 
     Args:
         folder: the directory of the run's checkpoints.
-        choice: "never"; "last", the newest valid one, and newer ones that are damaged are logged; "best"; "auto", the best one
-            if `criterion` chose it, else the newest; or a path.
+        choice: "last", the newest valid one, and newer ones that are damaged are logged; "best"; "auto", the best one if
+            `criterion` chose it, else the newest; or a path.
         criterion: the metric of the validation set that chooses; None: there is none.
         key: what the user sets to the choice, for messages.
 
@@ -67,8 +83,6 @@ def find_checkpoint(
         ConfigError: there are such checkpoints, but none of them is valid, or an earlier version wrote it in a format that is
             not read any more.
     """
-    if choice == "never":
-        return None
     if choice not in ("auto", "last", "best"):
         path = Path(choice)
         if (path.is_dir() or sums_of(path).exists()) and (problem := damage_of(path, runtime)):
@@ -78,9 +92,8 @@ def find_checkpoint(
     def candidates() -> str:
         with_best = choice == "best" or (choice == "auto" and result_in(folder, criterion) is not None)
         best = best_in(folder) if with_best else None
-        # A SHA-256 whose file is missing shows that a checkpoint was lost.
-        newest = in_order({*steps_in(folder), *(sums.with_suffix("") for sums in folder.glob("step_*.pt.sha256"))})
-        return json.dumps([str(path) for path in [best, *reversed(newest if choice != "best" else [])] if path])
+        newest = steps_in(folder) if choice != "best" else []
+        return json.dumps([str(path) for path in [best, *reversed(newest)] if path])
 
     bad: list[str] = []
     for found in json.loads(runtime.agree("checkpoints", candidates)):

@@ -28,9 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ddp_lab.checkpoints.files import STATE, publish_folder, sha256, write_text
-from ddp_lab.checkpoints.one_file import in_model_order
-from ddp_lab.checkpoints.state import KEYS, Shapes, State, check_shapes
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.checkpoints.state import KEYS, Shapes, State, Write, check_shapes, reading, require_keys
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.saved_state import merge
 from ddp_lab.training.progress import Progress
@@ -132,7 +130,7 @@ class ShardWriter:
         group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if self.world_size > 1 else None
         self.group = cast("dist.ProcessGroup | None", group)  # torch has a number for ranks outside the group
 
-    def copy(self, state: State, progress: Progress) -> Callable[[Path, Callable[[], None]], None]:
+    def copy(self, state: State, progress: Progress) -> Write:
         """Copy this rank's part of the state, and return what writes it. Call it in the main thread.
 
         Returns:
@@ -140,8 +138,7 @@ class ShardWriter:
             It raises an OSError or a RuntimeError if a rank cannot write its files. No file remains then.
         """
         tensors = copy_shards(state)
-        scheduler = state.scheduler.state_dict()
-        rest = {"progress": asdict(progress), "seed": state.seed, "scheduler": scheduler, "names": list(state.shapes)}
+        rest = {"progress": asdict(progress), "seed": state.seed, "scheduler": state.scheduler.state_dict()}
         plain = as_json(rest | {"optimizer": describe_optimizer(state)})
 
         def write(path: Path, before: Callable[[], None]) -> None:
@@ -150,7 +147,12 @@ class ShardWriter:
             try:
                 save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
                 tensors.clear()
-                self._publish(temporary, path, self._gather((json.loads(plain), writer.digests)))
+                mine = json.loads(plain) | {"model": {}, "digests": writer.digests}
+                parts = [mine] * self.world_size if self.rank == 0 else None
+                if self.group is not None:
+                    dist.gather_object(mine, parts, dst=0, group=self.group)
+                if parts:
+                    publish(temporary, path, parts)
             except CheckpointException as error:
                 rank, (cause, _) = next(iter(error.failures.items()))
                 raise OSError(f"rank {rank}: {cause}") from None
@@ -160,21 +162,19 @@ class ShardWriter:
 
         return write
 
-    def _publish(self, temporary: Path, path: Path, parts: list[tuple[dict[str, Any], dict[str, str]]]) -> None:
-        """Add what is not a tensor to a directory with all shards, and rename it; on ranks other than 0 do nothing."""
-        if parts:
-            state = in_model_order(merge([part | {"model": {}} for part, _ in parts]), parts[0][0]["names"])
-            write_text(temporary / STATE, json.dumps(parts[0][0] | {"optimizer": state["optimizer"]}))
-            digests = {name: digest for _, own in parts for name, digest in own.items()}
-            publish_folder(temporary, path, digests | {STATE: sha256(temporary / STATE)})
 
-    def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, and nothing on the others."""
-        if self.group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.group)
-        return values or []
+def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
+    """Add what is not a tensor to a directory with the shards of all ranks, and rename it. On rank 0.
+
+    Args:
+        temporary: the directory.
+        path: its final name.
+        parts: of each rank: what is not a tensor, and "digests", the SHA-256 of its files by name.
+    """
+    state = {key: parts[0][key] for key in KEYS} | {"optimizer": merge(parts)["optimizer"]}
+    write_text(temporary / STATE, json.dumps(state))
+    digests = {name: digest for part in parts for name, digest in part["digests"].items()}
+    publish_folder(temporary, path, digests | {STATE: sha256(temporary / STATE)})
 
 
 class ShardedCheckpoint:
@@ -185,8 +185,7 @@ class ShardedCheckpoint:
         key: what the user sets to the path, for messages.
 
     Attributes:
-        state: everything but tensors: the keys "progress", "seed", "scheduler", "names" (of the full model's tensors, in its
-            order) and "optimizer".
+        state: everything but tensors: the keys "progress", "seed", "scheduler" and "optimizer".
         has_averages: whether it has averages of the weights.
 
     Raises:
@@ -195,24 +194,20 @@ class ShardedCheckpoint:
 
     def __init__(self, path: Path, key: str = "resume="):
         self.path, self.about = path, f"{key}{path}"
-        try:
+        with reading(self.about):
             self.state: dict[str, Any] = json.loads((path / STATE).read_text())
-            if missing := {*KEYS, "names"} - self.state.keys():
-                raise ValueError(f"{STATE} lacks {', '.join(sorted(missing))}")
+            require_keys(self.state, KEYS)
             metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
             self._tensors = cast("dict[str, TensorStorageMetadata]", metadata)
             for name, tensor in self._tensors.items():
                 if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
                     raise ValueError(f"shards of {name} are missing")
-        except Exception as error:  # reading a crafted file may raise any
-            reason = f"{type(error).__name__} {error}".split("\n")[0]
-            raise ConfigError(f"{self.about}: cannot be read as a sharded checkpoint ({reason}). Use another one") from None
+        self._names = [key.removeprefix("model.") for key in self._tensors if key.startswith("model.")]
         self.has_averages = any(key.startswith("ema.") for key in self._tensors)
 
     def check(self, shapes: Shapes) -> None:
         """Check that the weights are those of a model. Raises a ConfigError that names the first tensor that differs."""
-        saved = {key[6:]: tuple(tensor.size) for key, tensor in self._tensors.items() if key.startswith("model.")}
-        check_shapes(self.about, saved, shapes)
+        check_shapes(self.about, {name: tuple(self._tensors[f"model.{name}"].size) for name in self._names}, shapes)
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -226,7 +221,7 @@ class ShardedCheckpoint:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights to evaluate, in host memory."""
-        return self._read_weights({name: self._empty(f"model.{name}") for name in self.state["names"]})
+        return self._read_weights({name: self._empty(f"model.{name}") for name in self._names})
 
     def load_weights(self, strategy: Strategy) -> None:
         """Load the weights to evaluate: this rank's part of them."""
@@ -250,15 +245,13 @@ class ShardedCheckpoint:
         tensors = {key: self._empty(key) for key in self._tensors}
         self.read(tensors)
         values = {name: dict(held) for name, held in self.state["optimizer"]["state"].items()}
-        names: list[str] = self.state["names"]
-        model = {name: tensors.pop(f"model.{name}") for name in names}
-        ema = {"ema": {name: tensors.pop(f"ema.{name}", model[name]) for name in names}} if self.has_averages else {}
+        model = {name: tensors.pop(f"model.{name}") for name in self._names}
+        ema = {"ema": {name: tensors.pop(f"ema.{name}", model[name]) for name in model}} if self.has_averages else {}
         for key, tensor in tensors.items():
             name, _, what = key.removeprefix("optimizer.").rpartition(".")
             values.setdefault(name, {})[what] = tensor
         optimizer = {"state": values, "param_groups": self.state["optimizer"]["param_groups"]}
-        state = {key: value for key, value in self.state.items() if key != "names"}
-        return in_model_order(state | ema | {"model": model, "optimizer": optimizer}, names)
+        return {key: self.state[key] for key in KEYS} | ema | {"model": model, "optimizer": optimizer}
 
     def _empty(self, key: str) -> torch.Tensor:
         return torch.empty(self._tensors[key].size, dtype=self._tensors[key].properties.dtype)

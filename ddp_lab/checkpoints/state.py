@@ -1,7 +1,9 @@
 """What a checkpoint holds, and whether a checkpoint fits the model and the optimizer of a launch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.ema import EMA
 
 Shapes = Mapping[str, tuple[int, ...]]
+Write = Callable[[Path, Callable[[], None]], None]  # writes a copy to a path, after a call of the second argument
 KEYS = {"progress", "seed", "scheduler", "optimizer"}  # in every checkpoint, besides tensors
 
 
@@ -21,7 +24,7 @@ class State:
     Attributes:
         strategy: after `Strategy.setup`.
         optimizer, scheduler: of its parameters.
-        shapes: the shape of each tensor of the full model by name, in the model's order.
+        shapes: the shape of each tensor of the full model by name.
         ema: averages of the weights; None: no averages.
         seed: the seed of this launch.
     """
@@ -32,6 +35,24 @@ class State:
     shapes: Shapes
     ema: EMA | None = None
     seed: int = 0
+
+
+@contextmanager
+def reading(about: str) -> Generator[None]:
+    """Turn any error of reading a checkpoint into a ConfigError. `about` is the beginning of its message: key and path."""
+    try:
+        yield
+    except Exception as error:  # the bytes of a file that somebody else wrote may mean anything to a parser
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise ConfigError(
+            f"{about}: is not a checkpoint of ddp_lab ({reason}). Use a file step_* or best.* of a run's checkpoints"
+        ) from None
+
+
+def require_keys(state: dict[str, Any], keys: set[str]) -> None:
+    """Raise a ValueError if a checkpoint lacks one of its keys."""
+    if missing := keys - state.keys():
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
 
 
 def check_shapes(about: str, saved: Shapes, shapes: Shapes) -> None:

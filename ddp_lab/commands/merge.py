@@ -3,7 +3,7 @@
 ddp-lab merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
 ddp-lab merge runs/mine --checkpoint best --output best.pt
 
-The file is what rank 0 writes with checkpoint.format=whole. resume=FILE and model.weights=FILE accept it. It takes as much host
+The file is what rank 0 writes with checkpoint.format=full. resume=FILE and model.weights=FILE accept it. It takes as much host
 memory as the file has bytes, in one process. Nothing is removed.
 """
 

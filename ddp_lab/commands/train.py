@@ -5,26 +5,21 @@ ddp-lab train --nproc 4 strategy=ddp
 torchrun --standalone --nproc_per_node=4 -m ddp_lab strategy=ddp
 """
 
-import os
 import sys
 
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.command import PREEMPTED, command, run_with_config
-from ddp_lab.launch.start_ranks import complete_options, refuse_tasks, split_options, start_ranks
+from ddp_lab.launch.start_ranks import read_options, refuse_tasks, start_ranks
 
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 
 
 def main(arguments: list[str]) -> None:
     """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
-    given, overrides = split_options(arguments)
-    if "RANK" in os.environ and given:
-        raise ConfigError(f"--{next(iter(given))}: this process is a rank already; give the option to torchrun")
-    options = None if "RANK" in os.environ else complete_options(given, overrides)
-    refuse_tasks(options or {})
+    options, overrides = read_options(arguments)
+    refuse_tasks(options)
     if options:
         sys.exit(start_ranks(options, overrides))
     run_with_config(train_rank, overrides)
@@ -33,7 +28,7 @@ def main(arguments: list[str]) -> None:
 def main_of_rank(arguments: list[str]) -> None:
     """Train in this process: train.py."""
     with command():
-        refuse_tasks({})
+        refuse_tasks(None)
         run_with_config(train_rank, arguments)
 
 
@@ -49,9 +44,8 @@ def train_rank(cfg: DictConfig) -> float | None:
     from ddp_lab.world.runtime import Runtime
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
-        status, run_dir = train(
-            cfg, runtime, settle_batch, check_memory
-        )  # after it returns, no object refers to the process group
+        # After it returns, no object refers to the process group.
+        status, run_dir = train(cfg, runtime, settle_batch, check_memory)
     # Under torchrun a non-zero exit code would restart the ranks.
     code = 0 if runtime.under_torchrun else EXIT_CODES.get(status, 0)
     runtime.exit_if_abandoned(code)

@@ -18,8 +18,9 @@ from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
 # are therefore not keys of the config.
 GROUPS: dict[str, list[str]] = {
     "data.dataset": ["images", "split", "train"],
-    "model": ["in_channels", "image_size", "num_classes"],
+    "model": ["in_channels", "image_size", "num_classes", "input_shape", "vocabulary", "context"],
     "strategy": ["runtime", "inner"],
+    "task": ["loss"],
     "loss": ["reduction"],
     "optimizer": ["params"],
     "scheduler": ["progress", "epoch"],

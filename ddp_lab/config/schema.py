@@ -50,6 +50,7 @@ class DataConfig(Keys):
     on_corrupt: Literal["stop", "skip"] = "stop"
     cache: Literal["none", "disk"] = "none"
     cache_dir: str | None = None
+    context: Count = 256
     num_classes: Count | None = None
     val_split: str | None = "val"
     test_split: str | None = None
@@ -74,7 +75,7 @@ class CheckpointConfig(Keys):
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")]
     best: Literal["auto", "val_loss", "val_accuracy"] | None
     on_error: Literal["stop", "continue"]
-    format: Literal["auto", "whole", "sharded"]
+    format: Literal["auto", "full", "sharded"]
 
 
 class OptimizerConfig(Keys):
@@ -128,6 +129,7 @@ class RunConfig(Keys):
     data: DataConfig
     model: Group
     strategy: Group
+    task: Group
     loss: Group
     optimizer: Group
     scheduler: Group

@@ -42,6 +42,16 @@ class InMemory(NamedTuple):
         """Whether the inputs are images, which the loader augments and normalises."""
         return self.inputs.dtype == torch.uint8 and self.inputs.dim() == 4
 
+    @property
+    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first sample."""
+        return self.inputs[0], self.targets[0]
+
+    @property
+    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of a sample's input and of its target, as the loader returns them."""
+        return forms_of(self.first, self.is_image)
+
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return an input and its target, the same in every epoch."""
         return self.inputs[index], self.targets[index]
@@ -85,6 +95,11 @@ class Indexed:
         """Whether the inputs are images, which the loader augments and normalises."""
         return self.first[0].dtype == torch.uint8 and self.first[0].dim() == 3
 
+    @property
+    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of a sample's input and of its target, as the loader returns them."""
+        return forms_of(self.first, self.is_image)
+
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return an input and its target; a function of seed, epoch and index."""
         with seeded(f"sample seed={self.seed} epoch={epoch} index={index}"):
@@ -93,6 +108,13 @@ class Indexed:
     def subset(self, indices: torch.Tensor, augment: bool) -> "Indexed":
         """Return some of the samples, int64 [n]."""
         return Indexed(self.read, self.numbers[indices], self.seed)
+
+
+def forms_of(sample: tuple[torch.Tensor, torch.Tensor], is_image: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of an input and its target, as the loader returns them: uint8 becomes float32 or int64."""
+    numbers = [torch.int64 if tensor.dtype == torch.uint8 else tensor.dtype for tensor in sample]
+    dtypes = [torch.get_default_dtype() if is_image else numbers[0], numbers[1]]
+    return [(tuple(tensor.shape), dtype) for tensor, dtype in zip(sample, dtypes, strict=True)]
 
 
 Samples = InMemory | Indexed | Streamed  # the training set, the validation set or the test set
@@ -132,6 +154,11 @@ class Dataset:
     def evaluation_sets(self) -> dict[str, Samples]:
         """The sets that the model is evaluated with, by name: val, test or both."""
         return {name: found for name, found in self.sets.items() if name != "train"}
+
+    def example(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of zeros, with the shapes and dtypes of a local batch of training samples."""
+        found = [torch.zeros(samples, *shape, dtype=dtype) for shape, dtype in self.train.forms]
+        return found[0], found[1]
 
     def describe_sets(self) -> str:
         """Return the sizes of the sets, and how the validation set was chosen."""

@@ -205,6 +205,11 @@ class Streamed:
         """Channels, height and width of a sample."""
         return (self.images.channels, self.images.image_size, self.images.image_size)
 
+    @property
+    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of a sample's input and of its target, as the loader returns them."""
+        return [(self.shape, torch.get_default_dtype()), ((), torch.int64)]
+
     @cached_property
     def view(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The transform of resized images to samples."""

@@ -195,9 +195,7 @@ class Loader(ABC):
             inputs = augment(inputs, offsets, padding)
             if targets.dim() == 3:
                 targets = augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
-        if self.data.is_image:
-            return self.normalise(inputs), targets
-        return (as_numbers(inputs), as_numbers(targets))
+        return self.normalise(inputs) if self.data.is_image else as_numbers(inputs), as_numbers(targets)
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""

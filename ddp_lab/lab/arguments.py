@@ -98,6 +98,8 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
         if not isinstance(found, torch.Tensor):
             raise ConfigError(f"example: must be a sample of tensors, for example dataset[0], got {type(found).__name__}")
         strategy.input_shape, strategy.input_dtype = tuple(found.shape), found.dtype
+    elif isinstance(model, Chain):
+        strategy.input_shape, strategy.input_dtype = model.input_shape, model.input_dtype
     if not strategy.needs_chain or isinstance(model, Chain):
         return model
     if not isinstance(model, nn.Sequential) or not is_plain(model):

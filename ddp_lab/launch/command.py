@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
-from ddp_lab.launch.command_line import CONF, explain, options_first, quote_faults, rename_keys, rename_overrides, warn
+from ddp_lab.launch.command_line import CONF, explain, options_first, quote_faults
 from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
@@ -74,14 +74,12 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
         task: gets the config.
         arguments: overrides and options of Hydra.
     """
-    arguments = rename_overrides(arguments)
     refuse_sweep(arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> Any:
         with user_errors():  # inside of Hydra, which prints a line about errors; those of overrides are reported outside
-            warn(rename_keys(cfg))  # in yaml of the user's own
             return task(cfg)
 
     parser = get_args_parser()
@@ -107,8 +105,7 @@ def refuse_sweep(arguments: list[str]) -> None:
 def report(error: Exception) -> None:
     """Report an error on one rank: print it or, under torchrun, write it to the error file, which the launcher prints."""
     everyone = isinstance(error, SampleError)  # one rank alone has raised it
-    number = os.environ.get("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", "0")
-    if number.isdigit() and int(number) and not everyone:  # the error may be that it is not a number
+    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) and not everyone:
         time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
         return
     show(f"error: {error if isinstance(error, (ConfigError, SampleError)) else explain(error)}")

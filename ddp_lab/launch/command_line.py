@@ -1,27 +1,21 @@
-"""The config of a command line, messages for overrides that Hydra rejects, and keys that had another name before."""
+"""The config of a command line, and messages for overrides that Hydra rejects."""
 
 import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from ddp_lab.config.build import GROUPS, options
 from ddp_lab.config.check import unknown_key
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.world.process import env_int
 
 CONF = Path(__file__).parents[1] / "conf"  # in a clone a link to conf/ at the top level, in a wheel the files
-# Keys of the release before that have a new name or were removed, with a remedy. Old names are accepted for one release.
-RENAMED = {"data.shift": "data.crop_padding"}
-REMOVED = {"strategy.balance": "name the first block of the second stage and of every later one by strategy.cut"}
 
 
 def quote_faults(arguments: list[str]) -> list[str]:
@@ -57,9 +51,7 @@ def compose_config(overrides: list[str], config_dir: str | None, with_choices: b
     search = [] if config_dir is None else [f"hydra.searchpath=[{quote(f'file://{Path(config_dir).resolve()}')}]"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", overrides=[*search, *rename_overrides(overrides)], return_hydra_config=with_choices)
-    warn(rename_keys(cfg))
-    return cfg
+        return compose("config", overrides=[*search, *overrides], return_hydra_config=with_choices)
 
 
 def quote(value: str, mark: str = "'") -> str:
@@ -140,61 +132,3 @@ def target_with(group: str, name: str, node: DictConfig) -> str | None:
         return target if group in GROUPS and name in options(group, {"_target_": target}).model_fields else None
     except ConfigError:
         return None
-
-
-def rename_overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line with the new names of keys, and warn of each old one.
-
-    Args:
-        arguments: Hydra overrides such as key=value and ~key, among other arguments.
-
-    Raises:
-        ConfigError: a key is given under both names, or was removed.
-    """
-    keys = [argument.partition("=")[0].lstrip("+~") for argument in arguments]
-    if removed := [argument for key, argument in zip(keys, arguments, strict=True) if key in REMOVED and "=" in argument]:
-        raise ConfigError(f"{removed[0].lstrip('+')}: was removed; {REMOVED[removed[0].partition('=')[0].lstrip('+~')]}")
-    old = {key for key, argument in zip(keys, arguments, strict=True) if key in RENAMED and re.search(r"=|^~", argument)}
-    if both := [key for key in old if RENAMED[key] in keys]:
-        raise _both(both[0])
-    warn(sorted(old))
-    given = zip(keys, arguments, strict=True)
-    return [argument.replace(key, RENAMED[key], 1) if key in old else argument for key, argument in given]
-
-
-def rename_keys(cfg: DictConfig) -> list[str]:
-    """Move the values of old names to the new ones and drop removed keys, in place. Recorded configs and users' yaml have them.
-
-    Returns:
-        The old names that were found.
-
-    Raises:
-        ConfigError: a key has a value under both names, and that of the new name is not its default.
-    """
-    found: list[str] = []
-    for old, new in (RENAMED | dict.fromkeys(REMOVED)).items():
-        group, _, key = old.rpartition(".")
-        node = OmegaConf.select(cfg, group) if group else cfg
-        if not isinstance(node, DictConfig) or key not in node:
-            continue
-        if new and OmegaConf.select(cfg, new) not in (None, OmegaConf.select(OmegaConf.load(CONF / "config.yaml"), new)):
-            raise _both(old)
-        value = cast("dict[str, Any]", OmegaConf.to_container(node))[key]  # a reference to another key remains one
-        with open_dict(cfg):
-            del node[key]
-            if new:
-                OmegaConf.update(cfg, new, value, force_add=True)
-        found.append(old)
-    return found
-
-
-def warn(names: Sequence[str]) -> None:
-    """Print a warning for each old name, on rank 0."""
-    for old in names if env_int("RANK", 0) == 0 else ():
-        now = f"has no effect any more; {REMOVED[old]}" if old in REMOVED else f"is now called {RENAMED[old]}"
-        until = "" if old in REMOVED else "; the old name is accepted until the next release"
-        print(f"warning: {old} {now}{until}", file=sys.stderr, flush=True)
-
-
-def _both(old: str) -> ConfigError:
-    return ConfigError(f"{old}: is the old name of {RENAMED[old]}, which is given, too; remove {old}")

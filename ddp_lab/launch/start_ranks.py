@@ -1,20 +1,20 @@
 """`ddp-lab train --nproc N`: start the ranks by torch's launcher, and report how they ended in one message.
 
-The ranks are those that `torchrun --nproc_per_node=N train.py` starts. What differs is the end: torchrun prints a summary of
-all ranks and a traceback of its own, whoever made which mistake.
+The options are torchrun's, and the ranks those that `torchrun --nproc_per_node=N train.py` starts. What differs is the end:
+torchrun prints a summary of all ranks and a traceback of its own, whoever made which mistake.
 """
 
-import argparse
-import difflib
 import logging
 import os
 import re
 import signal
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hydra._internal.utils import get_args_parser as hydra_parser  # pyright: ignore[reportPrivateUsage]
 from hydra.utils import get_object
 
 from ddp_lab.config.check import check
@@ -31,24 +31,9 @@ if TYPE_CHECKING:
 # With it rank 0 opens a store of its own at each start of the ranks. Without it, torch (2.15) gives the address of the agents'
 # store only to those agents that take part in the first round: one that is started again later does not find the others.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")  # which reach the ranks; each rank saves and exits
+SIGNALS = "SIGINT,SIGTERM,SIGUSR1,SIGHUP,SIGQUIT"  # which reach the ranks; each rank saves and exits
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}  # of other signals 128 + number, as in a shell
-# Options of torchrun, whose --nproc-per-node is --nproc here: the allowed values, as a pattern and in English, and the options
-# of which one must be given, too, as it has no effect otherwise
-ADDRESS = ("rdzv-endpoint", "master-addr")
-OPTIONS = {
-    "nproc": (r"[1-9]\d*", "an integer of at least 1", ()),
-    "nnodes": (r"[1-9]\d*(:[1-9]\d*)?", "a number of machines, N, or MIN:MAX", ()),
-    "max-restarts": (r"\d+", "an integer of at least 0", ()),
-    "rdzv-endpoint": (r".+:\d+", "HOST:PORT", ()),
-    "rdzv-backend": (r"[\w-]+", "the name of a backend, c10d by default", ("rdzv-endpoint",)),
-    "rdzv-id": (".+", "a name", ADDRESS),
-    "rdzv-conf": (r"\w+=[^,]+(,\w+=[^,]+)*", "KEY=VALUE,KEY=VALUE", ADDRESS),
-    "node-rank": (r"\d+", "an integer of at least 0", ("nnodes",)),
-    "master-addr": (".+", "a host", ()),
-    "master-port": (r"\d+", "a port", ("master-addr",)),
-    "local-addr": (".+", "a host", ()),
-}
+END = ["", ""]  # after the arguments: the last option takes the first one if it has no value
 # What starts several processes: the number of tasks, the program, and which task this is. SLURM_NTASKS is set in the shells of
 # sbatch and salloc, too.
 TASKS = {
@@ -58,76 +43,92 @@ TASKS = {
 }
 
 
-def split_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of the launch that are given, and the other arguments, which are for Hydra.
+def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
+    """Return the options of the launch, or None if this process is to train alone, and the arguments for Hydra.
 
-    Raises:
-        ConfigError: an option has no value, one that is not allowed, or no effect.
-    """
-    parser = Parser("ddp-lab train", None, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in OPTIONS:
-        aliases = ["--nproc-per-node", "--nproc_per_node"] if name == "nproc" else [f"--{name.replace('-', '_')}"]
-        parser.add_argument(f"--{name}", *aliases, dest=name)
-    parser.add_argument("--standalone", action="store_true")  # torchrun's word for what is the default here
-    known, others = parser.parse_known_args(arguments)
-    options = vars(known)
-    if options.pop("standalone", False) and (given := set(ADDRESS) & set(options)):
-        raise ConfigError(f"--standalone: is for one machine; leave it or --{min(given)} out")
-    for name, value in options.items():
-        pattern, allowed, needed = OPTIONS[name]
-        if not re.fullmatch(pattern, value):
-            raise ConfigError(f"--{name} {value}: must be {allowed}")
-        if name in ("rdzv-endpoint", "master-port") and int(value.rpartition(":")[2]) > 65535:
-            raise ConfigError(f"--{name} {value}: a port must be at most 65535")
-        if needed and not set(needed) & set(options):
-            raise ConfigError(f"--{name} {value}: needs --{' or --'.join(needed)}")
-    return options, others
-
-
-def complete_options(options: dict[str, str], arguments: list[str]) -> dict[str, str] | None:
-    """Return the options with --nproc, whose default is the number of GPUs; None if this process is to train alone.
-
-    Args:
-        options: of the launch.
-        arguments: for Hydra.
+    The default of --nproc is the number of GPUs.
 
     Raises:
         ConfigError: the config or an option is wrong.
     """
-    if flags := [argument for argument in arguments if argument[:1] == "-" and argument.split("=")[0] != "--config-dir"]:
-        if close := difflib.get_close_matches(flags[0].split("=")[0].strip("-"), OPTIONS, 1):
-            raise ConfigError(f"{flags[0]}: there is no such option; did you mean --{close[0]}?")
-        if options:
-            line = f"ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node={options.get('nproc', 'N')} ..."
-            sweep = flags[0] in ("-m", "--multirun")
-            advice = f"use `{line}`, which starts the ranks of each job" if sweep else "see ddp-lab train --help"
-            raise ConfigError(f"--{next(iter(options))}: cannot be combined with {flags[0]}: {advice}")
-        return None
-    if int(options.get("nnodes", "1").split(":")[-1]) > 1 and not set(ADDRESS) & set(options):
-        raise ConfigError(
-            f"--nnodes {options['nnodes']}: needs --rdzv-endpoint HOST:PORT, the same on every machine: a port of one of them"
-        )
-    for name in set(ADDRESS) & set(options):
-        check_host(name, options[name])
-    config_dir, overrides = split_config_dir(arguments)
+    config_dir, others = split_config_dir(arguments)
+    of_hydra = re.findall(r"--[\w-]+", hydra_parser().format_usage())
+    flags = [each for each in others if re.match("-[a-z]", each) or each.partition("=")[0] in of_hydra]
+    given = [each for each in others if each.startswith("--") and each not in flags]
+    if flags or "RANK" in os.environ:
+        if given:
+            sweep = "ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ..."
+            other = flags[0] if flags else "torchrun, which started this process"
+            raise ConfigError(f"{given[0]}: cannot be combined with {other}. The ranks of a sweep are started by `{sweep}`")
+        return None, arguments
+    options, overrides = parse(others) if given else (None, others)
+    if options:
+        choose_rendezvous(options)
     cfg = compose_config(quote_faults(overrides), config_dir)
     check(cfg)  # before the ranks are started, which takes seconds
-    options = {"nproc": str(count_ranks(cfg.strategy["_target_"], cfg.device)), **options}
-    return options if options != {"nproc": "1"} else None
+    ranks = count_ranks(cfg.strategy["_target_"], cfg.device)
+    if ranks > 1 and not options:
+        options, _ = parse(["--standalone"])
+    if options:
+        options.nproc_per_node = options.nproc_per_node or str(ranks)
+    return options, overrides if config_dir is None else ["--config-dir", config_dir, *overrides]
 
 
-def check_host(option: str, value: str) -> None:
-    """Check that the host of an address can be resolved, which torch would try for two minutes.
+def launch_parser() -> Parser:
+    """Return torchrun's parser, with --nproc as another name of --nproc-per-node."""
+    from torch.distributed.run import get_args_parser  # not at the top of the file: most mistakes are reported without torch
+
+    parser = Parser("ddp-lab train", None, parents=[get_args_parser()], add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc", dest="nproc_per_node")
+    parser.set_defaults(nproc_per_node=None, master_addr=None, signals_to_handle=SIGNALS)
+    return parser
+
+
+def parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
+    """Return torchrun's options, which may be between the overrides, and the overrides.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: an option does not exist or has a wrong value.
     """
-    host = value.rpartition(":")[0].strip("[]") if option == "rdzv-endpoint" else value  # IPv6 addresses are in brackets
+    parser, options = launch_parser(), Namespace()
+    overrides, rest = list[str](), [*arguments, *END]
+    while rest:  # the parser stops at the first override, and returns what follows it unread
+        options = parser.parse_args(rest, options)
+        overrides.append(options.training_script)
+        rest = options.training_script_args
+    if overrides[-2:] != END:
+        raise ConfigError(f"{arguments[-1]}: expected a value; see ddp-lab train --help")
+    if options.nproc_per_node == "0":
+        raise ConfigError("--nproc 0: must be an integer of at least 1")
+    return options, overrides[:-2]
+
+
+def choose_rendezvous(options: Namespace) -> None:
+    """Choose how the ranks find each other: without an address the launch is one of this machine alone.
+
+    Raises:
+        ConfigError: there is no address for several machines, or its host is unknown, which torch would try for minutes.
+    """
+    address = options.rdzv_endpoint or options.master_addr
+    if not address and is_large(options):
+        raise ConfigError(
+            f"--nnodes {options.nnodes}: needs --rdzv-endpoint HOST:PORT, the same on every machine: a port of one of them"
+        )
+    if not address:
+        options.standalone = True
+        return
+    if options.rdzv_endpoint and options.rdzv_backend == "static":  # torch's default, which is for --master-addr
+        options.rdzv_backend = "c10d"
+    host = re.sub(r"\]?:\d+$|^\[", "", address) if options.rdzv_endpoint else address  # IPv6 addresses are in brackets
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        here = socket.gethostname()
-        raise ConfigError(f"--{option} {value}: {host} cannot be resolved on {here} ({error.strerror})") from None
+        raise ConfigError(f"{address}: cannot be resolved on {socket.gethostname()} ({error.strerror})") from None
+
+
+def is_large(options: Namespace) -> bool:
+    """Return whether a launch is to have several machines: --nnodes is N or MIN:MAX."""
+    return options.nnodes.rpartition(":")[2] != "1"
 
 
 def count_ranks(strategy: str, device: str) -> int:
@@ -144,73 +145,62 @@ def count_ranks(strategy: str, device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def refuse_tasks(options: Mapping[str, str]) -> None:
+def refuse_tasks(options: Namespace | None) -> None:
     """Check that this process is not one of several tasks of srun or mpirun that would each train a run or start ranks.
 
     It may be a rank, or the only task on its machine of a launch on several.
 
-    Args:
-        options: of the launch of ranks.
-
     Raises:
-        SystemExit: with exit code 2. The first task reports it.
+        ConfigError: it is the first of such tasks.
+        SystemExit: it is another one.
     """
-    if "RANK" in os.environ:
-        return
-    several = options.get("nnodes", "1").split(":")[-1] != "1"  # machines
-    for variable, (program, number) in TASKS.items():
+    several = options is not None and is_large(options)
+    for variable, (program, number) in TASKS.items() if "RANK" not in os.environ else ():
         tasks = env_int(variable, 1)
         allowed = env_int("SLURM_STEP_NUM_NODES", tasks) if program == "srun" else tasks
         if tasks > (allowed if several else 1):
-            if env_int(number, 0) == 0:
-                line = f"ddp-lab train --nproc {tasks} OVERRIDES"
-                print(
-                    f"error: {program} started {tasks} tasks ({variable}={tasks}), which are not ranks: each would train a run "
-                    f"or start ranks of its own. On one machine start one task: `{line}`. On several, start one task on each: "
-                    "`ddp-lab train --nproc N --nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`",
-                    file=sys.stderr,
-                )
-            sys.exit(REFUSED)
+            if env_int(number, 0) != 0:
+                sys.exit(REFUSED)
+            raise ConfigError(
+                f"{program} started {tasks} tasks ({variable}={tasks}), which are not ranks. On one machine start one task: "
+                f"`ddp-lab train --nproc {tasks} OVERRIDES`. On several, start one task on each: `ddp-lab train --nproc N "
+                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`"
+            )
 
 
-def start_ranks(options: Mapping[str, str], arguments: list[str]) -> int:
+def start_ranks(options: Namespace, arguments: list[str]) -> int:
     """Start the ranks of this machine, wait until they have ended, and return the exit code of the command.
 
     Args:
         options: of the launch.
         arguments: of train.py.
+
+    Raises:
+        ConfigError: torch refuses the value of an option.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import get_args_parser, run
+    from torch.distributed.run import run
 
     os.environ.setdefault(OWN_STORE, "1")
     if "LOGLEVEL" not in os.environ:  # torch's variable
         logging.disable()  # torch logs what is reported below, with a time and the source file
     try:
-        run(get_args_parser().parse_args([*torchrun_options(options), *ENTRY, *arguments]))
+        run(launch_parser().parse_args([*ENTRY, *arguments], options))
     except ChildFailedError as error:
         return report_failure(error.failures)
     except SignalException as error:
         return EXIT_CODES.get(error.sigval, 128 + error.sigval)
-    except (DistError, RendezvousError, OSError, ValueError) as error:
-        advice = ""
-        if isinstance(error, DistError) and "EADDRINUSE" in str(error):  # torch has no class for it
-            given = [f"--{name} {options[name]}" for name in ("rdzv-endpoint", "master-port") if name in options]
-            port = given[0] if given else "--master-port 29500, the default"
-            advice = f"{port}: is in use on this machine; choose another port, the same on every machine. "
+    except (ValueError, AssertionError) as error:  # of an option
+        raise ConfigError(f"the ranks were not started: {describe_error(error)}") from None
+    except (DistError, RendezvousError, OSError) as error:
+        in_use = "EADDRINUSE" in str(error)  # torch has no class for it
+        advice = "the port is in use; choose another one, the same on every machine. " if in_use else ""
         print(f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr)
         return 1
     return 0
-
-
-def torchrun_options(options: Mapping[str, str]) -> list[str]:
-    """Return the options as torchrun takes them. Without an address the launch is one of this machine alone."""
-    given = [f"--{name}={value}" for name, value in options.items() if name != "nproc"]
-    where = ["--rdzv-backend=c10d"] if "rdzv-endpoint" in options else ["--standalone"] * ("master-addr" not in options)
-    return [f"--nproc-per-node={options['nproc']}", f"--signals-to-handle={','.join(SIGNALS)}", *where, *given]
 
 
 def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:

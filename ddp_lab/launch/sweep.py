@@ -17,7 +17,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import quote, rename_keys
+from ddp_lab.launch.command_line import quote
 from ddp_lab.observe.metrics_file import objective
 from ddp_lab.resilience.run_directory import read_json
 
@@ -89,7 +89,6 @@ class SweepLauncher(Launcher):
         shared: set[str] = set.intersection(*map(set, given)) if len(given) > 1 else set()
         for overrides, all_overrides in zip(given, job_overrides, strict=True):
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(all_overrides))
-            rename_keys(cfg)  # the job warns
             name = directory_name([override for override in overrides if override not in shared])
             refuse_another(self.sweep_dir / name, cfg)
             overrides += [f"runs_dir={quote(str(self.runs_dir))}", f"name={quote(name)}"]

@@ -17,7 +17,7 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import KEY, InitialWeights
 from ddp_lab.models.torchvision_models import find_weights, from_torchvision, rename, torchvision_model
-from ddp_lab.models.trial import freeze_unused
+from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.models.vit import vit
 from ddp_lab.models.weights import match_weights, read
 from ddp_lab.world.runtime import Runtime
@@ -38,18 +38,24 @@ class BuiltModel(NamedTuple):
 
 
 def make_model(
-    node: DictConfig | dict[str, Any], shape: Mapping[str, int], runtime: Runtime, seed: int, with_weights: bool = True
+    node: DictConfig | dict[str, Any],
+    shape: Mapping[str, Any],
+    runtime: Runtime,
+    seed: int,
+    with_weights: bool = True,
+    trial: Trial | None = None,
 ) -> BuiltModel:
     """Return the model. Collective if weights of torchvision may have to be downloaded.
 
     Args:
         node: the config group `model`.
-        shape: in_channels, image_size and num_classes of the data.
+        shape: the arguments that follow from the data (`Dataset.model_shape`).
         seed: the run's seed; torch's random state is set by it.
         with_weights: whether to load the file `node.weights`.
+        trial: what the model is tried with, unless it is one of ddp_lab's; None: images.
 
     Raises:
-        ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on these images.
+        ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on these data.
     """
     torch.manual_seed(seed)
     target, weights = node["_target_"], node.get("weights")
@@ -65,19 +71,20 @@ def make_model(
             state = read(weights)
             if get_object(target) is vit:
                 state = from_torchvision(state)
-        given, found = match_weights(model.state_dict(), state, shape["num_classes"], f"model.weights={weights}")
+        given, found = match_weights(model.state_dict(), state, shape.get("num_classes", 0), f"model.weights={weights}")
         notes += found
         if initial_weights is None:
             model.load_state_dict(given, strict=False)
         else:
             initial_weights.set_weights(given)
     if of_torchvision or not target.startswith("ddp_lab."):  # ddp_lab's own models train all their parameters
-        images = shape["in_channels"], shape["image_size"], shape["image_size"]
-        notes += freeze_unused(model, images, shape["num_classes"], runtime, key_of(node))
+        notes += freeze_unused(model, trial or Trial.of_images(shape), runtime, key_of(node))
+    if isinstance(model, Chain) and trial and not trial.inputs.is_floating_point():
+        model.input_dtype = trial.inputs.dtype
     return BuiltModel(model, initial_weights, notes)
 
 
-def begin_on_meta(node: DictConfig | dict[str, Any], shape: Mapping[str, int], seed: int) -> tuple[Chain, InitialWeights]:
+def begin_on_meta(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], seed: int) -> tuple[Chain, InitialWeights]:
     """Return the model on the meta device, and its initial weights by block. The arguments are as above.
 
     Raises:
@@ -101,14 +108,14 @@ def begin_on_meta(node: DictConfig | dict[str, Any], shape: Mapping[str, int], s
     return model, InitialWeights(model, seed)
 
 
-def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> nn.Module:
+def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> nn.Module:
     """Call the class or function that `_target_` names and return the model.
 
     A plain nn.Sequential becomes a Chain of its modules, with the same parameter names, unless it uses a layer twice.
 
     Args:
         node: the config group `model`; `weights` and `init` are not passed.
-        shape: the arguments that follow from the data: in_channels, image_size and num_classes. Only those are passed that are
+        shape: the arguments that follow from the data, for example in_channels and num_classes. Only those are passed that are
             parameters of the class or function.
 
     Raises:
@@ -133,13 +140,18 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, int]) -> 
     if lazy := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]:
         raise ConfigError(
             f"model._target_={target}: {lazy[0]} of a lazy module has no shape yet. Call the model once at the end "
-            f"of its constructor: self(torch.zeros(1, {shape['in_channels']}, {shape['image_size']}, {shape['image_size']}))"
+            f"of its constructor: self(torch.zeros(1, {', '.join(map(str, shape_of(shape)))}))"
         )
     if isinstance(model, nn.Sequential) and is_plain(model):
         blocks = {name: child for name, child in model.named_modules(remove_duplicate=False) if name and "." not in name}
         with suppress(ConfigError):
-            return Chain((shape["in_channels"], shape["image_size"], shape["image_size"]), **blocks)
+            return Chain(shape_of(shape), **blocks)
     return model
+
+
+def shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of a sample's input, by default that of an image."""
+    return tuple(shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"]))
 
 
 def is_plain(model: nn.Sequential) -> bool:

@@ -1,8 +1,10 @@
-"""A trial of the model before the run: two images pass forward and backward, which finds what training does not use."""
+"""A trial of the model before the run: two samples pass forward and backward, which finds what training does not use."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,10 +12,36 @@ from torch import nn
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.world.runtime import Runtime
 
+
+@dataclass(frozen=True)
+class Trial:
+    """What a model is tried with.
+
+    Attributes:
+        inputs: two samples, on the CPU; those of numbers with a fraction are random.
+        check: raises an exception if the outputs, on any device, are not those that the task needs.
+    """
+
+    inputs: torch.Tensor
+    check: Callable[[torch.Tensor], object]
+
+    @classmethod
+    def of_images(cls, shape: Mapping[str, int]) -> "Trial":
+        """Return the trial of a classifier of images; `shape` has in_channels, image_size and num_classes."""
+        size, classes = (shape["in_channels"], shape["image_size"], shape["image_size"]), shape["num_classes"]
+        return cls(random_like(torch.zeros(2, *size)), partial(check_logits, classes=classes))
+
+
+def random_like(inputs: torch.Tensor) -> torch.Tensor:
+    """Return random numbers from 0 to 1 in place of inputs that have a fraction, else the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype) if inputs.is_floating_point() else inputs
+
+
 LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
 
 
-def freeze_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int, runtime: Runtime, key: str) -> list[str]:
+def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
     """Freeze the parameters that training never uses, and return notes about the frozen parameters for the log.
 
     No gradient reaches an unused parameter, so one device leaves it as it is. Data parallelism would wait for its gradient.
@@ -21,16 +49,15 @@ def freeze_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: in
 
     Args:
         model: the complete model, on the CPU. Its buffers and torch's random state are restored.
-        shape: a sample's (channels, height, width).
-        num_classes: expected number of logits.
+        trial: what it is tried with.
         key: key and value of the config that the messages are about.
 
     Raises:
-        ConfigError: the model cannot process these images, does not return logits, or has nothing to train.
+        ConfigError: the model cannot process these inputs, its outputs are not those of the task, or it has nothing to train.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [name for name, _ in model.named_parameters() if name not in trained]
-    unused = find_unused(model, shape, num_classes, runtime, key) if trained else []
+    unused = find_unused(model, trial, runtime, key) if trained else []
     if len(unused) == len(trained):
         raise ConfigError(
             f"{key}: has nothing to train: {'its logits depend on no parameter' if trained else 'all parameters are frozen'}. "
@@ -42,25 +69,25 @@ def freeze_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: in
     return [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
 
 
-def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int, runtime: Runtime, key: str) -> list[str]:
+def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
     """Return the names of the trainable parameters that get no gradient in a training step. The arguments are as above."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
         with suppress(Exception):  # a model that reads values cannot run on the meta device, which computes shapes only
-            return without_gradient(meta_copy(model), torch.empty(2, *shape, device="meta"), num_classes)
+            return without_gradient(meta_copy(model), trial, "meta")
     device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
     try:
         if on_meta:
-            return without_gradient(meta_copy(model), torch.empty(2, *shape, device="meta"), num_classes)
+            return without_gradient(meta_copy(model), trial, "meta")
         with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
-            return without_gradient(model.to(device), torch.rand(2, *shape, device=device), num_classes)
+            return without_gradient(model.to(device), trial, device)
     except Exception as error:
         other = (
             "" if runtime.precision == "float32" else "precision=float32, if a layer does not support bf16 on this device, or "
         )
         raise ConfigError(
-            f"{key}: failed for images of {'x'.join(map(str, shape))} (channels, height, width): {describe_error(error)}. Use "
-            f"{other}images that the model supports (a common cause is that they are too small), or correct the model"
+            f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "
+            f"{other}data that the model supports (a common cause is that images are too small), or correct the model"
         ) from None
     finally:
         model.to("meta" if on_meta else "cpu").zero_grad()
@@ -68,26 +95,43 @@ def find_unused(model: nn.Module, shape: tuple[int, int, int], num_classes: int,
             buffer.copy_(before)
 
 
-def without_gradient(model: nn.Module, images: torch.Tensor, num_classes: int) -> list[str]:
+def describe(inputs: torch.Tensor) -> str:
+    """Return the shape of a sample, for a message."""
+    shape = "x".join(map(str, inputs.shape[1:]))
+    return f"images of {shape} (channels, height, width)" if inputs.dim() == 4 else f"inputs of shape {list(inputs.shape[1:])}"
+
+
+def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str) -> list[str]:
     """Run a forward and backward pass; return the names of the trainable parameters that then have no gradient.
 
     A forward pass in evaluation mode follows, because a mistake there would otherwise be found after the first epoch.
     """
-    logits = model.train()(images)
-    check_logits(logits, len(images), num_classes)
-    if logits.requires_grad:
-        logits.float().sum().backward()
+    inputs = trial.inputs.to(device)
+    outputs = model.train()(inputs)
+    require_tensor(outputs, len(inputs), "")
+    trial.check(outputs)
+    if outputs.requires_grad:
+        outputs.float().sum().backward()
     with torch.no_grad():
-        check_logits(model.eval()(images), len(images), num_classes, "in evaluation mode ")
+        outputs = model.eval()(inputs)
+        require_tensor(outputs, len(inputs), "in evaluation mode ")
+        trial.check(outputs)
     model.train()
     return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]
 
 
-def check_logits(logits: object, size: int, num_classes: int, when: str = "") -> None:
-    """Raise a TypeError unless a model has returned logits of shape [size, num_classes]."""
-    if not isinstance(logits, torch.Tensor) or logits.shape != (size, num_classes):
-        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise TypeError(f"{when}it must return logits of shape [{size}, {num_classes}] (batch, classes), got {found}")
+def require_tensor(outputs: object, size: int, when: str) -> None:
+    """Raise a TypeError unless a model has returned a tensor, [size, ...]."""
+    if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (size,):
+        found = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        raise TypeError(f"{when}it must return a tensor [{size}, ...] for {size} samples, got {found}")
+
+
+def check_logits(logits: torch.Tensor, classes: int) -> None:
+    """Raise a TypeError unless a model has returned logits of shape [b, classes]."""
+    if logits.dim() != 2 or logits.size(1) != classes:
+        expected = [len(logits), classes]
+        raise TypeError(f"it must return logits of shape {expected} (batch, classes), got {list(logits.shape)}")
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

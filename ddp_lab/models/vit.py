@@ -93,7 +93,7 @@ class Block(nn.Module):
         name: name of the block.
 
     Attributes:
-        tensor_parallel: how tensor parallelism divides the layers; the words are those of strategies/tensor_parallel_plan.py.
+        tensor_parallel: how tensor parallelism divides the layers; the words are those of strategies/tensor_parallel.py.
     """
 
     tensor_parallel: ClassVar[dict[str, str]] = {

@@ -2,9 +2,7 @@
 
 import json
 import math
-import statistics
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -12,18 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from ddp_lab.config.types import SETS
-from ddp_lab.observe.figure import pixels
 from ddp_lab.observe.log import log
-from ddp_lab.observe.metrics_file import append_line, describe_metrics, describe_result, draw_metrics, drop_rows
+from ddp_lab.observe.metrics_file import SHOWN, append_line, describe_metrics, draw_metrics, drop_rows
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid, write_classes
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")
-LONGEST = 1000  # epochs of whose durations the median is logged
 
 
 @contextmanager
@@ -78,15 +73,6 @@ class Logger:
     def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
         """Call `draw(picture)` when the logger is closed, not now: importing matplotlib and drawing take over a second."""
 
-    def summary(self, epoch: int, criterion: str | None, weights: Path) -> None:
-        """Log the last line of a run: its result, and the median duration of an epoch, of a thousand at most.
-
-        Args:
-            epoch: whose weights are the result.
-            criterion: metric of the validation set by which it was chosen; None: it is the last one.
-            weights: the checkpoint.
-        """
-
     def close(self) -> None:
         """Write the buffered records and draw the pictures."""
 
@@ -96,49 +82,38 @@ class FileLogger(Logger):
 
     Args:
         run_dir: directory for metrics.jsonl and TensorBoard's event file.
-        start_epoch: first epoch of this launch.
-        start_step: number of steps before this launch. Rows after this position, from an interrupted launch, are removed.
-        evaluated: names of the sets that the model is evaluated with.
+        start: first epoch of this launch, and number of steps before it. Rows after this position, from an interrupted launch,
+            are removed.
         constants: fields to append to every record of metrics.jsonl.
         hparams: fields of TensorBoard's HParams page.
         config: the resolved config as YAML.
         classes: names of the classes.
-        where: description of the devices.
-        steps_per_epoch: number of steps per epoch, for the time of a step.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        *,
-        start_epoch: int,
-        start_step: int,
-        evaluated: Sequence[str],
+        start: tuple[int, int],
         constants: dict[str, Any],
         hparams: dict[str, Any],
         config: str,
         classes: list[str],
-        where: str,
-        steps_per_epoch: int,
     ):
         from torch.utils.tensorboard import SummaryWriter  # takes 2 s, so only rank 0 imports it
         from torch.utils.tensorboard.summary import hparams as hparams_summary
 
-        self.constants, self.classes, self.where, self.steps_per_epoch = constants, classes, where, steps_per_epoch
+        self.constants, self.classes = constants, classes
         self.metrics = run_dir / "metrics.jsonl"
         self.pictures: dict[Path, Callable[[Path], None]] = {}
-        drop_rows(self.metrics, start_epoch, start_step)
-        self.durations: deque[float] = deque(maxlen=LONGEST)
-        self.samples = 0.0
+        drop_rows(self.metrics, *start)
         is_new = not list(run_dir.glob("events.*"))
-        self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start_epoch)
+        self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start[0])
         if is_new:
             self.board.add_text("config", f"```yaml\n{config}\n```")
             writer = self.board.file_writer
             assert writer is not None, "an open SummaryWriter has a FileWriter"
             # SummaryWriter.add_hparams would add a second run to TensorBoard.
-            results = {f"{kind}/{name}": 0.0 for name in evaluated for kind in ("accuracy", "loss")}
-            for summary in hparams_summary(hparams, results):
+            for summary in hparams_summary(hparams, {f"{kind}/{name}": 0.0 for kind, name in product(SHOWN, SETS)}):
                 writer.add_summary(summary)
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
@@ -149,17 +124,14 @@ class FileLogger(Logger):
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
         with surviving_a_full_disk(self.metrics):
             append_line(self.metrics, json.dumps({"kind": "epoch", "epoch": epoch, **finite, **self.constants}))
-        self.durations.append(metrics["seconds"])
-        self.samples = metrics["seconds"] * metrics["samples_per_second"]
+        scalars = {"lr": metrics["lr"], "speed/samples_per_second": metrics["samples_per_second"]}
+        scalars["memory/peak_MiB"] = peak_memory_bytes() / 2**20
+        for key, value in metrics.items():  # val_loss becomes loss/val
+            name, _, kind = key.partition("_")
+            scalars |= {f"{kind}/{name}": value} if name in SETS else {}
         with surviving_a_full_disk(self.metrics.parent):
-            tags = {"loss": "loss/{}", "accuracy": "accuracy/{}", "top5_accuracy": "accuracy/{}_top5"}
-            for name, (kind, tag) in product(SETS, tags.items()):
-                if f"{name}_{kind}" in metrics:
-                    self.board.add_scalar(tag.format(name), metrics[f"{name}_{kind}"], epoch)
-            self.board.add_scalar("lr", metrics["lr"], epoch)
-            self.board.add_scalar("speed/samples_per_second", metrics["samples_per_second"], epoch)
-            self.board.add_scalar("speed/step_ms", 1000 * metrics["seconds"] / self.steps_per_epoch, epoch)
-            self.board.add_scalar("memory/peak_MiB", peak_memory_bytes() / 2**20, epoch)
+            for tag, value in scalars.items():
+                self.board.add_scalar(tag, value, epoch)
             self.board.flush()
         log.info(
             f"epoch {epoch}: {describe_metrics(metrics)} | "
@@ -171,17 +143,17 @@ class FileLogger(Logger):
             return  # a picture takes 0.1 s, and TensorBoard shows ten of a run
         grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
         with surviving_a_full_disk(self.metrics.parent):
-            self.board.add_image("predictions", pixels(grid), epoch, dataformats="HWC")
+            self.board.add_figure("predictions", grid, epoch)
 
     def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
         if counts is not None:
-            self.pictures[self.metrics.with_name("confusion.png")] = partial(self._draw_confusion, epoch, counts)
+            self.draw_at_close(partial(self._draw_confusion, epoch, counts), self.metrics.with_name("confusion.png"))
 
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
-        picture = pixels(confusion_figure(counts, self.classes))
-        Image.fromarray(picture).save(path)
+        figure = confusion_figure(counts, self.classes)
+        figure.savefig(path)
         write_classes(counts, self.classes, path.with_name("classes.csv"))
-        self.board.add_image("confusion", picture, epoch, dataformats="HWC")
+        self.board.add_figure("confusion", figure, epoch)
 
     def text(self, title: str, markdown: str) -> None:
         with surviving_a_full_disk(self.metrics.parent):
@@ -189,11 +161,6 @@ class FileLogger(Logger):
 
     def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
         self.pictures[picture] = draw
-
-    def summary(self, epoch: int, criterion: str | None, weights: Path) -> None:
-        seconds = statistics.median(self.durations)
-        speed = f", {seconds:.2f} s/epoch, {self.samples / seconds:,.0f} samples/s on {self.where}"
-        log.info(describe_result(self.metrics, epoch, criterion, weights, speed))
 
     def close(self) -> None:
         self.draw_at_close(partial(draw_metrics, self.metrics), self.metrics.with_name("curves.png"))

@@ -7,12 +7,15 @@
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.plot import Curve, Plot, beside, curves
+
+SHOWN = ("loss", "accuracy")  # the metrics of a set that the log, the curves and TensorBoard's HParams page have
 
 
 def append_line(path: Path, line: str) -> None:
@@ -88,33 +91,37 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
     """Return the losses and accuracies in a row, as "train loss 0.1234 accuracy 0.9876 | val loss ..."."""
     parts: list[str] = []
     for name in sets:
-        found = [f"{kind} {value:.4f}" for kind in ("loss", "accuracy") if (value := row.get(f"{name}_{kind}")) is not None]
+        found = [f"{kind} {value:.4f}" for kind in SHOWN if (value := row.get(f"{name}_{kind}")) is not None]
         parts += [f"{name} {' '.join(found)}"] if found else []
     return " | ".join(parts)
 
 
-def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: Path, speed: str = "") -> str:
-    """Return the line about the result of a run.
+def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: Path, where: str) -> str:
+    """Return the last line of a run: its result, and the median speed of its epochs on the last number of devices.
 
     Args:
         metrics: the file.
-        epoch, criterion, weights: as in `Logger.summary`.
-        speed: what follows the metrics.
+        epoch: whose weights are the result.
+        criterion: metric of the validation set by which it was chosen; None: it is the last one.
+        weights: the checkpoint.
+        where: the devices.
     """
-    row = next((row for row in read_epochs(metrics) if row["epoch"] == epoch), {})
-    which = f"best {criterion}" if criterion else "last"
-    return f"result: epoch {epoch} ({which}), {describe_metrics(row, SETS[1:]) or 'no metrics'}{speed} ({weights})"
+    rows = read_epochs(metrics)
+    row = next((row for row in rows if row["epoch"] == epoch), {})
+    which, found = f"best {criterion}" if criterion else "last", describe_metrics(row, SETS[1:]) or "no metrics"
+    if rows:
+        alike = [row for row in rows if row.get("world_size") == rows[-1].get("world_size")]
+        seconds, rate = (statistics.median(row[key] for row in alike) for key in ("seconds", "samples_per_second"))
+        found += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
+    return f"result: epoch {epoch} ({which}), {found} ({weights})"
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:
     """Draw the losses and accuracies of metrics.jsonl by epoch. Draw nothing if there is no record."""
-    records = read_epochs(metrics)
-    plots: list[Plot] = []
-    for kind in ("loss", "accuracy") if records else ():
-        lines: list[Curve] = []
-        for name in SETS:
-            points = [(r["epoch"], r[f"{name}_{kind}"]) for r in records if r.get(f"{name}_{kind}") is not None]
-            lines += [Curve(name, points)] if points else []
+    records, plots = read_epochs(metrics), list[Plot]()
+    for kind in SHOWN:
+        found = {name: [(r["epoch"], r[key]) for r in records if r.get(key := f"{name}_{kind}") is not None] for name in SETS}
+        lines = [Curve(name, points) for name, points in found.items() if points]
         plots += [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")] if lines else []
     if plots:
         beside(plots, picture)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddp_lab.observe.figure import clipped, empty_figure, house_style
+from ddp_lab.observe.plot import clipped, house_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,11 +24,13 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
         counts: int64 [classes, classes], a row per true class and a column per predicted class.
         classes: the names of the classes.
     """
+    from matplotlib.figure import Figure
+
     size = len(counts)
     names = [clipped(name) for name in classes] if size <= LABELLED else []
     labels = 0.11 * max(map(len, names), default=6)  # inches
     side = max(3.5, 0.45 * size if size <= NUMBERED else 0.27 * size if names else size / 150)  # a pixel per class or more
-    figure = empty_figure(side + labels + 1.8, side + labels + 0.8)
+    figure = Figure((side + labels + 1.8, side + labels + 0.8), layout="constrained")
     axes = figure.subplots()
     fractions = counts / counts.sum(1, keepdim=True).clamp(min=1)
     image = axes.imshow(fractions.numpy(), cmap="Blues", vmin=0, vmax=1)
@@ -75,10 +77,12 @@ def prediction_grid(
         classes: the names of the classes.
         most: largest number of images to draw.
     """
+    from matplotlib.figure import Figure
+
     names = [clipped(name, LONGEST_NAME) for name in classes]
     inputs = inputs[:most] if inputs.shape[1] == 3 else inputs[:most, :1]  # not RGB: the first channel in grey
     columns, rows = min(COLUMNS, len(inputs)), -(-len(inputs) // COLUMNS)
-    figure = empty_figure(columns * TILE, rows * (TILE + 0.5))
+    figure = Figure((columns * TILE, rows * (TILE + 0.5)), layout="constrained")
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in places:
         axes.set(xticks=[], yticks=[])

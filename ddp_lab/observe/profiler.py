@@ -1,8 +1,8 @@
-"""profile=true: record some steps on every rank with torch.profiler. Where their time went is reported by profile_report.py.
+"""profile=true: record some steps on every rank with torch.profiler, and report where their time went.
 
-Nothing is synchronised within these steps, because the times of the kernels are read from the trace (trace.py). The recorded
-steps are slower than others, because recording each operation costs the host time. Use the fractions of a step from here and
-the throughput from other epochs.
+Nothing is synchronised within these steps, because the times of the kernels are read from the trace (trace.py), of which
+time_split.py makes the table and the diagnosis. The recorded steps are slower than others, because recording each operation
+costs the host time. Use the fractions of a step from here and the throughput from other epochs.
 """
 
 import gc
@@ -12,9 +12,10 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -22,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
-from ddp_lab.observe.profile_report import report
-from ddp_lab.observe.trace import DATA, STEP, bytes_per_step, read
+from ddp_lab.observe.plot import beside, stacked
+from ddp_lab.observe.time_split import PARTS, diagnose, split_steps, summarise
+from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, read
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 
@@ -49,25 +51,11 @@ def check_profile(steps: int, device: torch.device) -> None:
         raise ConfigError(f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise epochs")
 
 
-class WrappedStep(Protocol):
-    """The part of `training.step.TrainStep` that is used here. Its types are `Any`, to import nothing from `training`."""
-
-    @property
-    def running_sums(self) -> Any: ...
-
-    @property
-    def lr(self) -> float: ...
-
-    def batches(self, loader: Any) -> Iterable[Any]: ...
-
-    def __call__(self, batch: Any) -> None: ...
-
-
 class Profiled:
     """A `training.step.TrainStep` that wraps another one and profiles some of its steps.
 
     Args:
-        step: the step to wrap.
+        step: the TrainStep to wrap, of which nothing is imported here.
         runtime: the process group.
         logger: gets the table and the diagnosis.
         folder: directory for summary.json, a trace of each rank for Perfetto or chrome://tracing, and, when the logger is
@@ -76,7 +64,7 @@ class Profiled:
         bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
     """
 
-    def __init__(self, step: WrappedStep, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
+    def __init__(self, step: Any, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
         self.step, self.runtime, self.logger, self.folder = step, runtime, logger, folder
         self.graph, self.bubble = graph, bubble
         self.taken = 0
@@ -137,9 +125,23 @@ class Profiled:
         trace = save_trace(profiler, self.folder / f"rank{self.runtime.rank}.json.gz")
         self.profiler = None
         devices = {device: steps[1:] for device, steps in read(trace).items()}
-        mine = {"devices": devices, "peak_memory_bytes": peak_memory_bytes(), "bytes_per_step": bytes_per_step(trace)}
+        mine = {"devices": devices, "peak_memory_bytes": peak_memory_bytes()}
         if ranks := self.runtime.collect("profile", json.dumps(mine)):
-            report([json.loads(rank) for rank in ranks], RECORD - 1, self.logger, self.folder, self.graph, self.bubble)
+            self._report([json.loads(rank) for rank in ranks])
+
+    def _report(self, ranks: list[dict[str, Any]]) -> None:
+        """Log the report of all ranks, and write summary.json and, when the logger is closed, time_split.png."""
+        devices = [{device: list(map(restore, steps)) for device, steps in rank["devices"].items()} for rank in ranks]
+        rows = [row | summarise(row) for row in split_steps(devices)]
+        diagnosis = diagnose(rows, self.graph, self.bubble)
+        summary = {"rows": rows, "diagnosis": diagnosis, "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks]}
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        self.logger.draw_at_close(partial(draw, rows), self.folder / "time_split.png")
+        text = table(rows)
+        log.info(f"milliseconds of a step, the means of {RECORD - 1} (traces for ui.perfetto.dev: {self.folder})\n{text}")
+        for line in diagnosis:
+            log.info(line)
+        self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
 
 
 def save_trace(profiler: profile, path: Path) -> dict[str, Any]:
@@ -155,3 +157,23 @@ def save_trace(profiler: profile, path: Path) -> dict[str, Any]:
     finally:
         if collected:
             gc.enable()
+
+
+def restore(step: list[Any]) -> StepTrace:
+    """Return the StepTrace for its form in JSON, a list."""
+    start, end, compute, calls, data = step
+    return StepTrace(start, end, list(map(tuple, compute)), [Call(*call) for call in calls], list(map(tuple, data)))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the summarised rows as an aligned text table, times in milliseconds."""
+    names = ("rank", "device", "step", *PARTS)
+    lines = [names, *([row["rank"], row["device"], *(f"{row[name]:.2f}" for name in names[2:])] for row in rows)]
+    widths = [max(8, len(name) + 2) for name in names]
+    return "\n".join("".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the summarised rows as stacked bars in a PNG file, `path`."""
+    bars = {f"{row['rank']} {row['device']}": {part: row[part] for part in PARTS} for row in rows}
+    beside([stacked("Where a step's time goes, by rank", "ms", bars)], path)

@@ -152,3 +152,8 @@ def straggler(rows: list[dict[str, Any]]) -> int | None:
     row, times = least.most_common(1)[0]
     longer = max(other["waiting"] for other in rows) - rows[row]["waiting"]
     return row if 5 * times >= 4 * least.total() and longer > 0.1 * rows[row]["step"] else None
+
+
+def mean_split(summary: dict[str, Any]) -> dict[str, float]:
+    """Return the milliseconds of PARTS, averaged over all devices of a summary.json."""
+    return {part: statistics.mean(row[part] for row in summary["rows"]) for part in PARTS}

@@ -1,13 +1,10 @@
 """Reader of one rank's torch.profiler trace (Chrome's format): what its devices did, and what it sent, in each step."""
 
-import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 STEP, DATA = "ddp_lab step", "ddp_lab data"  # the names of the record_function ranges that `Profiled` adds to a trace
-ELEMENT_BYTES = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "bfloat16": 2, "c10::bfloat16": 2, "half": 2}
 
 Span = tuple[float, float]  # start and end, in microseconds
 Event = dict[str, Any]  # an event of the trace, as JSON
@@ -64,7 +61,9 @@ def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
     if not kernels:
         return {"cpu": read_cpu(events, steps, loading)}
     by_device: defaultdict[int, list[tuple[float, Event]]] = defaultdict(list)
-    launched = launches(events)
+    # A kernel and the host's call that launched it have the same correlation id.
+    calls = [event for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")]
+    launched = {call["args"]["correlation"]: call["ts"] for call in calls}
     for kernel in kernels:
         device = kernel["args"].get("device", kernel["pid"])  # a copy between devices has no device in its args
         by_device[device].append((launched.get(kernel["args"].get("correlation"), -1.0), kernel))
@@ -74,11 +73,6 @@ def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
 def span(event: Event) -> Span:
     """Return the start and end of an event, in microseconds."""
     return event["ts"], event["ts"] + event["dur"]
-
-
-def launches(events: list[Event]) -> dict[int, float]:
-    """Return when the host launched each kernel, by correlation id, which a kernel and its launch have in common."""
-    return {event["args"]["correlation"]: event["ts"] for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")}
 
 
 def host_ranges(events: list[Event], name: str) -> list[Span]:
@@ -164,49 +158,3 @@ def numbered(calls: Iterable[tuple[str, float, float]]) -> list[Call]:
         result.append(Call(name, seen[name], start, end))
         seen[name] += 1
     return result
-
-
-def bytes_per_step(trace: dict[str, Any]) -> float | None:
-    """Return the bytes per step that a rank passes to collectives and sends.
-
-    For an all-reduce these are the bytes of the whole tensor, for a gather those of the rank's own shard.
-
-    Returns:
-        The median over the steps; None if the trace has no sizes. A CUDA graph's replay and the NCCL calls of nn.DataParallel
-        record none.
-    """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    launched = launches(events)
-    sent = [
-        (launched.get(event["args"].get("correlation"), float(event["ts"])), size)
-        for event in events
-        if (size := bytes_of(event))
-    ]
-    each = [sum(size for ts, size in sent if start <= ts < end) for start, end in host_ranges(events, STEP)]
-    named = any(event["name"] == "record_param_comms" for event in events)
-    if not named and any("nccl" in event["name"].lower() for event in events):
-        return None
-    return statistics.median(each)  # the median excludes steps in which the ranks also agreed on a decision
-
-
-def bytes_of(event: Event) -> float:
-    """Return the bytes that a rank passes to the communication call of this event; 0 for other events."""
-    details = event.get("args", {})
-    if event["name"].startswith("gloo:") and "recv" not in event["name"]:
-        given = zip(details.get("Input Dims", []), details.get("Input type", []), strict=True)
-        return sum(count(dims) * element(kind) for dims, kind in given)
-    if event["name"] == "record_param_comms" and "recv" not in details.get("Collective name", ""):
-        return details.get("In msg nelems", 0) * element(details.get("dtype", ""))
-    return details.get("bytes", 0) if event["cat"] == "gpu_memcpy" and "PtoP" in event["name"] else 0
-
-
-def count(dims: list[Any]) -> int:
-    """Return the number of elements of a tensor with these dimensions, or of a list of tensors."""
-    if dims and isinstance(dims[0], list):
-        return sum(count(inner) for inner in dims)
-    return math.prod(dims) if dims else 0
-
-
-def element(kind: str) -> int:
-    """Return the bytes of an element of this type, by its name in a trace."""
-    return ELEMENT_BYTES.get(kind.lower(), 1)

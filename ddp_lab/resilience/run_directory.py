@@ -33,7 +33,6 @@ class RunDir:
 
     Attributes:
         path: `runs_dir`/`name`.
-        restarted: whether torchrun has restarted the ranks of this launch, which then resumes its own checkpoints.
         failure: the first line of the previous attempt's error message; None if it did not fail.
 
     Raises:
@@ -44,8 +43,7 @@ class RunDir:
         _ = runtime.launch  # all ranks take part
         answer = runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, name, resume, label)))
         decided = json.loads(str(answer))  # never None
-        self.path, self.restarted = root / decided["name"], decided["restarted"]
-        self.failure = decided["failure"]
+        self.path, self.failure = root / decided["name"], decided["failure"]
         if runtime.local_rank == 0:
             self.path.mkdir(parents=True, exist_ok=True)  # for a node that does not share rank 0's disk
 
@@ -71,11 +69,7 @@ class RunDir:
                 f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose a directory that you can "
                 "write to"
             ) from None
-        return {
-            "name": name,
-            "restarted": name == restarted,
-            "failure": failure and failure["message"].splitlines()[0],
-        }
+        return {"name": name, "failure": failure and failure["message"].splitlines()[0]}
 
 
 def lock(path: Path, wait: float) -> TextIO:

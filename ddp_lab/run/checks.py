@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from ddp_lab.checkpoints.files import is_sharded, steps_in
-from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
+from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import listed
@@ -35,10 +34,12 @@ class Checked(NamedTuple):
     Attributes:
         job: the run.
         findings: of the preflight checks.
+        source: what it resumes from, as from `find_source`.
     """
 
     job: Job
     findings: list[Finding]
+    source: Path | None
 
 
 def check_and_build(
@@ -57,15 +58,14 @@ def check_and_build(
         ConfigError: The config cannot be used, or a machine cannot take part in the run.
     """
     findings = check_network(runtime)
-    launch = runtime.launch
-    progress = runtime.agree("progress", partial(find_progress, cfg, launch))
-    settled = settle_batch(cfg, runtime, run_of(progress) if progress else None)
-    job = build(cfg, runtime, with_weights=progress is None)
+    source = agree_on_source(cfg, runtime)
+    settled = settle_batch(cfg, runtime, run_of(source) if source else None)
+    job = build(cfg, runtime, with_weights=source is None)
     job.notes.extend([settled] * bool(settled))
     check_selection(cfg, job.dataset)
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
-    if progress and (other := runtime.agree("data", partial(compare_data, run_of(progress), job.dataset, resumes=True))):
+    if source and (other := runtime.agree("data", partial(compare_data, run_of(source), job.dataset, resumes=True))):
         findings.append(Finding("warning", "dataset", other))
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
@@ -82,9 +82,9 @@ def check_and_build(
     if skipped := job.dataset.skipped:
         text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
         findings.append(Finding("warning", "dataset", text))
-    if cfg.resume not in ("auto", "never") and (path := find_checkpoint(Path(cfg.runs_dir), cfg.resume, runtime)):
+    if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
         runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
-    return Checked(job, findings)
+    return Checked(job, findings, source)
 
 
 def check_selection(cfg: DictConfig, dataset: Dataset) -> None:
@@ -101,20 +101,14 @@ def check_selection(cfg: DictConfig, dataset: Dataset) -> None:
             raise ConfigError(f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}")
 
 
-def find_progress(cfg: DictConfig, launch: str) -> str | None:
-    """Return the checkpoint, or the directory of checkpoints, that the run resumes from; None if it begins anew.
+def agree_on_source(cfg: DictConfig, runtime: Runtime) -> Path | None:
+    """Return what the run resumes from, as from `find_source`. Collective."""
+    launch, runs_dir = runtime.launch, Path(cfg.runs_dir)
 
-    Args:
-        launch: `Runtime.launch`.
-    """
-    if cfg.resume != "auto":
-        return None if cfg.resume == "never" else cfg.resume
-    name = cfg.name or find_launch(Path(cfg.runs_dir), launch)
-    folder = Path(cfg.runs_dir) / name / "checkpoints" if name else None
-    return str(folder) if folder and steps_in(folder) else None
+    def find() -> str | None:
+        restarted = find_launch(runs_dir, launch) if runtime.under_torchrun else None
+        source = find_source(runs_dir, cfg.name, cfg.resume, restarted)
+        return None if source is None else str(source)
 
-
-def run_of(progress: str) -> Path:
-    """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs to."""
-    path = Path(progress)
-    return path.parent if path.is_dir() and not is_sharded(path) else path.absolute().parents[1]
+    source = runtime.agree("source", find)
+    return None if source is None else Path(source)

@@ -8,13 +8,16 @@ the ranks and places the model on its devices. Only the subpackage `run` and the
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build as instantiate
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import Mix
 from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
@@ -22,6 +25,7 @@ from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.launch.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
+from ddp_lab.models.trial import Trial, check_logits, random_like
 from ddp_lab.run.speed import find_options
 from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
@@ -115,7 +119,9 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     strategy = instantiate(cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
     plan = make_plan(cfg, strategy, dataset)
-    built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, with_weights)
+    task = make_task(cfg, dataset)
+    trial = make_trial(dataset, task)
+    built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, with_weights, trial)
     job = arrange(cfg, strategy, dataset, plan, built)
     return replace(job, loaders=make_loaders(cfg, job))
 
@@ -146,7 +152,23 @@ def make_plan(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> Plan:
 
 def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
     """Return what the model is trained for, on the CPU."""
-    return Classification(build_loss(cfg.loss, len(dataset.classes), mixed=cfg.mixup > 0 or cfg.cutmix > 0))
+    mixed = cfg.mixup > 0 or cfg.cutmix > 0
+    task = get_object(cfg.task["_target_"])
+    if not issubclass(task, Classification):
+        if mixed:
+            raise ConfigError(f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}: are for task=classification; use mixup=0 cutmix=0")
+        return instantiate(cfg.task, loss=build_loss(cfg.loss))
+    if not dataset.classes:
+        raise ConfigError("task=classification: needs a dataset with classes; set data.num_classes, or choose another task")
+    return instantiate(cfg.task, loss=build_loss(cfg.loss, len(dataset.classes), mixed))
+
+
+def make_trial(dataset: Dataset, task: Task) -> Trial:
+    """Return what the model is tried with: two samples in the form of the dataset's."""
+    inputs, targets = dataset.example(2)
+    if isinstance(task, Classification):
+        return Trial(random_like(inputs), partial(check_logits, classes=len(dataset.classes)))
+    return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)))
 
 
 def make_mix(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan) -> Mix | None:
@@ -180,7 +202,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
     if strategy.needs_chain:
         require_chain(model, strategy.name, key_of(cfg.model))
-    strategy.input_shape = dataset.train.shape
+    ((strategy.input_shape, strategy.input_dtype), _) = dataset.train.forms
     strategy.partition(model, plan.samples_at_once)
     options = find_options(cfg, strategy, dataset, model)
     return Job(
@@ -216,6 +238,7 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         crop_padding=data.crop_padding,
         flip=data.flip,
         num_workers=data.num_workers,
+        ignore=getattr(job.task, "ignore", 255),
     )
     larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)

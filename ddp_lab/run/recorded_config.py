@@ -14,7 +14,7 @@ from ddp_lab.checkpoints.files import is_sharded
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
-from ddp_lab.launch.command_line import CONF, compose_config, rename_keys
+from ddp_lab.launch.command_line import CONF, compose_config
 from ddp_lab.world.process import env_int
 
 REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}
@@ -65,7 +65,6 @@ def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | N
             raise ConfigError(f"{path}: must be a config, got a list")
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
-    rename_keys(cfg)  # without a warning: the user did not write it
     cfg = with_new_keys(cfg)
     if env_int("WORLD_SIZE", 1) == 1:
         cfg.strategy.update({key: value for key, value in IN_ONE_PROCESS.items() if key in cfg.strategy})
@@ -118,6 +117,8 @@ def add_validation_keys(data: DictConfig) -> None:
     """Let a recorded group `data` of a version without validation sets hold out the same samples as then."""
     for key in ("val_fraction", "val_seed"):
         data.dataset.pop(key, None)
+    if "shift" in data:
+        data.crop_padding = data.pop("shift")  # its name then
     if any(Path(data.root, name).is_dir() for name in ("val", "test")):
         data.val_fraction = 0.0  # data=folder ignored the key if there was such a folder
     missing = {"val_fraction": 0.0, "val_seed": 0} | ({"val_split": "val", "test_split": None} if "num_classes" in data else {})

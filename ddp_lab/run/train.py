@@ -28,7 +28,7 @@ from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.recorded_config import to_record
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.loop import is_over, why_over
-from ddp_lab.training.progress import Criterion, Progress
+from ddp_lab.training.progress import Progress
 from ddp_lab.world.precision import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
 
@@ -81,10 +81,12 @@ def train(
     with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
         training = materialize(job)
         log.info(job.strategy.describe())
-        return Outcome(train_guarded(cfg, training, run_dir, watchdog, decisions), run_dir.path)
+        return Outcome(train_guarded(cfg, training, checked.source, run_dir, watchdog, decisions), run_dir.path)
 
 
-def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions) -> str:
+def train_guarded(
+    cfg: DictConfig, training: Training, source: Path | None, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions
+) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
     job, runtime = training.job, training.job.runtime
     folder = run_dir.path / "checkpoints"
@@ -92,12 +94,12 @@ def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog
     best = criterion(cfg, job.dataset)
     sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
     checkpoints = Checkpoints(folder, state, cfg.checkpoint.keep, best, sharded)
-    progress = checkpoints.resume(cfg.resume, job.plan.steps_before, run_dir.restarted)
+    progress = checkpoints.resume(source, job.plan.steps_before)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
             record_data(run_dir.path, job.dataset, best)  # a run of an older version does not have it
             log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
-            log.info(describe_result(run_dir.path / "metrics.jsonl", *result_of(progress, checkpoints)))
+            log_result(job, run_dir, progress, checkpoints)
         return watchdog.end("finished", progress)
 
     logger = Logger()
@@ -130,7 +132,7 @@ def train_guarded(cfg: DictConfig, training: Training, run_dir: RunDir, watchdog
     logger.close()
     guard.finish()
     if status == "finished" and runtime.rank == 0:
-        logger.summary(*result_of(progress, checkpoints))
+        log_result(job, run_dir, progress, checkpoints)
     return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
 
 
@@ -164,17 +166,22 @@ def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir
     return step
 
 
-def result_of(progress: Progress, checkpoints: Checkpoints) -> tuple[int, Criterion | None, Path]:
-    """Return the epoch whose weights are the result, by which metric it was chosen, and the checkpoint.
+def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints) -> None:
+    """Log the epoch whose weights are the result, by which metric it was chosen, and the checkpoint.
 
     Args:
+        job: of the run.
+        run_dir: of the run.
         progress: at the end of the run.
         checkpoints: of the run.
     """
     if found := result_in(checkpoints.folder, checkpoints.best):
         path, best = found
-        return best.epoch - 1, checkpoints.best, path
-    return progress.epoch - 1, None, (checkpoints.files() or [checkpoints.folder])[-1]
+        epoch, criterion = best.epoch - 1, checkpoints.best
+    else:
+        path = (checkpoints.files() or [checkpoints.folder])[-1]
+        epoch, criterion = progress.epoch - 1, None
+    log.info(describe_result(run_dir.path / "metrics.jsonl", epoch, criterion, path, job.strategy.where))
 
 
 def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) -> FileLogger:
@@ -182,10 +189,7 @@ def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) ->
     plan, choices = job.plan, HydraConfig.get().runtime.choices
     return FileLogger(
         run_dir,
-        start_epoch=progress.epoch,
-        start_step=progress.step,
-        evaluated=list(job.dataset.evaluation_sets),
-        steps_per_epoch=plan.steps_per_epoch,
+        start=(progress.epoch, progress.step),
         constants={
             "global_batch_size": plan.global_batch_size,
             "world_size": plan.world_size,
@@ -196,5 +200,4 @@ def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) ->
         | {key: cfg[key] for key in ("epochs", "precision", "seed")}
         | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices},
         classes=job.dataset.classes,
-        where=job.strategy.where,
     )

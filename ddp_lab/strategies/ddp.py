@@ -11,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Positive
-from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
@@ -78,9 +77,9 @@ class DDP(Strategy):
         ranks this changes the order of addition. The first step of a resumed run would then differ in its last bits from the
         same step of an uninterrupted run. The pass is one of training mode, which may use other parameters than evaluation.
         """
-        example = (
-            model.example(2, self.device) if isinstance(model, Chain) else torch.zeros(2, *self.input_shape, device=self.device)
-        )
+        if self.input_shape is None:  # a library's user has given no sample
+            return
+        example = torch.zeros(2, *self.input_shape, dtype=self.input_dtype, device=self.device)
         buffers = [buffer.clone() for buffer in model.buffers()]
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
             logits = self.forward(example)

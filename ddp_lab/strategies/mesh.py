@@ -42,12 +42,11 @@ from ddp_lab.strategies.fully_shard import (
     sharded_in,
     without_sync,
 )
-from ddp_lab.strategies.mesh_layout import arrange, other_sizes, picture
+from ddp_lab.strategies.mesh_layout import arrange, describe_layout
 from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
 from ddp_lab.strategies.sharding import PresentWeights, fill, local, tied_parameters
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_by_stage, boundaries_of
-from ddp_lab.strategies.tensor_parallel import OWN, parallelize, token_layouts
-from ddp_lab.strategies.tensor_parallel_plan import check_plans
+from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, token_layouts
 from ddp_lab.world.runtime import Runtime
 
 # interleavedzerobubble is excluded: it computes the weights' gradients separately, without running fully_shard's hooks.
@@ -82,7 +81,6 @@ class Mesh(Strategy):
     needs_chain = compiled_by_block = True
     has_dtensors = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
-    save_options = {}  # each rank returns its shards, of which full tensors are made
 
     def __init__(
         self,
@@ -102,7 +100,6 @@ class Mesh(Strategy):
     ):
         super().__init__(runtime)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
-        self.other_sizes = other_sizes(runtime.world_size, dp, shard, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
         self.dp_rank = runtime.rank // tp % self.dp_size
         self.sharded = self.axes["shard"] > 1
@@ -138,7 +135,7 @@ class Mesh(Strategy):
             )
         shapes = self.plan.parts.shapes
         if tp > 1 or self.sequence_parallel:
-            check_plans(model, shapes, tp, self.sequence_parallel, self.other_sizes)
+            check_plans(model, shapes, tp, self.sequence_parallel)
         self.tokens = token_layouts(model, self.sequence_parallel)
         self.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
@@ -149,7 +146,6 @@ class Mesh(Strategy):
         log_offload(self.offload, self.device)
         self._make_groups()
         boundaries = boundaries_of(self.plan, self.shapes, self.plan.input_dtype, self.runtime.precision)
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in model.children()]
         stages: dict[int, nn.Module] = {}
         for index, own in blocks_by_stage(model, self.plan, dist.get_rank(self.pp_group)).items():
             stages[index] = self._place(Stage(own, nullcontext, boundaries[index + 1].dtype, self.checkpointing))
@@ -160,9 +156,6 @@ class Mesh(Strategy):
             self.pipeline = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.task, self.device)
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
-        held = torch.zeros(self.num_devices, dtype=torch.int64, device=self.device)
-        held[self.runtime.rank] = sum(local(parameter).nbytes for parameter in self.module.parameters())
-        self.picture = picture(self.axes, self.plan.parts, sizes, self.runtime.all_reduce(held).tolist())
 
     def _make_groups(self) -> None:
         self.mesh = self.runtime.mesh(self.axes)
@@ -190,7 +183,7 @@ class Mesh(Strategy):
         return stage
 
     def describe(self) -> str:
-        lines = f"mesh on {self.where}:\n{self.picture}"
+        lines = f"mesh on {self.where}:\n{describe_layout(self.axes, self.plan.parts)}"
         return lines if self.pipeline is None else f"{lines}\n{self.plan.describe()}"
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:

@@ -42,7 +42,6 @@ class Pipeline(Strategy):
 
     needs_chain = compiled_by_block = True
     performance_options = frozenset({"compile"})
-    save_options = {"cpu_offload": True}  # each rank returns the state of its stages; rank 0 merges them
 
     def __init__(
         self,

@@ -55,21 +55,40 @@ def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: boo
     return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
 
 
-def full_state(state: Any) -> Any:
+def shard_like(full: Any, tensor: torch.Tensor) -> Any:
+    """Return this rank's shard of a full tensor, as a DTensor of the layout of `tensor`. Not collective.
+
+    What has another shape than `tensor`, or is no tensor, is returned as it is, and so is all if `tensor` is no DTensor.
+    """
+    if not hasattr(tensor, "placements") or not isinstance(full, torch.Tensor) or full.shape != tensor.shape:
+        return full
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(tensor, DTensor)
+    shard = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+    return sharded_as(tensor, shard.to(tensor.to_local().device))
+
+
+def full_state(state: Any, keep: bool) -> Any:
     """Return a state with full tensors on the CPU in place of shards on the device. Collective.
 
     Args:
-        state: a dict, whose values may be dicts; the same keys in the same order on all ranks that share the tensors.
+        state: tensors in dicts and lists; the same keys in the same order on all ranks that share the tensors.
+        keep: whether the result is used: a rank that only has to take part keeps no full tensor.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
     if isinstance(state, dict):
-        return {key: full_state(value) for key, value in cast("dict[str, Any]", state).items()}
+        return {key: full_state(value, keep) for key, value in cast("dict[str, Any]", state).items()}
+    if isinstance(state, list):
+        return [full_state(value, keep) for value in cast("list[Any]", state)]
     if isinstance(state, DTensor):
         state = state.to(state.device_mesh.device_type)  # collectives of GPUs need tensors there (strategy.offload)
         # Along dp first and then along tp: shards of shards cannot be gathered in one collective.
         along_tp = [place if place.is_shard() else Replicate() for place in state.placements]
         state = state.redistribute(placements=along_tp).full_tensor()
+    if not keep:
+        return None
     return state.cpu() if isinstance(state, torch.Tensor) else state
 
 
@@ -120,18 +139,7 @@ def fill(blocks: nn.Module, weights: Weights, device: torch.device) -> None:
         block.to_empty(device=device)
         full = weights.of(name)
         for key, tensor in tensors_of(block).items():
-            copy_shard(full.pop(key), tensor)
-
-
-def copy_shard(full: torch.Tensor, own: torch.Tensor) -> None:
-    """Copy a tensor that this rank has completely to `own`, which may be a DTensor: then this rank's shard of it."""
-    if hasattr(own, "placements"):
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        assert isinstance(own, DTensor)
-        full = distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None).to_local()
-        own = own.to_local()
-    own.copy_(full)
+            local(tensor).copy_(local(shard_like(full.pop(key), tensor)))
 
 
 class PresentWeights:

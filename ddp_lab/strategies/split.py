@@ -43,7 +43,6 @@ class Split(Strategy):
 
     one_process = needs_chain = compiled_by_block = True
     performance_options = frozenset({"compile", "channels_last", "fused"})
-    load_options = {}  # full_state_dict supports one device only; this process holds all parameters anyway
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)

@@ -10,10 +10,19 @@ With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) each rank 
 all_reduce becomes a reduce_scatter, and an all_gather precedes the next pair. The ranks send as much as without it, but each
 token is normalized by one rank only, and the activations between the pairs take 1/tp of the memory.
 
-How a block is divided is data beside the model (tensor_parallel_plan.py). A block without a plan is computed by every rank.
+How a block is divided is data beside the model: its plan, the attribute `tensor_parallel` of its class. A block without a plan
+is computed by every rank. A plan is a dict from the names of the block's modules to one of these words:
+
+column   a linear layer of which each rank computes some units
+heads    the same for units of attention heads, which stay together: `head_width` of the module around it for each head
+row      a linear layer that gets the units that the rank computed; the outputs of all ranks are summed
+tokens   a module that computes every token separately, such as a LayerNorm
+gather   a module without parameters of its own whose layers get all tokens, for example an attention
+
+A block gets and returns tokens, [b, tokens, width], in one tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,11 +37,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.tensor_parallel_plan import plan_of
 
 ALL = Replicate()  # each rank has all tokens
 OWN = Shard(1)  # each rank has 1/tp of the tokens: [b, tokens / tp, width]
+WORDS = ("column", "heads", "row", "tokens", "gather")
+
+
+def plan_of(block: nn.Module) -> Mapping[str, str] | None:
+    """Return the plan of a block; None if every rank computes it completely."""
+    return getattr(block, "tensor_parallel", None)
 
 
 def token_layouts(model: Chain, sequence_parallel: bool) -> list[Placement]:
@@ -91,7 +106,7 @@ def styles(plan: Mapping[str, str], outside: Placement) -> dict[str, ParallelSty
     """Return torch's styles of the modules that a plan names.
 
     Args:
-        plan: as in tensor_parallel_plan.py.
+        plan: of a block.
         outside: tokens that the rank has between the pairs: its OWN with sequence parallelism, otherwise ALL.
     """
     gathered = tuple(f"{name}." for name, word in plan.items() if word == "gather")
@@ -122,3 +137,77 @@ def parallelize(block: nn.Module, mesh: DeviceMesh, inputs: Placement, outputs: 
     parallelize_module(block, mesh, how, src_data_rank=None)
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(name not in frozen)  # torch's styles make new parameters
+
+
+def check_plans(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_parallel: bool) -> None:
+    """Check that the model's blocks can be divided as their plans require.
+
+    Args:
+        model: the complete model.
+        shapes: shape of one sample's activation before each block, without the batch dimension; and after the last one.
+        tp: number of ranks that share a block.
+        sequence_parallel: whether they share the tokens, too.
+
+    Raises:
+        ConfigError: no block has a plan, a plan does not fit its block, or something is not divisible by `tp`.
+    """
+    if sequence_parallel and tp == 1:
+        raise ConfigError(
+            "strategy.sequence_parallel=true: needs ranks along tp that share the tokens; use strategy.tp=2 or more"
+        )
+    blocks = dict(model.named_children())
+    if not any(map(plan_of, blocks.values())):
+        raise ConfigError(
+            f"strategy.tp={tp}: no block of the model has a plan for tensor parallelism. Give the class of its blocks "
+            f"({', '.join(dict.fromkeys(type(block).__name__ for block in blocks.values()))}) the attribute tensor_parallel, "
+            f"as in ddp_lab/models/vit.py: a dict from the names of their modules to {', '.join(WORDS)}. Or use strategy=tp, "
+            "which needs no plan"
+        )
+    if buffers := [name for name, _ in model.named_buffers()]:
+        raise ConfigError(
+            f"strategy.tp={tp}: does not support models with buffers, got {buffers[0]}. Use strategy=tp, or strategy.tp=1"
+        )
+    for (name, block), shape in zip(blocks.items(), shapes, strict=False):
+        if plan := plan_of(block):
+            check_names(name, block, plan)
+            for size, what in sizes_of(name, block, plan):
+                if size % tp:
+                    raise ConfigError(f"strategy.tp={tp}: must divide the {size} {what}; use one of their divisors")
+            if sequence_parallel and shape[0] % tp:
+                raise ConfigError(
+                    f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the {shape[0]} tokens before {name}. Use "
+                    "strategy.sequence_parallel=false, or another number of tokens: vit has one less with model.pool=mean"
+                )
+
+
+def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
+    """Check that a plan names all modules with parameters, and gives linear layers the words for linear layers.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    key, modules = f"{type(block).__name__}.tensor_parallel", dict(block.named_modules())
+    for path, word in plan.items():
+        if path not in modules:
+            raise ConfigError(f"{key}: {name} has no module {path}; it has {', '.join(filter(None, modules))}")
+        if word not in WORDS:
+            raise ConfigError(f"{key}: {path} must be one of {', '.join(WORDS)}, got {word}")
+        if word in ("column", "heads", "row") and not isinstance(modules[path], nn.Linear):
+            kind = type(modules[path]).__name__
+            raise ConfigError(f"{key}: {path} is {word}, which must be a Linear, got {kind}; use tokens, or remove the plan")
+    covered = tuple(f"{path}." for path, word in plan.items() if word != "gather")
+    if missing := [path for path, _ in block.named_parameters() if not path.startswith(covered)]:
+        raise ConfigError(f"{key}: must name the module of the parameter {missing[0]}, as one of {', '.join(WORDS[:-1])}")
+
+
+def sizes_of(name: str, block: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """Yield each number that `tp` must divide in a block, and what it counts."""
+    modules: dict[str, Any] = dict(block.named_modules())
+    for path, word in plan.items():
+        layer = modules[path]
+        if word == "heads":
+            yield layer.out_features // modules[path.rpartition(".")[0]].head_width, f"heads of {name}.{path}"
+        elif word == "column":
+            yield layer.out_features, f"units of {name}.{path}"
+        elif word == "row":
+            yield layer.in_features, f"inputs of {name}.{path}"

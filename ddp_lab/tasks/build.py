@@ -15,20 +15,26 @@ from ddp_lab.tasks.base import LossFunction
 from ddp_lab.tasks.classification import CrossEntropy
 
 
-def build_loss(node: DictConfig | dict[str, Any], num_classes: int, mixed: bool = False) -> LossFunction:
+def default() -> None:
+    """Stand for the task's own loss, as `_target_` of the config group `loss`."""
+
+
+def build_loss(node: DictConfig | dict[str, Any], num_classes: int | None = None, mixed: bool = False) -> LossFunction | None:
     """Construct the loss that `_target_` names: a class, which is called once, or a function, which is the loss itself.
 
     Either is given reduction="none" if it has a parameter of that name.
 
     Args:
         node: the config group `loss`.
-        num_classes: number of classes of the dataset.
+        num_classes: number of classes of the dataset; None: the task is not classification, and the loss is not tried.
         mixed: whether it gets mixed targets.
 
     Raises:
         ConfigError: the constructor fails, the loss of two samples fails or is not a loss per sample, the loss has trainable
             parameters, or it does not support mixed targets.
     """
+    if get_object(node["_target_"]) is default:
+        return None
     key = f"loss._target_={node['_target_']}"
     target = get_object(node["_target_"])
     arguments = {"reduction": "none"} if "reduction" in inspect.signature(target).parameters else {}
@@ -42,6 +48,8 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int, mixed: bool 
         raise ConfigError(
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
         )
+    if num_classes is None:
+        return built
     targets = torch.arange(2) % num_classes
     if problem := describe_losses(built, targets, num_classes):
         raise ConfigError(

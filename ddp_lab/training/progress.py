@@ -60,13 +60,9 @@ class Progress:
         """Return whether this is the end of the epoch that is the best so far."""
         return self.samples == 0 and 0 < self.best_epochs.get(criterion or "", 0) == self.epoch - 1
 
-    def with_best(self, criterion: Criterion, best: "Progress | None") -> "Progress":
-        """Return this position with the best by a metric that another one has recorded; None: the next epoch is the best."""
-        values = {name: value for name, value in self.best.items() if name != criterion}
-        if best is None:
-            return replace(self, best=values)
-        values[criterion] = best.best[criterion]
-        return replace(self, best=values, best_epochs=self.best_epochs | {criterion: best.best_epochs[criterion]})
+    def without_best(self, criterion: Criterion) -> "Progress":
+        """Return this position without the best by a metric, so that the next epoch is the best."""
+        return replace(self, best={name: value for name, value in self.best.items() if name != criterion})
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, {self.samples:,} samples into it, step {self.step}"

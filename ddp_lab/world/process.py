@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_lab.config.errors import ConfigError
-
 # Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a launch.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -50,16 +48,8 @@ class Place:
 
 
 def env_int(name: str, default: int) -> int:
-    """Return the environment variable `name` as an integer, or `default` if it is not set.
-
-    Raises:
-        ConfigError: it is not an integer.
-    """
-    value = os.environ.get(name, str(default))
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(f"{name}={value}: this environment variable must be an integer") from None
+    """Return the environment variable `name` as an integer, or `default` if it is not set."""
+    return int(os.environ.get(name, default))
 
 
 def run_id() -> str | None:

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import names, resume
-from launches import SMALL, launch, main_in_world, read_metrics
 from torch import nn
-from training import largest_difference
 from worlds import run_world
 
 from ddp_lab.checkpoints import sharded
@@ -125,36 +123,3 @@ def test_rank_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
     finish_interrupted_save(tmp_path)
     assert find_damage(tmp_path / "step_00000001.sharded") is None
     assert names(tmp_path) == ["step_00000001.sharded"]
-
-
-@pytest.mark.slow
-def test_preempted_run_resumes_under_another_strategy_to_the_same_end(tmp_path):
-    """The signal is received by one rank, within an epoch."""
-    line = [*SMALL, "epochs=3", "ema=0.8", f"runs_dir={tmp_path}"]
-    sharded = [*line, "name=sharded", "checkpoint.format=sharded"]
-    fsdp = "torchrun --standalone --nproc_per_node=2 train.py strategy=fsdp inject=sigterm@rank=1,step=8"
-    code, output = launch(fsdp, *sharded)
-    assert "preempted at epoch 2" in output, (code, output)
-    run_world(1, main_in_world, *sharded)
-    run_world(1, main_in_world, *line, "name=whole")
-    folder = tmp_path / "sharded" / "checkpoints"
-    assert names(folder) == ["step_00000010.sharded", "step_00000015.sharded"]
-    state = ShardedCheckpoint(folder / "step_00000015.sharded").full()
-    expected = torch.load(tmp_path / "whole" / "checkpoints" / "step_00000015.pt", weights_only=True)
-    for part in ("model", "ema"):
-        assert largest_difference(state[part], expected[part]) <= 1e-6
-    records = [[record["epoch"] for record in read_metrics(tmp_path / name)] for name in ("sharded", "whole")]
-    assert records[0] == records[1] == [1, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_full_disk_of_any_rank_ends_the_run_and_keeps_the_last_valid_checkpoint(rank, tmp_path):
-    line = [*SMALL, "epochs=3", f"runs_dir={tmp_path}", "name=full", "checkpoint.format=sharded", "strategy=fsdp"]
-    code, output = launch("torchrun --standalone --nproc_per_node=2 train.py", *line, f"inject=disk_full@rank={rank},step=8")
-    good = tmp_path / "full" / "checkpoints" / "step_00000005.sharded"
-    assert code == 1
-    assert f"rank {rank}: [Errno 28] No space left on device" in output
-    assert f"the last valid checkpoint is {good}" in output
-    assert find_damage(good) is None
-    assert not list(good.parent.glob("*.tmp"))

@@ -1,65 +1,16 @@
-"""The time split of a step: the arithmetic on made-up traces, and the profiles of real runs."""
+"""profile=true: the division of a step's time, on made-up traces, and the profiles of real runs."""
 
-import gc
 import gzip
 import json
-from itertools import pairwise
 
 import pytest
-import torch
-from launches import SMALL, launch
+from launches import SMALL, launch, main_in_world, refusal_in_world
 from PIL import Image
+from worlds import run_world
 
-from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.observe.logger import Logger
-from ddp_lab.observe.profiler import NEEDED, RECORD, Profiled
+from ddp_lab.observe.profiler import RECORD
 from ddp_lab.observe.time_split import PARTS, diagnose, length, split_steps, straggler, summarise
-from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, bytes_per_step, host_ranges, read, spans_of_steps, union
-from ddp_lab.resilience.fault_injection import Fault
-from ddp_lab.strategies.single import Single
-from ddp_lab.training.schedule import constant, make_scheduler
-from ddp_lab.training.step import Step, TrainStep
-from ddp_lab.world.runtime import Runtime
-
-DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
-
-
-def test_wrapped_steps_implement_train_step(tmp_path):
-    runtime = Runtime("cpu")
-    strategy = Single(runtime)
-    strategy.setup(simple_cnn(1, 8, 10))
-    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
-    step = Step(strategy, optimizer, make_scheduler(optimizer, constant, 1, 1, 0))
-    step.lr = 0.25
-    fault = Fault(step, "nan@rank=0,step=1", 0, tmp_path, None, 0)
-    profiled = Profiled(step, runtime, Logger(), tmp_path / "profile", graph=False, bubble=None)
-    for wrapped in (step, fault, profiled):
-        assert isinstance(wrapped, TrainStep)
-        assert wrapped.running_sums is step.running_sums
-        assert wrapped.lr == 0.25
-
-
-class Addition:
-    """A step for the profiler that neither reads data nor trains."""
-
-    running_sums, lr = None, 0.0
-
-    def batches(self, loader):
-        return loader
-
-    def __call__(self, batch) -> None:
-        torch.ones(2).add_(1)
-
-
-def test_profiler_makes_no_list_of_events_in_python(tmp_path, monkeypatch, recwarn):
-    """torch's list of the events took 20 s for a Vision Transformer of 24 blocks."""
-    monkeypatch.setattr("torch.autograd.profiler.EventList", None)
-    profiled = Profiled(Addition(), Runtime("cpu"), Logger(), tmp_path / "profile", graph=False, bubble=None)
-    for _ in range(NEEDED):
-        profiled(None)
-    assert len(json.loads((tmp_path / "profile" / "summary.json").read_text())["rows"][0]["steps"]) == RECORD - 1
-    assert not [warning for warning in recwarn if "cycle" in str(warning.message)]
-    assert gc.isenabled()
+from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, read, spans_of_steps, union
 
 
 def test_union_merges_overlapping_spans():
@@ -119,8 +70,6 @@ def test_read_assigns_kernels_to_the_step_that_launched_them():
     )
     (on_the_other,) = found["cuda:1"]  # a step without kernels on this device is left out
     assert [call.name for call in on_the_other.calls] == ["Memcpy PtoP (Device -> Device)"]
-    without = [event for event in events if "nccl" not in event["name"]]
-    assert bytes_per_step({"traceEvents": without}) == 6, "12 bytes, launched in one step of two"
 
 
 def test_read_assigns_time_between_epochs_to_no_step():
@@ -141,19 +90,6 @@ def test_split_steps_does_not_compare_collectives_of_different_groups():
 
     rows = split_steps([of_group("[0, 1]", 10), of_group("[0, 1]", 10), of_group("[2, 3]", 1), of_group("[2, 3]", 4)])
     assert [round(1000 * row["steps"][0]["waiting"]) for row in rows] == [0, 0, 0, 3]
-
-
-def test_bytes_per_step_reads_nccl_and_is_none_without_sizes():
-    step = event(STEP, "user_annotation", 0, 10)
-    said = {"Collective name": "allreduce", "In msg nelems": 100, "Out msg nelems": 100, "dtype": "Float"}
-    gathered = {"Collective name": "_allgather_base", "In msg nelems": 5, "Out msg nelems": 20, "dtype": "BFloat16"}
-    received = said | {"Collective name": "recv"}
-    calls = [event("record_param_comms", "cpu_op", ts, 1, **args) for ts, args in enumerate((said, gathered, received))]
-    kernel = event("ncclDevKernel_AllReduce", "kernel", 3, 1)
-    before = event("record_param_comms", "cpu_op", -5, 1, **said)
-    assert bytes_per_step({"traceEvents": [step, *calls, kernel, before]}) == 410
-    assert bytes_per_step({"traceEvents": [step, kernel]}) is None
-    assert bytes_per_step({"traceEvents": [step]}) == 0
 
 
 def row(rank: int, **parts: float) -> dict:
@@ -200,81 +136,57 @@ def test_straggler_must_be_late_in_most_steps():
     assert straggler(rows((0.5, 0), (0.5, 0))) is None, "half a millisecond of ten"
 
 
-def profiled(tmp_path, line: str, *more: str) -> tuple[dict, str]:
-    code, output = launch(line, *SMALL, "profile=true", "epochs=4", f"runs_dir={tmp_path}", "name=run", *more)
-    assert code == 0, output
-    return json.loads((tmp_path / "run" / "profile" / "summary.json").read_text()), output
-
-
 def test_profile_writes_summary_traces_and_picture(tmp_path):
-    summary, output = profiled(tmp_path, DDP)
+    """Rank 1 sleeps before every step."""
+    line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp strategy._target_=crash.Straggling profile=true"
+    code, output = launch(line, *SMALL, "epochs=4", f"runs_dir={tmp_path}", "name=run")
+    assert code == 0, output
     folder = tmp_path / "run" / "profile"
+    summary = json.loads((folder / "summary.json").read_text())
     assert [(row["rank"], row["device"], len(row["steps"])) for row in summary["rows"]] == [
         (0, "cpu", RECORD - 1),
         (1, "cpu", RECORD - 1),
     ]
+    header = next(line.split() for line in output.splitlines() if "waiting" in line)
+    assert header == ["rank", "device", "step", *PARTS]
     for row in summary["rows"]:
         assert row["compute"] > 0
         assert all(min(step.values()) >= 0 for step in row["steps"])
         assert all(step["communication"] + step["waiting"] > 0 for step in row["steps"]), "the all-reduce is missing"
-    header = next(line.split() for line in output.splitlines() if "waiting" in line)
-    assert header == ["rank", "device", "step", *PARTS]
-    for row in summary["rows"]:
         cells = next(line.split() for line in output.splitlines() if line.split()[:2] == [str(row["rank"]), "cpu"])
         step, *columns = map(float, cells[2 : len(header)])
-        assert sum(columns) == pytest.approx(step, abs=0.005 * len(header)), (
-            "the columns of the table do not add up to the step"
-        )
+        assert sum(columns) == pytest.approx(step, abs=0.005 * len(header)), "the columns do not add up to the step"
         with gzip.open(folder / f"rank{row['rank']}.json.gz") as file:
-            spans = spans_of_steps([event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"])[1:]
+            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        assert [event["name"] for event in events].count(STEP) == RECORD
+        spans = spans_of_steps(events)[1:]
         assert step == pytest.approx(sum(end - start for start, end in spans) / len(spans) / 1000, abs=0.006)
-    parameters = sum(parameter.numel() for parameter in simple_cnn(3, 28, 10).parameters())
-    assert summary["bytes_per_step"] == [4 * parameters] * 2, "not the bytes of the gradients"
+    assert len(summary["peak_memory_bytes"]) == 2
     assert all(line in output for line in summary["diagnosis"])
-    with gzip.open(folder / "rank1.json.gz") as file:
-        names = [event.get("name") for event in json.load(file)["traceEvents"]]
-    assert names.count(STEP) == RECORD
+    assert any(line.startswith("straggler: rank 1 (cpu)") for line in summary["diagnosis"])
     assert Image.open(folder / "time_split.png").width > 600
     assert "profiler_st" not in output, "the profiler's own messages are shown"
 
 
-def test_profile_names_a_straggler(tmp_path):
-    summary, _ = profiled(tmp_path, DDP.replace("=2", "=3"), "strategy._target_=crash.Straggling")
-    assert min(summary["rows"], key=lambda row: row["waiting"])["rank"] == 1
-    assert any(line.startswith("straggler: rank 1 (cpu)") for line in summary["diagnosis"])
-
-
 def test_profile_compares_a_pipelines_bubble_with_the_formula(tmp_path):
-    summary, _ = profiled(tmp_path, DDP.replace("ddp", "pipeline"), "strategy.num_microbatches=4")
-    assert summary["diagnosis"][0].startswith("bubble: the busiest rank, ")
-    assert summary["diagnosis"][0].endswith("formula 20%")
+    overrides = [*SMALL, "strategy=pipeline", "strategy.num_microbatches=4", "profile=true", "epochs=4"]
+    run_world(2, main_in_world, *overrides, f"runs_dir={tmp_path}", "name=run")
+    first, *_ = json.loads((tmp_path / "run" / "profile" / "summary.json").read_text())["diagnosis"]
+    assert first.startswith("bubble: the busiest rank, ")
+    assert first.endswith("formula 20%")
+    assert first in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_profile_reports_a_run_that_ends_too_early(tmp_path):
     overrides = [*SMALL, "epochs=4", f"runs_dir={tmp_path}", "name=run", "profile=true"]
-    code, output = launch("python train.py", *overrides, "inject=sigterm@rank=0,step=10")
+    _, output = launch("python train.py", *overrides, "inject=sigterm@rank=0,step=10")
     assert "profile=true: this launch ended before its 16th step; there is no profile" in output
     assert "record_function" not in output
-    code, output = launch("python train.py", *overrides)
-    assert code == 0, output
-    assert "profile=true: disabled: 10 steps are left, but the profiler needs 16" in output
-
-
-@pytest.mark.slow
-def test_profile_spans_several_short_epochs(tmp_path):
-    """With evaluations between epochs of three steps, each step of the trace contains only the request of its own batch."""
-    more = ["epochs=6", "data.dataset.train_size=6", "batch_size=2"]
-    summary, _ = profiled(tmp_path, "python train.py", *more)
-    assert len(summary["rows"][0]["steps"]) == RECORD - 1
-    with gzip.open(tmp_path / "run" / "profile" / "rank0.json.gz") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    steps, asked = spans_of_steps(events), host_ranges(events, DATA)
-    assert len(asked) > len(steps) == RECORD, "the request at the end of an epoch, which finds no batch, is missing"
-    assert all(until <= begin for (_, until), (begin, _) in pairwise(steps))
-    assert all(sum(start <= begin < end for begin, _ in asked) == 1 for start, end in steps)
+    run_world(1, main_in_world, *overrides)
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "profile=true: disabled: 10 steps are left, but the profiler needs 16" in log
 
 
 def test_profile_refuses_a_run_with_too_few_steps(tmp_path):
-    code, output = launch("python train.py profile=true epochs=3", *SMALL, f"runs_dir={tmp_path}")
-    assert code == 2
-    assert output.strip() == "error: profile=true: needs 16 steps of training, and this run has 15; raise epochs"
+    code, printed = run_world(1, refusal_in_world, f"profile=true epochs=3 {' '.join(SMALL)} runs_dir={tmp_path}")[0]
+    assert (code, printed) == (2, "error: profile=true: needs 16 steps of training, and this run has 15; raise epochs\n")

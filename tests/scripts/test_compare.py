@@ -16,7 +16,7 @@ TITLES = [*STRATEGIES[:-1], "mesh pp=3 num_microbatches=3"]
 def rows_of(output: str) -> dict[str, list[str]]:
     """Return the cells of the table by strategy."""
     lines = ([cell.strip() for cell in line.split("|")] for line in output.splitlines())
-    return {row[1]: row[2:-1] for row in lines if len(row) == 13}
+    return {row[1]: row[2:-1] for row in lines if len(row) == 12}
 
 
 def test_compare_shows_the_same_weights_for_all_strategies(tmp_path):
@@ -31,11 +31,9 @@ def test_compare_shows_the_same_weights_for_all_strategies(tmp_path):
         assert table[name][0] == "3"
         assert float(table[name][-2]) < 1e-6, "the weights after 5 steps differ from single's"
         assert float(table[name][-1]) < 1e-6, "the weights at the end differ from single's"
-        assert table[name][7] == table["single"][7], "the test accuracy differs"
+        assert table[name][6] == table["single"][6], "the test accuracy differs"
         assert int(table[name][5].removesuffix(" MiB").replace(",", "")) > 100
     assert float(table["scratch"][-1]) > 0, "no rounding difference: was single's checkpoint read?"
-    assert table["scratch"][6] == "516kB", "not LeNet's 129,068 gradients of 4 bytes"
-    assert table["single"][6] == "0B"
     assert table["tp"][1].startswith("not run: strategy.tp=2: cannot lay 3 ranks")
     assert (out / "report.md").read_text() in output
     assert "- mesh_pp_3_num_microbatches_3-3: bubble: the busiest rank" in output
@@ -70,9 +68,9 @@ def test_rows_compare_every_strategy_with_single(tmp_path):
         result_of(Entry("fsdp", [], 4, 4), [9.0, 2.0, 2.0], [10.0, 200.0, 200.0], saved["fsdp"]),
     ]
     assert rows(results) == [
-        ("single", "1", "4.00", "100", "1.00", "100%", "not measured", "not measured", "0.5000", "0.0e+00", "0.0e+00"),
-        ("ddp", "2", "2.50", "160", "1.60", "80%", "not measured", "not measured", "0.5000", "1.0e-08", "2.0e-03"),
-        ("fsdp", "4", "2.00", "200", "2.00", "50%", "not measured", "not measured", "0.5000", "3.0e-08", "1.0e-03"),
+        ("single", "1", "4.00", "100", "1.00", "100%", "not measured", "0.5000", "0.0e+00", "0.0e+00"),
+        ("ddp", "2", "2.50", "160", "1.60", "80%", "not measured", "0.5000", "1.0e-08", "2.0e-03"),
+        ("fsdp", "4", "2.00", "200", "2.00", "50%", "not measured", "0.5000", "3.0e-08", "1.0e-03"),
     ]
     assert headline(results) == [
         "Largest difference of a weight from single's after 5 steps: 3.0e-08 (fsdp-4); without BatchNorm it is expected below "

@@ -1,12 +1,17 @@
 """The cases of the equivalence matrix, by strategy and world size, and the comparison of two outcomes."""
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from configs import CONF
+from omegaconf import OmegaConf
 from training import Case, largest_difference
 
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.ddp_pipeline import DDPPipeline
 from ddp_lab.strategies.dp import DP
@@ -38,82 +43,53 @@ DROPPING = VIT | {"model": "vit_drop"}
 SHORT = VIT | {"epochs": 1, "samples": 48}  # two complete batches
 # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides one rounding error by another.
 ADAMW = {"optimizer": "adamw", "lr": 0.01, "dtype": torch.float64}
-CHECKPOINTING = {"none": ()} | {mode: (("checkpoint_activations", mode),) for mode in ("block", "selective")}
-OFFLOAD = {False: (), True: (("offload", True),)}
 LENET = {"model": "lenet", "init": "default", "lr": 0.05}
 HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 units are not divisible by 4
 
 
-def scratch(algorithm: str = "flat", batch_norm: str = "local", **case) -> Case:
-    """Return a case of `scratch` whose buckets have at least 16 KiB, so that LeNet has three."""
-    return Case(Scratch, (("algorithm", algorithm), ("bucket_mb", 1 / 64), ("batch_norm", batch_norm)), **case)
+# Names of options in a case, where they are not those in conf/strategy/.
+LONG = {
+    **{"m": "num_microbatches", "stages": "num_stages", "reshard": "reshard_after_forward", "static": "static_graph"},
+    **{"sequence": "sequence_parallel", "view": "gradient_as_bucket_view", "checkpointing": "checkpoint_activations"},
+}
 
 
-def ddp(batch_norm: str = "local", view: bool = True, static: bool = False, hook: str = "none", **case) -> Case:
-    options = {"bucket_cap_mb": 25.0, "gradient_as_bucket_view": view, "static_graph": static, "comm_hook": hook}
-    return Case(DDP, (("batch_norm", batch_norm), *options.items()), **case)
+@cache
+def usual_options(strategy: type[Strategy]) -> dict[str, Any]:
+    """Return the options of a case that names none: those in conf/, but four micro-batches, and three buckets for LeNet."""
+    names = [base.__module__.rpartition(".")[2] for base in strategy.__mro__ if base.__module__.startswith("ddp_lab.")]
+    options = OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{names[0]}.yaml"))
+    changed = {"num_microbatches": 4, "bucket_mb": 1 / 64}
+    return {key: changed.get(key, value) for key, value in options.items() if key != "_target_"}
 
 
-def fsdp(
-    reshard: bool = True,
-    batch_norm: str = "local",
-    wrap: tuple[str, ...] | None = None,
-    checkpointing: str = "none",
-    offload: bool = False,
-    **case,
-) -> Case:
-    options = (("reshard_after_forward", reshard), ("batch_norm", batch_norm), ("wrap", wrap))
-    return Case(FSDP, options + CHECKPOINTING[checkpointing] + OFFLOAD[offload], **case)
+def maker(strategy: type[Strategy], *positional: str, **base: Any) -> Callable[..., Case]:
+    """Return a function that makes cases of a strategy of its options and of fields of Case.
+
+    Args:
+        positional: names of the options that it also takes without their names.
+        base: fields of Case.
+    """
+
+    def make(*values: Any, **given: Any) -> Case:
+        given = base | dict(zip(positional, values, strict=False)) | {LONG.get(key, key): value for key, value in given.items()}
+        options = {key: given.pop(key, value) for key, value in usual_options(strategy).items()}
+        return Case(strategy, tuple(options.items()), **given)
+
+    return make
+
+
+scratch = maker(Scratch, "algorithm")
+ddp = maker(DDP, "batch_norm")
+fsdp = maker(FSDP, "reshard_after_forward")
+pipeline = maker(Pipeline, "schedule")
+ddp_pipeline = maker(DDPPipeline, "pp", "schedule")
+tp = maker(TP, "tp", "plan")
+mesh = maker(Mesh, **SHORT)  # one epoch of two steps of the ViT
 
 
 def split(devices: int | None, m: int, **case) -> Case:
-    return Case(Split, (("devices", devices and ("cpu",) * devices), ("num_microbatches", m)), **case)
-
-
-def pipeline_options(schedule: str, m: int, stages: int | None, cut: tuple[str, ...] | None) -> tuple:
-    return (("schedule", schedule), ("num_microbatches", m), ("num_stages", stages), ("cut", cut))
-
-
-def pipeline(schedule: str, m: int = 4, stages: int | None = None, cut: tuple[str, ...] | None = None, **case) -> Case:
-    return Case(Pipeline, pipeline_options(schedule, m, stages, cut), **case)
-
-
-def ddp_pipeline(
-    pp: int,
-    schedule: str,
-    m: int = 4,
-    stages: int | None = None,
-    cut: tuple[str, ...] | None = None,
-    batch_norm: str = "local",
-    **case,
-) -> Case:
-    options = (("pp", pp), *pipeline_options(schedule, m, stages, cut), ("batch_norm", batch_norm))
-    return Case(DDPPipeline, options, **case)
-
-
-def tp(tp: int | None, plan: tuple[tuple[str, str], ...] = (), batch_norm: str = "local", **case) -> Case:
-    return Case(TP, (("tp", tp), ("plan", plan), ("batch_norm", batch_norm)), **case)
-
-
-def mesh(
-    dp: int | None = None,
-    shard: int | None = 1,
-    tp: int = 1,
-    pp: int = 1,
-    sequence: bool = False,
-    schedule: str = "1f1b",
-    m: int = 4,
-    stages: int | None = None,
-    cut: tuple[str, ...] | None = None,
-    batch_norm: str = "local",
-    checkpointing: str = "none",
-    offload: bool = False,
-    **case,
-) -> Case:
-    """Return a case of `mesh`; by default it is one epoch of two steps of the ViT."""
-    axes = (("dp", dp), ("shard", shard), ("tp", tp), ("pp", pp), ("sequence_parallel", sequence))
-    options = (*axes, *pipeline_options(schedule, m, stages, cut), ("batch_norm", batch_norm))
-    return Case(Mesh, options + CHECKPOINTING[checkpointing] + OFFLOAD[offload], **(SHORT | case))
+    return maker(Split, "devices", "num_microbatches")(devices and ("cpu",) * devices, m, **case)
 
 
 # BatchNorm, in float64: rounding errors grow fast through its layers, more so if the sign of a ReLU's input changes.
@@ -143,7 +119,7 @@ MATRIX = [
     Row(Case(Single, loader="workers"), "1"),
     Row(Case(Single, accumulate=5), "1"),
     Row(Case(Single, loader="workers", accumulate=3, **RECIPE), "1"),
-    Row(Case(DP, (("devices", None),), accumulate=2), "1"),
+    Row(maker(DP)(accumulate=2), "1"),
     Row(split(None, 1), "1"),
     Row(split(3, 5), "1"),  # 24 is not divisible by 5
     Row(split(4, 24, **ALMOST_EMPTY), "1"),
@@ -289,12 +265,6 @@ def assert_averages_equal(outcome, reference, tolerance: float) -> None:
         assert largest_difference(outcome.averages, outcome.weights) > 100 * tolerance, "nothing was averaged"
 
 
-USUAL = {  # the values of options that a name does not show
-    **{"bucket_mb": 1 / 64, "bucket_cap_mb": 25.0, "gradient_as_bucket_view": True, "static_graph": False},
-    **{"comm_hook": "none", "batch_norm": "local", "reshard_after_forward": True, "num_microbatches": 4, "shard": 1},
-    **{"sequence_parallel": False, "plan": (), "pp": 1},
-    **dict.fromkeys(("dp", "tp", "devices", "num_stages", "cut", "wrap")),
-}
 UNNAMED = ("strategy", "options", "epochs", "lr", "keep_momentum", "dtype", "resume", "save")
 PRESETS = {
     **{"recipe": RECIPE, "clipped": CLIPPED, "focal": FOCAL, "almost empty": ALMOST_EMPTY, "files": FILES},
@@ -304,9 +274,9 @@ PRESETS = {
 
 def name(case: Case) -> str:
     """Return the words of a case: its strategy, and the options, presets and fields that are not the usual ones."""
-    words = [case.strategy.__module__.rpartition(".")[2]]
+    words, usual = [case.strategy.__module__.rpartition(".")[2]], usual_options(case.strategy)
     for key, value in case.options:
-        if USUAL.get(key, ...) != value:
+        if usual[key] != value:
             words.append(value if isinstance(value, str) else f"{key} {word(value)}")
     values = {field.name: getattr(case, field.name) for field in fields(Case) if getattr(case, field.name) != field.default}
     for preset, changed in PRESETS.items():

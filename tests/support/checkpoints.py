@@ -89,7 +89,8 @@ def save_epochs(
 
 
 def resume(checkpoints: Checkpoints, choice: str = "auto") -> Progress:
-    return checkpoints.resume(choice, lambda progress: progress.step)
+    source = checkpoints.folder if choice == "auto" else Path(choice)
+    return checkpoints.resume(source, lambda progress: progress.step)
 
 
 def bias_in(path: Path) -> float:

@@ -1,7 +1,7 @@
 """The modules that test processes need, imported once by the server that they are forked from."""
 
 import matplotlib.backends.backend_agg
-import matplotlib.figure  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
 import preload_rank  # noqa: F401
 import pytest  # noqa: F401
 import sklearn.datasets  # noqa: F401

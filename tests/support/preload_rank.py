@@ -16,12 +16,12 @@ import torch
 import torch.distributed.rendezvous
 import torch.distributed.run
 import torch.utils.tensorboard
+from matplotlib.figure import Figure
 
 import ddp_lab
 import ddp_lab.config.check
 import ddp_lab.observe.logger
 import ddp_lab.observe.metrics_file
-from ddp_lab.observe.figure import empty_figure
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -40,8 +40,8 @@ optimizer.step()
 
 # The pictures of a run take 0.5 s to draw, so forked processes write an empty file for the curves, and draw empty figures.
 ddp_lab.observe.metrics_file.beside = lambda plots, picture: picture.touch()
-ddp_lab.observe.logger.confusion_figure = lambda *_: empty_figure(0.1, 0.1)
-ddp_lab.observe.logger.prediction_grid = lambda *_: empty_figure(0.1, 0.1)
+ddp_lab.observe.logger.confusion_figure = lambda *_: Figure((0.1, 0.1))
+ddp_lab.observe.logger.prediction_grid = lambda *_: Figure((0.1, 0.1))
 
 # Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s), which conf/ leaves at null.
 hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None

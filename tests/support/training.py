@@ -174,7 +174,7 @@ class Case:
     save: str = ""  # folder for the folders `pt` and `sharded`, with checkpoints of both formats
     save_at: int = 0  # a step within an epoch after which another one is saved
     keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
-    resume: str = "never"
+    resume: str | None = None
     performance: Performance = OFF
     start: int = 0  # added to the initial weights on ranks other than 0, which must not affect the result
 
@@ -189,7 +189,7 @@ class Case:
             accumulate=1,
             save="",
             save_at=0,
-            resume="never",
+            resume=None,
             start=0,
             performance=OFF,
         )
@@ -251,7 +251,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
         root: the directory of the images of a case with `files`.
     """
     model, _, _ = MODELS[case.model]
-    options = {key: dict(value) if key == "plan" else value for key, value in case.options}
+    options = {key: dict(value) if key == "plan" and value else value for key, value in case.options}
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     return OmegaConf.create(
         {
@@ -385,7 +385,8 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     state = State(strategy, training.optimizer, training.scheduler, job.shapes, training.ema)
     folders = {Path(case.save, form): form == "sharded" for form in ("pt", "sharded") if case.save}
     checkpoints = [Checkpoints(folder, state, sharded=sharded) for folder, sharded in folders.items()]
-    progress = Checkpoints(Path(case.save), state).resume(case.resume, lambda progress: progress.step)
+    source = Path(case.resume) if case.resume else None
+    progress = Checkpoints(Path(case.save), state).resume(source, lambda progress: progress.step)
     training.compile(steps_left=case.epochs * job.plan.steps_per_epoch)
     recorder = Recorder(checkpoints, case.save_at)
     training.fit(recorder, recorder, progress)
