@@ -110,7 +110,7 @@ def run_rank(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     torch.set_num_threads(1)
     try:
         result = function(*args)
-        return pickle.dumps(result if os.environ["RANK"] == "0" else None)
+        return as_bytes(result) if os.environ["RANK"] == "0" else b""
     except (ConfigError, TrainingError) as error:
         show(f"{type(error).__name__}: {error}")
     except Exception as error:
@@ -119,6 +119,21 @@ def run_rank(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         show(traceback.format_exc())
     sys.stdout.flush()
     sys.exit(1)
+
+
+def as_bytes(result: Any) -> bytes:
+    """Return a result as pickle writes it.
+
+    Raises:
+        ConfigError: pickle does not support it.
+    """
+    try:
+        return pickle.dumps(result)
+    except Exception as error:  # pickle raises several kinds
+        raise ConfigError(
+            f"launch: a {type(result).__name__} cannot be returned to the process that started the ranks ({error}). Return "
+            "tensors, numbers, texts, or lists and dicts of them"
+        ) from None
 
 
 def describe(rank: int, failure: Any) -> str:
