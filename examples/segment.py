@@ -24,7 +24,7 @@ class UNet(nn.Module):
 
 
 def discs(samples: int = 250, size: int = 32) -> TensorDataset:
-    """Return noisy images, [1, size, size], and masks, [size, size]: 1 in a disc, 0 outside, 255 at its edge, which is ignored."""
+    """Return noisy images, [1, size, size], and masks, [size, size]: 1 in a disc, 0 outside, 255 (ignored) at its edge."""
     places, (x, y, radius) = torch.arange(size), torch.rand(3, samples, 1, 1) * 8 + 8
     distance = ((places - x) ** 2 + (places[:, None] - y) ** 2).sqrt() - radius
     masks = torch.where(distance.abs() < 0.5, 255, (distance < 0).long())
@@ -37,4 +37,4 @@ with Lab(strategy=sys.argv[1] if len(sys.argv) > 1 else "single", seed=0) as lab
     for epoch in range(3):
         for images, masks in trainer.batches(training, epoch):
             loss = trainer.step(images, masks)
-        lab.log(epoch=epoch, loss=loss, **trainer.evaluate(validation))
+        lab.log(epoch=epoch, train_loss=loss, **trainer.evaluate(validation))

@@ -3,18 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
-from pydantic import BaseModel, create_model
 from torch import nn
 
 from ddp_lab.config.build import options
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.config.schema import Keys, RunConfig
-from ddp_lab.config.types import Count, Fraction, NaturalNumber, Positive
+from ddp_lab.config.schema import Keys
+from ddp_lab.config.types import Count, DeviceName, Fraction, NaturalNumber, Positive, Seed
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import is_plain, require_chain
 from ddp_lab.speed.fused import configure_optimizer
@@ -28,6 +27,15 @@ from ddp_lab.world.runtime import Runtime
 CONF = Path(__file__).parents[1] / "conf" / "strategy"
 
 
+class LabKeys(Keys):
+    """The plain arguments of `Lab`, as in `RunConfig`."""
+
+    device: Literal["auto", "mps"] | DeviceName
+    precision: Literal["float32", "bf16"]
+    seed: Seed
+    timeout: Positive
+
+
 class TrainerKeys(Keys):
     """The plain arguments of `Lab.trainer`."""
 
@@ -36,18 +44,6 @@ class TrainerKeys(Keys):
     max_grad_norm: Positive | None
     ema: Fraction | None
     num_workers: NaturalNumber
-
-
-LabKeys: type[BaseModel] = create_model(
-    "LabKeys",
-    __base__=Keys,
-    **{name: (field.annotation, field) for name in ("device", "precision", "seed", "timeout") for field in [RunConfig.model_fields[name]]},
-)
-
-
-def check(keys: type[BaseModel], values: dict[str, Any]) -> None:
-    """Raise a ConfigError, as train.py does, if a value is not allowed."""
-    validate(keys, values)
 
 
 def find_strategy(name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +123,8 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
     def compare() -> None:
         if other := [rank for rank, values in enumerate(found) if values != found[0]]:
             raise ConfigError(
-                f"the model of rank {other[0]} has other initial weights than that of rank 0. Construct it within `with Lab(...)`,"
-                " which seeds torch, in the same order on every rank"
+                f"the model of rank {other[0]} has other initial weights than that of rank 0. Construct it within `with "
+                "Lab(...)`, which seeds torch, in the same order on every rank"
             )
 
     runtime.agree("weights", compare)
@@ -142,7 +138,7 @@ def make_optimizer(make: Callable[..., torch.optim.Optimizer], strategy: Strateg
     """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise ConfigError(
-            f"optimizer: must make one of some parameters, because the strategy may replace those of the model; use for example "
+            "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
             f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
         )
     try:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.checkpoints.state import State
 from ddp_lab.config.build import build
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, check, find_strategy, in_blocks, make_optimizer, require_same
+from ddp_lab.config.check import validate
+from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, make_optimizer, require_same
 from ddp_lab.lab.trainer import Trainer
 from ddp_lab.observe.metrics_file import append_line
 from ddp_lab.strategies.base import Strategy
@@ -22,6 +24,8 @@ from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
+
+REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
 
 
 class Lab:
@@ -54,7 +58,7 @@ class Lab:
         run_dir: str | Path | None = None,
         **options: Any,
     ):
-        check(LabKeys, {"device": device, "precision": precision, "seed": seed, "timeout": timeout})
+        validate(LabKeys, {"device": device, "precision": precision, "seed": seed, "timeout": timeout})
         self._strategy, self._keys, self.seed = find_strategy(strategy, options), (device, precision, timeout), seed
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._runtime: Runtime | None = None
@@ -69,6 +73,8 @@ class Lab:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         runtime, self._runtime, Lab._open = self.runtime, None, None
+        if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
+            time.sleep(REPORTING)
         runtime.__exit__(kind, error, traceback)
 
     @property
@@ -112,7 +118,9 @@ class Lab:
         if not self.is_main:
             return
         values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-        self.print(*(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()))
+        self.print(
+            *(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
+        )
         if self._run_dir is not None:
             kind = next((name for name in ("epoch", "step") if name in values), "log")
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -153,7 +161,7 @@ class Lab:
         """
         runtime = self.runtime
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
-        check(TrainerKeys, {**sizes, "max_grad_norm": max_grad_norm, "ema": ema})
+        validate(TrainerKeys, {**sizes, "max_grad_norm": max_grad_norm, "ema": ema})
         strategy: Strategy = build(self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(

@@ -31,8 +31,8 @@ class RankError(RuntimeError):
 def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Result:
     """Call `function(*args)` on `nproc` ranks of this machine at the same time, and return the result of rank 0.
 
-    The ranks are forked: the function may be defined in a notebook, and sees all that was defined before. Each computes with one
-    thread on the CPU, because the threads of this process do not exist in a fork.
+    The ranks are forked: the function may be defined in a notebook, and sees all that was defined before. On the CPU each has
+    one thread, because the threads of this process do not exist in a fork.
 
     Args:
         function: joins the other ranks by `with Lab(...)`. The result of rank 0 must be one that pickle supports.

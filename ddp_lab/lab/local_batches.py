@@ -2,19 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import Batch
-from ddp_lab.data.dataset import InMemory
+from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
 from ddp_lab.data.tensors import samples_of
 from ddp_lab.data.workers import WorkerLoader
+from ddp_lab.speed.options import DATA_SHARE
 from ddp_lab.strategies.base import Strategy
 
-KEPT = 4  # loaders that are kept, each with its dataset
+KEPT = 4  # datasets whose loaders are kept
+
+Purpose = Literal["shuffled", "ordered", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -52,33 +55,56 @@ class LocalBatches:
     def __init__(self, strategy: Strategy, batch_size: int, seed: int, num_workers: int):
         self.strategy, self.batch_size, self.seed, self.num_workers = strategy, batch_size, seed, num_workers
         self.handed: Handed | None = None
-        self._loaders: dict[tuple[int, bool], tuple[Any, Loader]] = {}  # with the dataset, so that its id stays its own
+        self._loaders: dict[int, tuple[Any, Samples, dict[str, Loader]]] = {}  # with the dataset, so that its id stays its own
 
-    def loader(self, dataset: Any, shuffle: bool) -> Loader:
-        """Return the loader of a map-style dataset of (input, target), the same one for the same dataset.
+    def loader(self, dataset: Any, purpose: Purpose) -> Loader:
+        """Return the loader of a map-style dataset of (input, target), the same one for the same dataset and purpose.
+
+        Args:
+            dataset: of the user.
+            purpose: a shuffled or ordered loop, or an evaluation, which may be in the middle of a loop.
 
         Raises:
             ConfigError: it is not map-style, is empty, or its first sample is not a pair.
         """
-        key = (id(dataset), shuffle)
-        if key not in self._loaders:
-            strategy, samples = self.strategy, samples_of(dataset, "the dataset", self.seed)
-            options = LoaderOptions(
-                batch_size=self.batch_size,
-                dp_rank=strategy.dp_rank,
-                dp_size=strategy.dp_size,
-                device=strategy.device,
-                mean=[0.0],
-                std=[1.0],
-                shuffle=shuffle,
-                seed=self.seed,
-                num_workers=self.num_workers,
-            )
-            make = DeviceLoader if isinstance(samples, InMemory) else WorkerLoader
+        if id(dataset) not in self._loaders:
+            samples = self._place(samples_of(dataset, "the dataset", self.seed))
             for old in list(self._loaders)[: len(self._loaders) + 1 - KEPT]:
                 del self._loaders[old]
-            self._loaders[key] = dataset, make(samples, options)
-        return self._loaders[key][1]
+            self._loaders[id(dataset)] = dataset, samples, {}
+        _, samples, loaders = self._loaders[id(dataset)]
+        if purpose not in loaders:
+            make = (
+                DeviceLoader
+                if isinstance(samples, InMemory) and samples.inputs.device == self.strategy.device
+                else WorkerLoader
+            )
+            loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
+        return loaders[purpose]
+
+    def _place(self, samples: Samples) -> Samples:
+        """Return samples in memory on the device, if that has room for them; others as they are."""
+        device, runtime = self.strategy.device, self.strategy.runtime
+        if not isinstance(samples, InMemory):
+            return samples
+        size = samples.inputs.nbytes + samples.targets.nbytes
+        if device.type == "cuda" and size > DATA_SHARE * runtime.free_memory():
+            return samples
+        return InMemory(samples.inputs.to(device), samples.targets.to(device))
+
+    def _options(self, shuffle: bool) -> LoaderOptions:
+        strategy = self.strategy
+        return LoaderOptions(
+            batch_size=self.batch_size,
+            dp_rank=strategy.dp_rank,
+            dp_size=strategy.dp_size,
+            device=strategy.device,
+            mean=[0.0],
+            std=[1.0],
+            shuffle=shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+        )
 
     def iterate(self, loader: Loader, epoch: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the batches of an epoch without padding.

@@ -69,7 +69,7 @@ class Trainer:
         """
         resumes = self._resumed and epoch == self.progress.epoch
         self._resumed = False
-        loader = self._batches.loader(dataset, shuffle)
+        loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
         yield from self._batches.iterate(loader, epoch, self.progress.samples if resumes else 0)
         if self.progress.epoch == epoch and self.progress.samples == loader.data.size:
             self.progress = self.progress.next_epoch({})
@@ -109,7 +109,10 @@ class Trainer:
         Returns:
             The metrics of the last epoch by name, train_* and val_*.
         """
-        loaders = {"train": self._batches.loader(train, shuffle=True), "val": self._batches.loader(validation, shuffle=False)}
+        loaders = {
+            "train": self._batches.loader(train, "shuffled"),
+            "val": self._batches.loader(validation, "evaluation"),
+        }
         records = Records(self.log)
         parts = Parts(self.strategy, self._step, loaders, FitSettings(epochs), self.state.ema, self._on_device(task))
         self._resumed = False
@@ -124,7 +127,7 @@ class Trainer:
             task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
         """
         with self._averages():
-            return evaluate(self.strategy, self._batches.loader(dataset, shuffle=False), self._on_device(task)).values
+            return evaluate(self.strategy, self._batches.loader(dataset, "evaluation"), self._on_device(task)).values
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the model in evaluation mode, without gradients.
@@ -186,7 +189,8 @@ class Trainer:
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
         """
-        progress = self._checkpoints_in(Path(folder)).resume("auto", lambda found: found.step)
+        checkpoints = self._checkpoints_in(Path(folder))
+        progress = checkpoints.resume(checkpoints.folder, lambda found: found.step)
         self.progress = progress if progress.step else Progress(epoch=0)
         self._resumed = True
         return self.progress.epoch, math.ceil(self.progress.samples / self.batch_size)

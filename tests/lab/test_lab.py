@@ -85,7 +85,7 @@ def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) ->
 def interrupted(strategy: str, options: dict, folder: Path, resumed: bool) -> dict:
     """Train with a checkpoint in the middle of epoch 1, or from that checkpoint on."""
     with Lab(strategy, device="cpu", **options) as lab:
-        trainer = trainer_of(lab, ema=0.5)
+        trainer = trainer_of(lab, ema=0.5, num_workers=1)
         first, done = trainer.resume(folder)
         losses = []
         for epoch in range(first, EPOCHS):
@@ -239,17 +239,29 @@ MESSAGES = [
     ({}, closed, "Lab: is not open; use it as `with Lab(...) as lab:`"),
     ({}, made(batch_size=0), "batch_size=0: must be an integer of at least 1"),
     ({}, made(loss=nn.MSELoss), "must be a function of (outputs, targets), or a task such as tasks.Segmentation()"),
-    ({}, made(optimizer=SGD(net().parameters())), "use for example partial(torch.optim.AdamW, lr=1e-3), got SGD"),
+    ({}, made(optimizer=SGD(net().parameters())), "for example partial(torch.optim.AdamW, lr=1e-3), got SGD"),
     ({}, made(optimizer=partial(torch.optim.SGD, lr=-1)), "optimizer: ValueError: Invalid learning rate: -1"),
     ({}, made(example=3), "example: must be a sample of tensors, for example dataset[0], got int"),
-    ({"strategy": "pipeline"}, made(), "strategy=pipeline: cuts the model by the shapes of its activations, and needs a sample"),
-    ({"strategy": "split"}, made(model=nn.Linear(3, 3)), "strategy=split: needs a model made of blocks, but the model is a Linear"),
+    (
+        {"strategy": "pipeline"},
+        made(),
+        "strategy=pipeline: cuts the model by the shapes of its activations, and needs a sample",
+    ),
+    (
+        {"strategy": "split"},
+        made(model=nn.Linear(3, 3)),
+        "strategy=split: needs a model made of blocks, but the model is a Linear",
+    ),
     ({"strategy": "pipeline", "num_microbatches": 16}, step(), "must not exceed the 12 samples that a pipeline gets at once"),
     ({"strategy": "dpp"}, made(), "strategy=dpp: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp"),
     ({"strategy": "ddp", "bucket_cap": 1}, made(), "did you mean strategy.bucket_cap_mb?"),
     ({"strategy": "ddp", "comm_hook": "fp8"}, made(), "strategy.comm_hook=fp8: must be none or bf16 or powersgd"),
     ({"precision": "fp16"}, made(), "precision=fp16: must be float32 or bf16"),
-    ({}, lambda lab: trainer_of(lab).save("/proc/none/weights.safetensors"), "/proc/none/weights.safetensors: cannot be written"),
+    (
+        {},
+        lambda lab: trainer_of(lab).save("/proc/none/weights.safetensors"),
+        "/proc/none/weights.safetensors: cannot be written",
+    ),
 ]
 
 
@@ -262,7 +274,9 @@ def test_mistake_is_one_message(options, use, message):
 
 def test_mistake_that_only_several_ranks_can_make_is_the_same_message_on_each(folder):
     for rank in two(folder):
-        assert "batch_size=5: is the global batch and must be divisible by the 2 replicas that share it; use 4" in rank["error", 5]
+        assert (
+            "batch_size=5: is the global batch and must be divisible by the 2 replicas that share it; use 4" in rank["error", 5]
+        )
         assert "the model of rank 1 has other initial weights than that of rank 0" in rank["error", 6]
 
 
