@@ -56,3 +56,13 @@ def test_example_is_short(path: Path):
     if path.suffix == ".ipynb":
         text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
     assert len(text.splitlines()) <= 40
+
+
+def test_code_of_the_document_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL):
+        exec(code, names)
+    assert (tmp_path / "weights.safetensors").exists()
+    assert "epoch 2" in capsys.readouterr().out
+    assert names["sums"].shape == (2,)
