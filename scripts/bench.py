@@ -1,6 +1,6 @@
 """Measure training loops side by side: train.py, stock torch, and the kernels alone.
 
-python scripts/bench.py                                       what our loop costs: in turns with the bare loop
+python scripts/bench.py                                       what our loop costs: alternately with the bare loop
 python scripts/bench.py --gpus 1 2 --loops all --json runs/bench.json                  a table of all loops
 
 Without --loops, train.py with speed=off and `bare` alternate in one process, `--seconds` each with 1 and 2 threads on a CPU:
@@ -108,7 +108,7 @@ def measure(model: str, ranks: int, loop: str, strategy: str, arguments: argpars
 
 
 def alternate(model: str, threads: int, arguments: argparse.Namespace) -> dict:
-    """Return one row of the comparison of `ours eager` with `bare` in turns."""
+    """Return one row of the comparison of `ours eager` with `bare`, alternately."""
     row = {"model": model, "threads": threads, "batch": arguments.batch}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "pairs"

@@ -53,10 +53,10 @@ def by_size(runtime: Runtime, sizes: list[int], repeat: int) -> dict[str, list[t
         algorithm([torch.ones(1000, device=runtime.device)])  # connections are opened when they are first used
     for size in sizes:
         tensors = [torch.randn(size // 4 // TENSORS, device=runtime.device) for _ in range(TENSORS)]
-        whole = flatten(tensors)
+        flat = flatten(tensors)
         for name, algorithm in ALGORITHMS.items():
             found[name].append((size, milliseconds(lambda run=algorithm, what=tensors: run(what), runtime.device, repeat)))
-        found["library"].append((size, milliseconds(lambda what=whole: dist.all_reduce(what), runtime.device, repeat)))
+        found["library"].append((size, milliseconds(lambda what=flat: dist.all_reduce(what), runtime.device, repeat)))
     return found
 
 

@@ -21,7 +21,6 @@ from torch.futures import Future
 from ddp_lab.launch.preflight import check_network
 from ddp_lab.launch.storage import check_storage
 from ddp_lab.resilience.decisions import Decisions
-from ddp_lab.resilience.heartbeats import wait_for_turn
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import BEAT, Watchdog
 from ddp_lab.training.metrics import RunningSums
@@ -99,7 +98,8 @@ class Looks:
         threading.Thread(target=self._run, name="looks", daemon=True).start()
 
     def _run(self) -> None:
-        while not wait_for_turn(BEAT, threading.Event()):
+        while True:
+            time.sleep(BEAT)
             for watchdog in list(self.watching):
                 with self.lock:
                     if watchdog in self.watching and watchdog.look():
@@ -145,7 +145,7 @@ class Rank:
         runtime.agree("source", lambda: None)
         runtime.collect("dataset", "0" * 64)
         runtime.agree("same dataset", lambda: None)
-        check_storage(runtime, Path(spec.runs_dir), "run", checkpoint=0, keep=2, best=True, on_error="stop")
+        check_storage(runtime, Path(spec.runs_dir), "run", size=0, kept=3, required=True)
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
         watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, self.looks)
         watchdog.__enter__()  # leaving it would end the process
@@ -171,8 +171,7 @@ class Rank:
             self.runtime.all_reduce(torch.zeros(1))
             if self.decisions.due(step):
                 watchdog.at("deciding")
-                agreed = self.decisions.after(step, save_failed=False)
-                if agreed and agreed.preempted:
+                if self.decisions.exchange(step, save_failed=False).preempted:
                     return step
 
 

@@ -41,7 +41,6 @@ from training import OFF, Case, Performance, largest_difference, run_case, run_c
 from worlds import once, run_world
 
 from ddp_lab.models.vit import vit
-from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.speed import fastest
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO
 from ddp_lab.speed.convolution import pad_convolutions
@@ -54,7 +53,6 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.split import Split
 from ddp_lab.strategies.tp import TP
-from ddp_lab.training.metrics import RunningSums
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
@@ -559,31 +557,6 @@ def test_state_on_the_host_saves_memory_of_the_gpu():
         assert losses == pytest.approx(host_losses, rel=1e-5)
         assert device > 16 * 42_000_000 / 2
         assert host < device / 3
-
-
-def decide_without_waiting() -> int:
-    """Return the number of exchanges in 300 steps. Raise an error if a step's decisions make the host wait for the GPU."""
-    runtime = Runtime("cuda")
-    decisions = Decisions(runtime)
-    sums = torch.ones(3, dtype=torch.float64, device=runtime.device)
-    decisions.begin(0, running_sums := RunningSums(runtime.device))
-    exchanges = 0
-    torch.cuda.set_sync_debug_mode("error")
-    for step in range(1, 301):
-        torch.cuda._sleep(10_000_000)  # some milliseconds of work
-        running_sums.add(sums)
-        if decisions.due(step):
-            exchanges += 1
-            decisions.after(step, save_failed=False)
-    torch.cuda.set_sync_debug_mode("default")
-    running_sums.add(sums * float("nan"))
-    assert decisions.now(301, save_failed=False).not_finite == (301, 0)
-    return exchanges
-
-
-@pytest.mark.gpu(1)
-def test_decisions_do_not_wait_for_the_gpu():
-    assert 1 < run_world(1, decide_without_waiting)[0] < 300
 
 
 @pytest.mark.gpu(2)

@@ -17,7 +17,7 @@ from worlds import run_world
 from ddp_lab.checkpoints.files import write_file
 from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import IGNORE
+from ddp_lab.data.batch import real_samples
 from ddp_lab.data.dataset import hold_out
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.loader import DeviceLoader, LoaderOptions
@@ -36,8 +36,9 @@ RUN += ["optimizer.lr=0.3", "scheduler=constant", "strategy=ddp", "name=mine"]
 
 def images_of(loader) -> set[bytes]:
     """Return the images of all batches of one rank, without padding."""
-    batches = [(inputs[targets != IGNORE], targets) for inputs, targets, _ in loader]
-    return {image.numpy().tobytes() for inputs, _ in batches for image in inputs}
+    rank, size = loader.options.dp_rank, loader.options.dp_size
+    batches = [inputs[: real_samples(count, rank, size)] for inputs, _, count in loader]
+    return {image.numpy().tobytes() for inputs in batches for image in inputs}
 
 
 def read_by(data, kind: type, size: int) -> set[bytes]:

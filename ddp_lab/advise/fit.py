@@ -26,7 +26,7 @@ from ddp_lab.run.job import Job, load_dataset
 from ddp_lab.run.job import build as build_job
 from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.optimizer_state import state_of
+from ddp_lab.training.optimizer import state_of
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
 from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.speed import bytes_of
-from ddp_lab.speed.fused import configure_optimizer
-from ddp_lab.speed.options import AUTO
+from ddp_lab.speed.options import AUTO, configure_optimizer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import ShapesOnly
 

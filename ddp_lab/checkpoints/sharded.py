@@ -38,7 +38,6 @@ from ddp_lab.world.runtime import Runtime
 WRITE_TIMEOUT = timedelta(hours=1)
 # Torch needs up to three times the size of a file to write it, besides the copy of the tensors.
 FILE_BYTES = 2**28
-PLAIN = bool, int, float, str, list, tuple, torch.Tensor, type(None)  # what `as_json` takes
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that writes alone or reads on its own
 
@@ -70,24 +69,18 @@ def copy_shards(state: State) -> dict[str, torch.Tensor]:
     return {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in mine.items()}
 
 
-def describe_optimizer(state: State) -> dict[str, Any]:
-    """Return what the optimizer of this rank has besides tensors: "state" and "param_groups"."""
+def describe(state: State, progress: Progress) -> str:
+    """Return this rank's part of what is not a tensor, under KEYS, as JSON."""
     optimizer = state.strategy.local_optimizer_state(state.optimizer)
-    rest = {
-        name: {key: value for key, value in held.items() if not torch.is_tensor(value)}
-        for name, held in optimizer["state"].items()
+    held = {
+        name: {key: value for key, value in values.items() if not torch.is_tensor(value)}
+        for name, values in optimizer["state"].items()
     }
-    # Of options that are objects the description is enough: a resume takes options from the config, and compares their names.
-    groups = [
-        {key: value if isinstance(value, PLAIN) else str(value) for key, value in group.items()}
-        for group in optimizer["param_groups"]
-    ]
-    return {"state": {name: values for name, values in rest.items() if values}, "param_groups": groups}
-
-
-def as_json(value: Any) -> str:
-    """Return JSON. Learning rates are tensors on the GPU with CUDA graphs."""
-    return json.dumps(value, default=lambda tensor: tensor.item())
+    optimizer |= {"state": {name: values for name, values in held.items() if values}}
+    rest = {"progress": asdict(progress), "seed": state.seed, "scheduler": state.scheduler.state_dict(), "optimizer": optimizer}
+    # Learning rates are tensors on the GPU with CUDA graphs. Of options that are objects the description is enough: a resume
+    # takes options from the config, and compares their names.
+    return json.dumps(rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value))
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):
@@ -138,8 +131,7 @@ class ShardWriter:
             It raises an OSError or a RuntimeError if a rank cannot write its files. No file remains then.
         """
         tensors = copy_shards(state)
-        rest = {"progress": asdict(progress), "seed": state.seed, "scheduler": state.scheduler.state_dict()}
-        plain = as_json(rest | {"optimizer": describe_optimizer(state)})
+        plain = describe(state, progress)
 
         def write(path: Path, before: Callable[[], None]) -> None:
             temporary = path.with_suffix(f"{path.suffix}.tmp")

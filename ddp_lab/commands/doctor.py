@@ -1,10 +1,10 @@
-"""Check the machines and the config before a launch: print one line per finding, with the remedy for each problem.
+"""Check the machines and the config before a launch: print one line per finding, or the error that would end it.
 
 ddp-lab doctor data=fashion_mnist                                            same overrides as train.py
 torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp      started like the launch to check
 
-It does not train and creates no run directory, but it downloads a missing dataset, as train.py does. The exit code is 2 if a
-finding is an error, else 0.
+It makes the checks of train.py, but does not train and creates no run directory. It downloads a missing dataset. The exit code
+is 2 if train.py would refuse the launch, else 0.
 """
 
 from omegaconf import DictConfig

@@ -6,6 +6,8 @@ its position in the epoch, or on where the run was resumed.
 
 import hashlib
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
@@ -21,6 +23,16 @@ def seed_of(key: str, bits: int = 32) -> int:
     torch's CPU generator uses only the lowest 32 bits of its seed. Sums such as seed + epoch already seed other generators.
     """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[: bits // 8], "big")
+
+
+@contextmanager
+def seeded(key: str) -> Generator[None]:
+    """Seed torch's global generator, from which transforms and datasets draw, with a key, and restore it afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(
+            seed_of(key)
+        )  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
+        yield
 
 
 def draw_offsets(samples: int, crop_padding: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:

@@ -19,6 +19,11 @@ class Batch(NamedTuple):
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch
 
 
+def real_samples(count: int, dp_rank: int, dp_size: int) -> int:
+    """Return how many samples of a local batch are no padding: a rank reads every `dp_size`-th of `count`, the GLOBAL batch."""
+    return len(range(dp_rank, count, dp_size))
+
+
 class BatchSize(NamedTuple):
     """The sizes of a batch, which are known before it is read.
 

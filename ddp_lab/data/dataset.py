@@ -11,7 +11,8 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
-from ddp_lab.data.images import Streamed, seeded
+from ddp_lab.data.augment import seeded
+from ddp_lab.data.images import Streamed
 
 DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 

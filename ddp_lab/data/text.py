@@ -34,7 +34,7 @@ class Text:
             self.root.open("rb").close()
         except OSError as error:
             raise NodeError(
-                f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a text file"
+                f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a file"
             ) from None
 
     def load(self) -> Dataset:

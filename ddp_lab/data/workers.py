@@ -4,7 +4,7 @@ import math
 import mmap
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,34 +28,25 @@ def ignore_signals(worker: int) -> None:
 
 
 class Keys(Sampler[list[tuple[int, int]]]):
-    """The batch sampler of one rank: the (epoch, index) of each sample, in endless epochs from a position on.
+    """The batch sampler of one rank: the (epoch, index) of each sample.
 
-    It does not stop after an epoch, so worker processes load the first batches of the next epoch while this one ends. They
-    learn the epoch from the keys: nothing that is set in the main process reaches them once they run.
-
-    Args:
-        order: returns the indices of the rank's samples in an epoch.
-        size: samples in a local batch.
-        shuffle: whether epochs differ; False: one epoch is repeated.
+    Worker processes learn the epoch from the keys: nothing that is set in the main process reaches them once they run.
 
     Attributes:
-        position: epoch and number of this rank's samples to skip, for the next call of `iter`.
+        epoch: number of the epoch.
+        order: the indices of the rank's samples in it, int64 [n].
+
+    Args:
+        size: samples in a local batch.
     """
 
-    def __init__(self, order: Callable[[int], torch.Tensor], size: int, shuffle: bool):
-        self.order, self.size, self.shuffle = order, size, shuffle
-        self.position: tuple[int, int] = (0, 0)
+    def __init__(self, size: int):
+        self.size, self.epoch, self.order = size, 0, torch.zeros(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch, start = self.position
-        while True:
-            for indices in self.order(epoch)[start:].split(self.size):
-                yield [(epoch, index) for index in indices.tolist()]
-            epoch, start = self.after(epoch)
-
-    def after(self, epoch: int) -> tuple[int, int]:
-        """Return the position after an epoch."""
-        return (epoch + self.shuffle, 0)
+        epoch = self.epoch
+        for indices in self.order.split(self.size):
+            yield [(epoch, index) for index in indices.tolist()]
 
 
 class Keyed(TorchDataset[tuple[torch.Tensor, Any]]):
@@ -81,28 +72,15 @@ def stop_workers(loader: DataLoader[Any]) -> None:
         loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
 
 
-def next_of(stream: Iterator[RawBatch]) -> RawBatch:
-    """Return the next batch of a DataLoader.
-
-    Raises:
-        SampleError: a sample cannot be read. Of a worker process, the text is a traceback that ends with the message.
-    """
-    try:
-        return next(stream)
-    except SampleError as error:
-        raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
-
-
 class WorkerLoader(Loader):
     """Loader whose worker processes load and transform the samples in host memory, with torch's DataLoader.
 
-    Batches cross the bus as uint8. On a GPU they are pinned, and are copied while the device computes. The workers begin an
-    epoch before the previous one ends.
+    Batches cross the bus as uint8. On a GPU they are pinned, and are copied while the device computes.
     """
 
     def __init__(self, data: Samples, options: LoaderOptions):
         super().__init__(data, options)
-        self._keys = Keys(self.order, self.local_batch_size, options.shuffle)
+        self._keys = Keys(self.local_batch_size)
         self.loader = DataLoader(
             Keyed(data),
             batch_sampler=self._keys,
@@ -126,16 +104,15 @@ class WorkerLoader(Loader):
         return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
-        if self.start < self.samples and (self._stream is None or self._keys.position != (self.epoch, self.start)):
-            self._keys.position = self.epoch, self.start  # the first epoch, or a resumed or abandoned one
-            self._stream = iter(self.loader)
+        self._keys.epoch, self._keys.order = self.epoch, order[self.start :]
+        self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._stream is not None, "start_epoch was not called"
-        inputs, targets = next_of(self._stream)
-        epoch, start = self._keys.position
-        start += len(targets)
-        self._keys.position = (epoch, start) if start < self.samples else self._keys.after(epoch)
+        try:
+            inputs, targets = next(self._stream)
+        except SampleError as error:  # of a worker process, the text is a traceback that ends with the message
+            raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
         inputs = inputs.to(self.device, non_blocking=True)
         if self.data.is_image:  # not contiguous(), which leaves images of one channel with the strides of channels_last
             inputs = inputs.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)

@@ -1,15 +1,14 @@
 """Checks of the machines before a run: host names, ports, shared memory. Those of the disk are in storage.py.
 
-train.py runs them before it opens the process group, and `ddp-lab doctor` reports all of them. Mistakes in the config are
-reported by the code that reads it: the strategies, Plan, the datasets, RunDir.
+train.py runs them before it opens the process group. Mistakes in the config are reported by the code that reads it: the
+strategies, Plan, the datasets, RunDir.
 """
 
-import json
 import math
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,25 +23,20 @@ SHARED_MEMORY = Path("/dev/shm")  # where torch's worker processes put tensors o
 
 
 class Finding(NamedTuple):
-    """The result of one check.
+    """The result of a check that does not end the launch, which `ddp-lab doctor` prints.
 
     Attributes:
         level: How serious it is.
         about: Name of the check.
-        text: What was found and, for a warning or an error, the remedy.
+        text: What was found and, for a warning, the remedy.
     """
 
-    level: Literal["ok", "warning", "error"]
+    level: Literal["ok", "warning"]
     about: str
     text: str
 
     def __str__(self) -> str:
         return f"{self.level:8} {self.about}: {self.text}"
-
-
-def agree_on(runtime: Runtime, key: str, find: Callable[[], Finding]) -> Finding:
-    """Let rank 0 check something, and return its finding on every rank, or raise its error on every rank. Collective."""
-    return Finding(*json.loads(runtime.agree(key, lambda: json.dumps(find()))))
 
 
 def warn(findings: list[Finding], runtime: Runtime) -> None:
@@ -68,7 +62,7 @@ def check_host_name(runtime: Runtime) -> Finding:
     """Check that this machine's host name resolves to one of its own addresses: gloo listens there, and tells the other ranks.
 
     Raises:
-        NodeError: The name does not resolve to such an address, and gloo is to connect several nodes.
+        NodeError: The name does not resolve to such an address, and gloo is to connect the nodes.
     """
     host = socket.gethostname()
     try:
@@ -81,7 +75,7 @@ def check_host_name(runtime: Runtime) -> Finding:
             f"the host name {host} does not resolve to an address of this machine ({error.strerror}). Correct its /etc/hosts, "
             "or set GLOO_SOCKET_IFNAME to the network interface that connects it to the other nodes"
         )
-    if runtime.nodes > 1 and runtime.device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if runtime.device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         raise NodeError(problem)
     return Finding("warning", "host name", problem)
 
@@ -92,42 +86,36 @@ def check_master(runtime: Runtime) -> Finding:
     Raises:
         NodeError: MASTER_ADDR does not resolve, nothing accepts connections there, or the port is in use.
     """
-    here = socket.gethostname()
-    host, port = runtime.master or (here, 29500)
+    here, (host, port) = socket.gethostname(), runtime.master
     try:
-        if runtime.master:
-            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise NodeError(
             f"MASTER_ADDR={host}: does not resolve on {here} ({error.strerror}). Start torchrun with an address that every "
             "node resolves (--rdzv-endpoint or --master-addr), or with --standalone on one machine"
         ) from None
-    if runtime.agent_keeps_store:
-        try:
+    try:
+        if runtime.agent_keeps_store:
             socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
-        except OSError as error:
+        elif runtime.rank == 0:
+            with socket.socket() as opened:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                opened.bind(("", port))  # no listen(), because the other ranks may already try to connect
+    except OSError as error:
+        if runtime.agent_keeps_store:
             raise NodeError(
                 f"MASTER_ADDR={host}, MASTER_PORT={port}: does not accept connections from {here} ({error.strerror or error}). "
                 "Open the port in the firewalls between the nodes, or use another one: --rdzv-endpoint or --master-port. "
                 f"{NEW_TORCHRUN}"
             ) from None
-        return Finding("ok", "ports", f"{host}:{port} accepts connections")
-    if runtime.rank != 0:
-        return Finding("ok", "ports", f"{host} resolves on {here}; rank 0 will open port {port} there")
-    try:
-        with socket.socket() as opened:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind(("", port))  # no listen(), because the other ranks may already try to connect
-    except OSError as error:
-        text = f"port {port} of {here} cannot be opened ({error.strerror}). Start torchrun with --standalone, or with another "
-        text += "port: --master-port or --rdzv-endpoint"
-        if runtime.world_size == 1:  # one rank needs no port
-            return Finding("warning", "ports", text)
-        raise NodeError(f"MASTER_PORT={port}: {text}") from None
-    return Finding("ok", "ports", f"{port} of {here} is free")
+        raise NodeError(
+            f"MASTER_PORT={port}: cannot be opened on {here} ({error.strerror}). Start torchrun with --standalone, or with "
+            "another port: --master-port or --rdzv-endpoint"
+        ) from None
+    return Finding("ok", "ports", f"{host}:{port} {'accepts connections' if runtime.agent_keeps_store else 'can be opened'}")
 
 
-def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> Finding:
+def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> None:
     """Check that the batches in shared memory fit on the node that calls it; without the check, a worker dies of SIGBUS.
 
     Args:
@@ -138,17 +126,11 @@ def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> Finding:
         NodeError: They do not fit.
     """
     needed = ranks * sum(loader.shared_bytes for loader in loaders)
-    if not needed:
-        return Finding("ok", "loader", "no worker processes prepare batches, so no shared memory is needed")
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else math.inf
-    text = (
-        f"the batches of DataLoader workers on {socket.gethostname()} need {needed / 2**20:,.1f} MiB of shared memory, and "
-        f"{SHARED_MEMORY} has {free / 2**20:,.1f} MiB free"
-    )
-    if needed <= free:
-        return Finding("ok", "loader", text)
-    size = math.ceil(2 * needed / 2**30)
-    raise NodeError(
-        f"data.loader=workers: {text}. Lower data.num_workers (0 needs none) or batch_size, or enlarge {SHARED_MEMORY}: in a "
-        f"container `docker run --shm-size={size}g`, under Kubernetes a volume emptyDir with medium: Memory"
-    )
+    if needed > free:
+        raise NodeError(
+            f"data.loader=workers: the batches on {socket.gethostname()} need {needed / 2**20:,.1f} MiB of shared memory, and "
+            f"{SHARED_MEMORY} has {free / 2**20:,.1f} MiB free. Lower data.num_workers (0 needs none) or "
+            f"batch_size, or enlarge {SHARED_MEMORY}: in a container `docker run --shm-size={math.ceil(2 * needed / 2**30)}g`, "
+            "under Kubernetes a volume emptyDir with medium: Memory"
+        )

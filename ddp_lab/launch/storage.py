@@ -1,5 +1,6 @@
 """Whether all nodes share the run directory, and whether the run's checkpoints fit on its disk."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,17 +10,15 @@ from pathlib import Path
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.preflight import Finding, agree_on
+from ddp_lab.launch.preflight import Finding
 from ddp_lab.resilience.run_directory import find_launch
-from ddp_lab.training.optimizer_state import MakeOptimizer, state_of
+from ddp_lab.training.optimizer import MakeOptimizer, state_of
 from ddp_lab.world.runtime import Runtime
 
 TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache the absence of a file
 
 
-def check_storage(
-    runtime: Runtime, root: Path, name: str | None, checkpoint: int, keep: int, best: bool, on_error: str
-) -> list[Finding]:
+def check_storage(runtime: Runtime, root: Path, name: str | None, size: int, kept: int, required: bool) -> list[Finding]:
     """Check that all nodes share `runs_dir` and that the run's checkpoints fit on its disk.
 
     Collective. Call it before anything is written.
@@ -28,20 +27,19 @@ def check_storage(
         runtime: The ranks.
         root: The config key `runs_dir`.
         name: The config key `name`.
-        checkpoint: Size of one checkpoint in bytes.
-        keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
-        best: Whether the best checkpoint is kept, too.
+        size: Bytes of one checkpoint.
+        kept: Number of checkpoints that are kept.
+        required: Whether a checkpoint that cannot be written ends the run.
 
     Raises:
-        ConfigError: The nodes do not share the directory, or not even one checkpoint fits and `on_error` is "stop".
+        ConfigError: The nodes do not share the directory, or not even one checkpoint fits and `required` is true.
     """
     shared = [check_shared(root, runtime)] if runtime.nodes > 1 else []  # on a single node, RunDir checks the directory
-    _ = runtime.launch  # all ranks take part
-
-    def find() -> Finding:
-        return check_free_disk(root, name or find_launch(root, runtime.launch), checkpoint, keep, best, on_error)
-
-    return [*shared, agree_on(runtime, "free_disk", find)]
+    launch = runtime.launch  # all ranks take part
+    found = runtime.agree(
+        "free_disk", lambda: json.dumps(check_free_disk(root, name or find_launch(root, launch), size, kept, required))
+    )
+    return [*shared, Finding(*json.loads(found))]
 
 
 def check_shared(root: Path, runtime: Runtime) -> Finding:
@@ -68,16 +66,16 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
     problem = "" if runtime.local_rank else _try_token(token, runtime.rank)
     problems = runtime.collect("token", problem)
 
-    def conclude() -> Finding:
+    def conclude() -> None:
         token.unlink(missing_ok=True)
         if found := "; ".join(filter(None, problems or [])):  # only rank 0 runs this function, and it has the list
             raise ConfigError(
                 f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a directory on a file system "
                 "that every node has mounted for writing"
             )
-        return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else ""))
 
-    return agree_on(runtime, "shared", conclude)
+    runtime.agree("shared", conclude)
+    return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else ""))
 
 
 def _try_token(token: Path, rank: int) -> str:
@@ -110,36 +108,25 @@ def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool = Fal
     return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
 
 
-def check_free_disk(root: Path, name: str | None, checkpoint: int, keep: int, best: bool, on_error: str) -> Finding:
+def check_free_disk(root: Path, name: str | None, size: int, kept: int, required: bool) -> Finding:
     """Check the free space on the node that calls it; disk quotas are not taken into account.
 
-    The run needs space for `keep` checkpoints, the best and the one being written, less those that it already has there.
-
-    Args:
-        root: The config key `runs_dir`.
-        name: The run's directory in `root`; None if it is new.
-        checkpoint: Size of one checkpoint in bytes.
-        keep, on_error: The config keys `checkpoint.keep` and `checkpoint.on_error`.
-        best: Whether the best checkpoint is kept, too.
-
-    Raises:
-        ConfigError: Not even one checkpoint fits, and `on_error` is "stop".
+    The run needs space for the checkpoints that it keeps and the one being written, less those that it already has there.
+    `name` is the run's directory in `root`; None if it is new. The other arguments are those of `check_storage`.
     """
-    one = checkpoint
     files = [path.stat() for path in (root / name / "checkpoints").rglob("*") if path.is_file()] if name else []
     held = sum({file.st_ino: file.st_size for file in files}.values())  # the best is a second name of a file, as a rule
-    needed = max(one, (keep + best + 1) * one - held)
+    needed = max(size, (kept + 1) * size - held)
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     usage = shutil.disk_usage(folder)
-    free = usage.free if usage.total else one  # of /proc, for example, which is not a disk: RunDir reports it
-    kept = f"{keep} of them{', the best' if best else ''}"
+    free = usage.free if usage.total else size  # of /proc, for example, which is not a disk: RunDir reports it
     text = (
-        f"{free / 2**20:,.1f} MiB are free at {folder}; a checkpoint takes {one / 2**20:,.1f} MiB, and checkpoint.keep={kept} "
+        f"{free / 2**20:,.1f} MiB are free at {folder}; a checkpoint takes {size / 2**20:,.1f} MiB; the {kept} that are kept "
         f"and the one being written need {needed / 2**20:,.1f} MiB{' more' if held else ''}"
     )
     if free >= needed:
         return Finding("ok", "free disk", text)
     text = f"runs_dir={root}: {text}. Free some space, use another runs_dir, or lower checkpoint.keep"
-    if free < one and on_error == "stop":
+    if free < size and required:
         raise ConfigError(text)
     return Finding("warning", "free disk", text)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_lab.config.types import Positive
-from ddp_lab.models.chain import Chain, require_image_size
+from ddp_lab.models.chain import Chain, init_normal, require_image_size
 
 STAGES = [(64, 1), (128, 2), (256, 2), (512, 2)]  # channels, and stride of the first of two blocks
 
@@ -37,13 +37,6 @@ class Residual(nn.Module):
         return F.relu(outputs + self.shortcut(inputs))
 
 
-def draw_weights(model: nn.Module, std: float) -> None:
-    """Draw the weights of convolutions and linear layers from N(0, std^2); biases and BatchNorm's state stay as they are."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.normal_(module.weight, std=std)
-
-
 def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
     """Return the network: 11,175,818 parameters for 1 channel and 10 classes.
 
@@ -71,5 +64,5 @@ def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
     model = Chain((in_channels, image_size, image_size), stem=stem, **blocks, head=head)
     if init_std is not None:
-        model.initialize(partial(draw_weights, std=init_std))
+        model.initialize(partial(init_normal, std=init_std, zero_biases=False))
     return model

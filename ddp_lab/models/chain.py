@@ -28,7 +28,7 @@ class Chain(nn.Sequential):
     """
 
     def __init__(self, input_shape: tuple[int, ...], **blocks: nn.Module):
-        super().__init__(OrderedDict(each_its_own(blocks)))
+        super().__init__(OrderedDict(without_repetitions(blocks)))
         self.input_shape = input_shape
         self.input_dtype: torch.dtype | None = None
         self.initializers: list[Callable[[nn.Module], None]] = []
@@ -83,59 +83,30 @@ class Chain(nn.Sequential):
         return [nn.Sequential(*piece) for piece in pieces]
 
 
-def each_its_own(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def without_repetitions(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the blocks with copies in place of repeated ones. The arguments and errors are those of `Chain`."""
-    names: dict[nn.Module, str] = {}
-    own = dict(blocks)
+    first: dict[nn.Module, str] = {}
     for name, block in blocks.items():
-        if (first := names.setdefault(block, name)) != name:
-            if block.state_dict():
-                raise ConfigError(
-                    f"the blocks {first} and {name} of the model are the same {type(block).__name__}: a strategy that cuts the "
-                    "model would train two of them. Use a copy, or put all places of it into one block"
-                )
-            own[name] = copy.deepcopy(block)
-    return own
+        if first.setdefault(block, name) != name and block.state_dict():
+            raise ConfigError(
+                f"the blocks {first[block]} and {name} of the model are the same {type(block).__name__}: a strategy that cuts "
+                "the model would train two of them. Use a copy, or put all places of it into one block"
+            )
+    return {name: block if first[block] == name else copy.deepcopy(block) for name, block in blocks.items()}
 
 
-def init_normal(model: nn.Module, std: float) -> None:
-    """Draw the weights of convolutions and linear layers from N(0, std^2) and set their biases to zero."""
+def init_normal(model: nn.Module, std: float, zero_biases: bool = True) -> None:
+    """Draw the weights of convolutions and linear layers from N(0, std^2), and set their biases to zero if asked to."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
+            if zero_biases and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
 
 def require_image_size(model: str, image_size: int, smallest: int) -> None:
-    """Check that the images are large enough for a model.
-
-    Args:
-        model: name of the model, for the message.
-        image_size: height and width of the images, in pixels.
-        smallest: smallest size that the model supports.
-
-    Raises:
-        ConfigError: the images are smaller than `smallest`.
-    """
+    """Raise a ConfigError if the images have less than `smallest` pixels in height and width."""
     if image_size < smallest:
         raise ConfigError(
             f"model={model}: needs images of at least {smallest}x{smallest} pixels, got {image_size}x{image_size}"
         )
-
-
-def require_divisor(option: str, value: int, what: str, size: int) -> None:
-    """Check that an option of a model divides a size.
-
-    Args:
-        option: name of the option, for the message.
-        value: its value.
-        what: what has to be divided, for the message.
-        size: its size.
-
-    Raises:
-        ConfigError: `value` does not divide `size`; the message names the divisors.
-    """
-    if size % value:
-        divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        raise ConfigError(f"model.{option}={value}: must divide {what}, {size}; use one of {divisors}")

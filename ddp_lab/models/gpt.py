@@ -2,8 +2,8 @@
 
     tokens [b, n] -> embed: [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits [b, n, vocabulary]
 
-The blocks are those of the Vision Transformer (vit.py) with another mask, so that they have its plan for tensor parallelism. The
-head is not tied to the embedding: strategies that cut the model would train two.
+The blocks are those of the Vision Transformer (vit.py) with a mask, and have its plan for tensor parallelism. The head is not
+tied to the embedding: strategies that cut the model would train two.
 """
 
 import math

@@ -7,8 +7,8 @@ them, therefore has exactly the weights that one device would have, and no rank 
 import copy
 import hashlib
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,20 +17,6 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 
 KEY = "model.init=by_block"
-
-
-def draw(seed: int, name: str, make_block: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the initial weights of a block, on the CPU. torch's random state is restored.
-
-    Args:
-        seed: the run's seed.
-        name: name of the block.
-        make_block: constructs the block and draws its weights from torch's generator for the CPU.
-    """
-    digest = hashlib.sha256(f"init seed={seed} block={name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))  # it uses 32 bits
-        return tensors_of(make_block())
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,7 +40,7 @@ class InitialWeights:
         self.initializers, self.seed = chain.initializers, seed
         self.given: dict[str, torch.Tensor] = {}
         for name, block in self.blocks.items():
-            require_reset(block, name)
+            list(resettable(block, name))
         first: dict[nn.Parameter, str] = {}
         for name, parameter in chain.named_parameters(remove_duplicate=False):
             if (other := first.setdefault(parameter, name)) != name:
@@ -77,57 +63,51 @@ class InitialWeights:
         given = {key: self.given[f"{name}.{key}"] for key in names if f"{name}.{key}" in self.given}
         if given.keys() == names:
             return given
-        return draw(self.seed, name, partial(self._make, name)) | given
+        digest = hashlib.sha256(f"init seed={self.seed} block={name}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):  # torch's random state is restored
+            torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))  # it uses 32 bits
+            return self._draw(name) | given
 
-    def _make(self, name: str) -> nn.Module:
-        """Return a copy of a block with memory of its own and newly drawn weights."""
+    def _draw(self, name: str) -> dict[str, torch.Tensor]:
+        """Return newly drawn parameters and buffers of a block, from torch's generator for the CPU."""
         block = copy.deepcopy(self.blocks[name]).to_empty(device="cpu")
         for tensor in tensors_of(block).values():
             tensor.fill_(unset(tensor.dtype))
-        reset(block)
+        for module in resettable(block, name):
+            cast("Any", module).reset_parameters()
         for initialize in self.initializers:
             initialize(block)
-        for key, tensor in tensors_of(block).items():
+        drawn = tensors_of(block)
+        for key, tensor in drawn.items():
             if has_unset(tensor):
                 raise ConfigError(
                     f"{KEY}: reset_parameters does not set {name}.{key} completely. It must initialise all parameters and "
                     "buffers of its module, also those of the modules within; or use model.init=default"
                 )
-        return block
+        return drawn
 
 
 def unset(dtype: torch.dtype) -> float:
-    """Return a value that no initial weight has: NaN, or the least integer; 0 if the dtype has none."""
+    """Return a value that no initial weight has: NaN, or the least integer; 0 for bool, which has none."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def has_unset(tensor: torch.Tensor) -> bool:
-    """Return whether an element has the value that `unset` returns for its dtype, unless that is 0. It takes one pass."""
+    """Return whether an element has the value that `unset` returns for its dtype, unless that is 0."""
     mark = unset(tensor.dtype)
-    if not mark or tensor.numel() == 0:
-        return False
-    least = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).amin()  # NaN if any element is
-    return bool(least.isnan() if math.isnan(mark) else least == mark)
+    return bool(mark and (tensor.isnan() if math.isnan(mark) else tensor == mark).any())
 
 
-def reset(module: nn.Module) -> None:
-    """Call `reset_parameters` of the module, which initialises everything in it, or else of the modules within."""
-    if callable(own := getattr(module, "reset_parameters", None)):
-        own()
-    else:
-        for child in module.children():
-            reset(child)
-
-
-def require_reset(module: nn.Module, path: str) -> None:
-    """Check that `reset` can initialise a module.
+def resettable(module: nn.Module, path: str) -> Iterator[nn.Module]:
+    """Yield the outermost modules with a method `reset_parameters`, which initialises everything in them.
 
     Raises:
-        ConfigError: neither a module with parameters or buffers of its own nor one that contains it has `reset_parameters`.
+        ConfigError: neither a module with parameters or buffers of its own nor one that contains it has the method.
     """
     if callable(getattr(module, "reset_parameters", None)):
+        yield module
         return
     own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
     if own:
@@ -136,4 +116,4 @@ def require_reset(module: nn.Module, path: str) -> None:
             "the initial weights again. Add the method, or use model.init=default"
         )
     for name, child in module.named_children():
-        require_reset(child, f"{path}.{name}")
+        yield from resettable(child, f"{path}.{name}")

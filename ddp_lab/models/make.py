@@ -142,7 +142,8 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> 
             f"model._target_={target}: {lazy[0]} of a lazy module has no shape yet. Call the model once at the end "
             f"of its constructor: self(torch.zeros(1, {', '.join(map(str, shape_of(shape)))}))"
         )
-    if isinstance(model, nn.Sequential) and is_plain(model):
+    kind = type(model)
+    if isinstance(model, nn.Sequential) and (kind.forward, kind.train) == (nn.Sequential.forward, nn.Sequential.train):
         blocks = {name: child for name, child in model.named_modules(remove_duplicate=False) if name and "." not in name}
         with suppress(ConfigError):
             return Chain(shape_of(shape), **blocks)
@@ -152,11 +153,6 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> 
 def shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape of a sample's input, by default that of an image."""
     return tuple(shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"]))
-
-
-def is_plain(model: nn.Sequential) -> bool:
-    """Return whether a model computes and changes its mode as an nn.Sequential does, so that a Chain can replace it."""
-    return type(model).forward is nn.Sequential.forward and type(model).train is nn.Sequential.train
 
 
 def key_of(node: DictConfig | dict[str, Any]) -> str:
@@ -175,18 +171,20 @@ def require_chain(model: nn.Module, strategy: str, key: str) -> None:
     Raises:
         ConfigError: the model is no chain.
     """
-    if not isinstance(model, Chain):
-        problem = f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}"
-        if isinstance(model, nn.Sequential):
-            why, remedy = "with methods of its own", "return an nn.Sequential without them"
-            if is_plain(model):
-                why, remedy = "that uses one layer in several places", "give each place a layer of its own"
-            raise ConfigError(f"{problem} {why}. Use single, scratch, dp, ddp or fsdp, or {remedy}")
-        if key.startswith("model.name="):
-            raise ConfigError(f"{problem}. Use single, scratch, dp, ddp or fsdp, or a model of ddp_lab, such as model=resnet18")
+    if isinstance(model, Chain):
+        return
+    problem = f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}"
+    remedy = "Use single, scratch, dp, ddp or fsdp,"
+    if isinstance(model, nn.Sequential):
         raise ConfigError(
-            f"{problem}. Use single, scratch, dp, ddp or fsdp, return an nn.Sequential, or make a chain of the blocks:\n"
-            "    from ddp_lab.models.chain import Chain\n"
-            "    def blocks(in_channels, image_size, num_classes):\n"
-            "        return Chain((in_channels, image_size, image_size), body=MyBody(in_channels), head=MyHead(num_classes))"
+            f"{problem} that uses one layer in several places or has methods of its own. {remedy} or return an nn.Sequential "
+            "of which each place has a layer of its own"
         )
+    if key.startswith("model.name="):
+        raise ConfigError(f"{problem}. {remedy} or a model of ddp_lab, such as model=resnet18")
+    raise ConfigError(
+        f"{problem}. {remedy} return an nn.Sequential, or make a chain of the blocks:\n"
+        "    from ddp_lab.models.chain import Chain\n"
+        "    def blocks(in_channels, image_size, num_classes):\n"
+        "        return Chain((in_channels, image_size, image_size), body=MyBody(in_channels), head=MyHead(num_classes))"
+    )

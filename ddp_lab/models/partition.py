@@ -1,11 +1,10 @@
 """The cut of a chain into stages of consecutive blocks with about equal FLOPs."""
 
 import copy
-import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.fingerprint import fingerprint
 from ddp_lab.models.trial import meta_copy
 
 
@@ -99,13 +97,9 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
     """
     activation = chain.example(1, "meta")
     flops, shapes = list[int](), [activation.shape[1:]]
-    known: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}  # by block and input: a deep model has many equal blocks
     with torch.no_grad():
         for block in chain:
-            key = (*fingerprint(block), activation.shape, activation.dtype)
-            if key not in known:
-                known[key] = trace_block(block, activation)
-            count, activation = known[key]
+            count, activation = trace_block(block, activation)
             flops.append(count)
             shapes.append(activation.shape[1:])
     return flops, shapes
@@ -118,7 +112,7 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
     """
     on_meta = any(tensor.is_meta for tensor in block.parameters())
     with suppress(*([] if on_meta else [Exception])), FlopCounterMode(display=False) as counter:
-        output = copy.deepcopy(block).to("meta").eval()(given)
+        output = meta_copy(block).eval()(given)
         return counter.get_total_flops(), output
     with FlopCounterMode(display=False) as counter:
         output = copy.deepcopy(block).eval()(torch.ones_like(given, device="cpu"))
@@ -128,7 +122,7 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
 def cut(costs: list[int], stages: int) -> list[range]:
     """Cut a sequence of blocks into non-empty stages so that the cost of the most expensive stage is as low as possible.
 
-    Of several such cuts, the first stage is the shortest possible, then the second, and so on.
+    Of several such cuts, the first stage is the shortest possible, and the stages after it are cut likewise.
 
     Args:
         costs: cost of each block.
@@ -137,26 +131,14 @@ def cut(costs: list[int], stages: int) -> list[range]:
     Returns:
         The indices of each stage's blocks.
     """
-    n = len(costs)
-    # lowest[k][i]: the cost of the most expensive of k stages that begin with block i, in the best cut
-    lowest: list[list[float]] = [[math.inf] * n + [0]]
-    for k in range(1, stages + 1):
-        lowest.append([best(costs, lowest[k - 1], start) for start in range(n + 1)])
-    bounds = [0]
-    for left in range(stages - 1, -1, -1):
-        start = bounds[-1]
-        stop = next(
-            stop for stop in range(start + 1, n + 1) if max(sum(costs[start:stop]), lowest[left][stop]) <= lowest[stages][0]
-        )
-        bounds.append(stop)
-    return [range(start, stop) for start, stop in pairwise(bounds)]
 
+    @cache
+    def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
+        """Return the lowest possible cost of the most expensive of `left` stages from block `start` on, and their ends."""
+        if left == 1:
+            return sum(costs[start:]), (len(costs),)
+        ends = range(start + 1, len(costs) - left + 2)
+        rests = ((end, *best(end, left - 1)) for end in ends)
+        return min((max(sum(costs[start:end]), cost), (end, *others)) for end, cost, others in rests)
 
-def best(costs: list[int], rest: list[float], start: int) -> float:
-    """Return the lowest possible cost of the most expensive stage, if a stage begins with block `start`.
-
-    Args:
-        costs: cost of each block.
-        rest: the same for the stages after it, by the block that they begin with.
-    """
-    return min((max(sum(costs[start:stop]), rest[stop]) for stop in range(start + 1, len(costs) + 1)), default=math.inf)
+    return [range(start, stop) for start, stop in pairwise((0, *best(0, stages)[1]))]

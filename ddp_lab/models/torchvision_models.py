@@ -1,7 +1,6 @@
 """Every classification model of torchvision, and torchvision's own weights for it and for `vit`."""
 
 import difflib
-import hashlib
 import re
 import socket
 from pathlib import Path
@@ -108,27 +107,25 @@ def find_weights(name: str, weights: str) -> str:
 def download(url: str, folder: Path, key: str) -> str:
     """Return the path of a file whose name ends with the first digits of its SHA-256. It is downloaded if it is missing.
 
+    A file with another hash does not get this name, and is not parsed.
+
     Args:
         folder: torch.hub's cache.
         key: the start of the message.
 
     Raises:
-        NodeError: the file cannot be downloaded, or is damaged.
+        NodeError: the file cannot be downloaded, or has another hash.
     """
     path = folder / url.rpartition("/")[2]
-    digits = re.findall(r"-([0-9a-f]{8,})\.", path.name)[-1]
-    advice = f"Download {url} elsewhere and copy it to {path}, or set model.weights to a file"
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with default_timeout(60):  # torch.hub sets none: an unresponsive server would stall all ranks
-                torch.hub.download_url_to_file(url, str(path), digits, progress=False)
-        with path.open("rb") as file:
-            if not hashlib.file_digest(file, "sha256").hexdigest().startswith(digits):
-                raise NodeError(f"{key}: {path} is damaged: its SHA-256 does not begin with {digits}. Delete it. {advice}")
+                torch.hub.download_url_to_file(url, str(path), torch.hub.HASH_REGEX.findall(path.name)[-1], progress=False)
     except (OSError, RuntimeError) as error:
         raise NodeError(
-            f"{key}: is not on {socket.gethostname()} and could not be downloaded ({' '.join(str(error).split())}). {advice}"
+            f"{key}: is not on {socket.gethostname()} and could not be downloaded ({' '.join(str(error).split())}). Download "
+            f"{url} elsewhere and copy it to {path}, or set model.weights to a file"
         ) from None
     return str(path)
 

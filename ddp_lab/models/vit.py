@@ -16,11 +16,36 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count, Fraction, Positive
-from ddp_lab.models.chain import Chain, require_divisor
+from ddp_lab.models.chain import Chain
 from ddp_lab.models.drop_path import DropPath
-from ddp_lab.models.vit_layers import Norm, Patches
 
 EPS = 1e-6  # of the layer normalizations, as in torchvision's models
+
+
+class Patches(nn.Conv2d):
+    """The convolution of patches that do not overlap, as one matrix multiplication with the pixels of every patch.
+
+    cuDNN's outputs would be transposed tokens, and the gradient of its weight took a tenth of ViT-S/16's compiled step (H200).
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return [b, width, rows, columns], channels last, for images [b, c, height, width]."""
+        size = self.weight.shape[-1]
+        pixels = input.unflatten(2, (-1, size)).unflatten(4, (-1, size))  # [b, c, rows, size, columns, size]
+        pixels, weight = pixels.permute(0, 2, 4, 1, 3, 5), self.weight
+        if weight.stride(1) == 1:  # channels last: its gradient must get the same strides, for DDP's buckets
+            pixels, weight = pixels.permute(0, 1, 2, 4, 5, 3), weight.permute(0, 2, 3, 1)
+        return F.linear(pixels.flatten(3), weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class Norm(nn.LayerNorm):
+    """A layer normalization whose outputs have the dtype of the inputs.
+
+    Under autocast it computes in float32, and each layer after it would round the outputs for itself.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).to(input.dtype)
 
 
 class Embed(nn.Module):
@@ -193,8 +218,10 @@ def vit(
     Raises:
         ConfigError: `heads` does not divide `width`, or `patch_size` the image size; or `mlp_ratio` gives no unit.
     """
-    require_divisor("heads", heads, "the width", width)
-    require_divisor("patch_size", patch_size, "the image size", image_size)
+    for option, value, what, size in ("heads", heads, "width", width), ("patch_size", patch_size, "image size", image_size):
+        if size % value:
+            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise ConfigError(f"model.{option}={value}: must divide the {what}, {size}; use one of {divisors}")
     if round(width * mlp_ratio) == 0:
         raise ConfigError(
             f"model.mlp_ratio={mlp_ratio}: gives blocks without units for the width {width}; use at least {1 / width:.3g}"

@@ -4,7 +4,6 @@ import pickle
 import socket
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,24 +66,6 @@ def is_head(given: torch.Tensor, own: torch.Tensor, num_classes: int) -> bool:
     return own.dim() > 0 and own.size(0) == num_classes and given.dim() > 0 and given.shape[1:] == own.shape[1:]
 
 
-def check_file(path: str) -> None:
-    """Check that a file of weights can be opened.
-
-    Raises:
-        NodeError: the file is missing or cannot be read on this machine.
-    """
-    try:
-        Path(path).open("rb").close()
-    except OSError as error:
-        raise unreadable(path, error) from None
-
-
-def unreadable(path: str, error: OSError) -> NodeError:
-    """Return the error about a file that cannot be read."""
-    where, reason = socket.gethostname(), error.strerror or str(error)
-    return NodeError(f"model.weights={path}: cannot be read on {where} ({reason}). Use the path of an existing file")
-
-
 def read(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors in a file by name, without the prefixes of wrappers.
 
@@ -98,11 +79,14 @@ def read(path: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     key = f"model.weights={path}"
-    check_file(path)
     try:
-        state = load_file(path) if path.endswith(".safetensors") else load(path)
+        if path.endswith(".safetensors"):
+            state: Any = load_file(path)
+        else:  # where the format allows, tensors are read when they are used
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
-        raise unreadable(path, error) from None
+        where, reason = socket.gethostname(), error.strerror or str(error)
+        raise NodeError(f"{key}: cannot be read on {where} ({reason}). Use the path of an existing file") from None
     except pickle.UnpicklingError:
         raise ConfigError(
             f"{key}: has other objects than tensors, which could run code when they are loaded, or is damaged. Where you trust "
@@ -111,16 +95,11 @@ def read(path: str) -> dict[str, torch.Tensor]:
     except Exception as error:  # the bytes of a file that was not written by torch.save may mean anything to the unpickler
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'it is incomplete'}"
         raise ConfigError(f"{key}: is not a file of weights, or is damaged ({reason})") from None
-    return strip(unwrap(state, key))
-
-
-def load(path: str) -> Any:
-    """Return what a file of torch.save contains. Where its format allows, tensors are read when they are used."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    return unwrap(state, key)
 
 
 def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
-    """Return the dict of tensors that a file consists of, or that it has under one of the names NESTED.
+    """Return the dict of tensors that a file consists of, or has under one of the names NESTED, without PREFIXES.
 
     Args:
         key: the start of the message.
@@ -128,16 +107,20 @@ def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    if is_weights(state):
-        return state
-    found = [name for name in NESTED if is_weights(state.get(name))] if isinstance(state, dict) else []
-    if len(found) == 1:
-        return state[found[0]]
-    has = f"has {some([str(name) for name in state], 6)}" if isinstance(state, dict) else f"is a {type(state).__name__}"
-    raise ConfigError(
-        f"{key}: must be a dict of tensors by name, or have exactly one under {', '.join(NESTED)}; it {has}. Save the weights "
-        "alone: torch.save(model.state_dict(), FILE)"
-    )
+    found = [state] if is_weights(state) else list[dict[str, torch.Tensor]]()
+    if isinstance(state, dict) and not found:
+        found = [state[name] for name in NESTED if is_weights(state.get(name))]
+    if len(found) != 1:
+        has = f"has {some([str(name) for name in state], 6)}" if isinstance(state, dict) else f"is a {type(state).__name__}"
+        raise ConfigError(
+            f"{key}: must be a dict of tensors by name, or have exactly one under {', '.join(NESTED)}; it {has}. Save the "
+            "weights alone: torch.save(model.state_dict(), FILE)"
+        )
+    weights = found[0]
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
 
 
 def is_weights(state: Any) -> bool:
@@ -145,11 +128,3 @@ def is_weights(state: Any) -> bool:
     if not isinstance(state, dict) or not state:
         return False
     return all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items())
-
-
-def strip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove the prefixes that wrappers add to all names."""
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    return state

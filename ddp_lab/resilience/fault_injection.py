@@ -47,19 +47,14 @@ class Fault:
         run_dir: the directory in which `.injected` records that the fault was injected.
         checkpoints: the run's checkpoints; the fault disk_full makes writing them fail.
         taken: number of optimizer steps that the run has taken so far.
-
-    Raises:
-        ValueError: `injection` does not have this form, which the validation of the config excludes.
     """
 
     def __init__(self, step: Step | GraphStep, injection: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):
         self.step, self.run_dir, self.checkpoints, self.taken = step, run_dir, checkpoints, taken
         parsed = parse_fault(injection)
-        if parsed is None:
-            raise ValueError(f"inject={injection}: expected KIND@rank=R,step=S")
-        kind, faulty, at = parsed
-        self.kind, self.at = kind, at if faulty == rank else None
-        self.injection = injection
+        assert parsed is not None, "the validation of the config excludes it"
+        self.injection, (self.kind, faulty, at) = injection, parsed
+        self.at = at if faulty == rank else None
 
     @property
     def running_sums(self) -> RunningSums:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.log import log
-from ddp_lab.resilience.decisions import Agreement, Decisions
+from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.replicas import first_difference
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.progress import Progress
@@ -22,16 +23,7 @@ class Preempted(Exception):
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """The config keys that a Guard needs.
-
-    Attributes:
-        every_epochs: save a checkpoint every N epochs. The last epoch is always saved.
-        every_steps: also save a checkpoint every N steps; None: only after epochs.
-        on_error: whether to stop or to continue when a checkpoint cannot be written.
-        on_nan: whether to stop at a loss that is not finite, or to count its gradient as zero.
-        check_replicas: compare the replicas every N steps; None: never.
-        at_steps: also save a checkpoint after these steps.
-    """
+    """The config keys that a Guard needs: those of the group `checkpoint`, `on_nan` and `check_replicas`."""
 
     every_epochs: int
     every_steps: int | None
@@ -58,13 +50,12 @@ class Guard(Hooks):
     def __init__(
         self,
         settings: GuardSettings,
-        strategy: Strategy,
         checkpoints: Checkpoints,
         decisions: Decisions,
         watchdog: Watchdog,
         progress: Progress,
     ):
-        self.settings, self.strategy = settings, strategy
+        self.settings, self.strategy = settings, checkpoints.state.strategy
         self.checkpoints, self.decisions, self.watchdog = checkpoints, decisions, watchdog
         self.progress = progress
 
@@ -86,7 +77,8 @@ class Guard(Hooks):
         Raises:
             Preempted, TrainingError: on all ranks.
         """
-        self._boundary(progress.step, progress, here)
+        if self.decisions.due(progress.step) and self._must_leave(progress.step, progress):
+            self.save(here())
         check_replicas, every_steps = self.settings.check_replicas, self.settings.every_steps
         if check_replicas and progress.step % check_replicas == 0:
             self._compare_replicas(progress.step)
@@ -103,7 +95,8 @@ class Guard(Hooks):
         """
         for number, batch in enumerate(self.batches("evaluating", loader, progress), progress.step + done + 1):
             yield batch
-            self._boundary(number, progress, lambda: progress)
+            if self.decisions.due(number) and self._must_leave(number, progress):
+                self.save(progress)
 
     def check(self, progress: Progress) -> None:
         """Make all pending decisions about the steps so far. Collective; waits for the device.
@@ -114,7 +107,7 @@ class Guard(Hooks):
         Raises:
             Preempted, TrainingError: on all ranks.
         """
-        if self._must_leave_now(progress):
+        if self._must_leave(progress.step, progress):
             self.save(progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
@@ -137,7 +130,7 @@ class Guard(Hooks):
         """
         self.watchdog.at("finishing")
         self.checkpoints.wait()
-        self._must_leave_now(self.progress)
+        self._must_leave(self.progress.step, self.progress)
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint. Collective; waits for the device.
@@ -148,19 +141,13 @@ class Guard(Hooks):
         Raises:
             Preempted, TrainingError: on all ranks. If it is Preempted, the checkpoint is being written.
         """
-        leave = self._must_leave_now(progress, weights=True)  # before saving: weights that are not finite must not be saved
+        weights = [local(tensor) for tensor in self.strategy.module.state_dict().values()]  # they are checked before
+        leave = self._must_leave(progress.step, progress, weights)
         self.progress = progress
         self.watchdog.at("saving")
         self.checkpoints.save(progress)
         if leave:
             raise Preempted
-
-    def _boundary(self, number: int, progress: Progress, here: Callable[[], Progress]) -> None:
-        if self.decisions.due(number):
-            self.watchdog.at("deciding")
-            agreed = self.decisions.after(number, self.checkpoints.problem is not None)
-            if agreed and self._must_leave(agreed, progress):
-                self.save(here())
 
     def _compare_replicas(self, step: int) -> None:
         ema = self.checkpoints.state.ema
@@ -173,16 +160,13 @@ class Guard(Hooks):
                 "replicas_drifted",
             )
 
-    def _must_leave_now(self, progress: Progress, weights: bool = False) -> bool:
-        """Make all pending decisions about the steps so far, and return whether the run is preempted. Waits for the device."""
+    def _must_leave(self, step: int, progress: Progress, weights: Collection[torch.Tensor] = ()) -> bool:
+        """Make all decisions about the steps up to `step`, and return whether the run is preempted. Waits for the device."""
         self.watchdog.at("deciding")
-        held = [local(tensor) for tensor in self.strategy.module.state_dict().values()] if weights else []
-        return self._must_leave(self.decisions.now(progress.step, self.checkpoints.problem is not None, held), progress)
-
-    def _must_leave(self, agreed: Agreement, progress: Progress) -> bool:
+        agreed = self.decisions.exchange(step, self.checkpoints.problem is not None, weights)
         if agreed.not_finite:
-            step, rank = agreed.not_finite
-            what = f"the loss of step {step} (epoch {progress.epoch}) is not finite, on rank {rank} first"
+            bad, rank = agreed.not_finite
+            what = f"the loss of step {bad} (epoch {progress.epoch}) is not finite, on rank {rank} first"
             if self.settings.on_nan == "stop":
                 raise TrainingError(
                     f"{what}. The last checkpoint is from an earlier step. Lower optimizer.lr, set max_grad_norm, or use "

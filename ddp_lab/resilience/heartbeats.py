@@ -18,7 +18,6 @@ import json
 import os
 import tempfile
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -43,11 +42,6 @@ PHASES = [STARTING, *WORKING, "done"]
 GONE = f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its processes are killed or suspended"
 
 Heartbeat = dict[str, Any]  # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits
-
-
-def wait_for_turn(period: float, stop: threading.Event) -> bool:
-    """Wait for the next multiple of `period` seconds on the clock, or until `stop` is set. Return whether it is set."""
-    return stop.wait(period - time.monotonic() % period)
 
 
 def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
@@ -202,7 +196,7 @@ class NodeLink(threading.Thread):
             while not last:
                 last = self._last.is_set()
                 self.exchange(store)
-                wait_for_turn(PERIOD, self._last)
+                self._last.wait(PERIOD)
         except RuntimeError as error:  # torch's errors of a store are subclasses
             self.error = str(error).splitlines()[0]
 
@@ -246,5 +240,5 @@ class NodeLink(threading.Thread):
             return self.vanished, GONE
         if self._looks.count("overview", overview["turn"]) / looks < VANISHED or "done" in Overview(*overview["ranks"]).phases:
             return None
-        host, port = self.runtime.master or ("?", 0)
+        host, port = self.runtime.master
         return overview["first"], f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}, {self.error}"

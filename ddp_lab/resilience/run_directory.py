@@ -125,15 +125,13 @@ def find_launch(root: Path, launch: str) -> str | None:
 
 def make_unused(root: Path, label: str) -> str:
     """Create a new directory named after `label` and the time; return its name."""
-    base, attempt = f"{label}-{datetime.now():%Y%m%d-%H%M%S}", 1
+    base, attempt = f"{label}-{datetime.now():%Y%m%d-%H%M%S}", 0
     while True:
+        attempt += 1
         name = base if attempt == 1 else f"{base}-{attempt}"
-        try:
+        with suppress(FileExistsError):
             (root / name).mkdir()
-        except FileExistsError:
-            attempt += 1
-            continue
-        return name
+            return name
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
 from ddp_lab.observe.log import LOG_FILES, log
 from ddp_lab.resilience.failure_report import advice, describe, report
-from ddp_lab.resilience.heartbeats import STARTING, VANISHED, Heartbeat, NodeLink, Table, Unchanged, wait_for_turn
+from ddp_lab.resilience.heartbeats import STARTING, VANISHED, Heartbeat, NodeLink, Table, Unchanged
 from ddp_lab.resilience.run_directory import RunDir, write_status
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.process import is_alive
@@ -58,7 +58,6 @@ class Watchdog:
         self.own: Heartbeat = {"rank": runtime.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, "waits": False}
         self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
-        self._still, self._before = 0.0, self.own["since"]  # for how long, and since when, this rank makes no progress
         self._main, self._lock, self._unchanged = threading.get_ident(), threading.Lock(), Unchanged()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -126,9 +125,8 @@ class Watchdog:
         self.table.remove_name()
 
     def _watch(self) -> None:
-        while not wait_for_turn(BEAT, self._stop):
-            if self.look():
-                return
+        while not self._stop.wait(BEAT) and not self.look():
+            pass
 
     def look(self) -> bool:
         """Write the heartbeat, and look at those of others. Return whether a failure is known, after this rank has left."""
@@ -181,22 +179,21 @@ class Watchdog:
         progress, and that rank, which can report its stack, reports itself.
         """
         own = self.own
-        self._still = self._still + BEAT if self._before == own["since"] else 0.0
-        self._before, own["waits"] = own["since"], False
-        if self._still < self.timeout:
+        still, own["waits"] = self._unchanged.count("own", own["since"]) * BEAT, False
+        if still < self.timeout:
             return None
         frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
         own["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
         self._write()
-        if self._still < self.settled:
+        if still < self.settled:
             return None
         last = self.table.everyone().least[0]
         if last["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
             limit = f"timeout={self.timeout:g}; raise it if a step may take longer"
-            return last, f"hangs: no progress for {self._still:.0f} s ({limit}), in\n{stack}"
-        if leads and self._still > self.settled + 4 * BEAT:  # the hanging rank reports first
-            what = f"stalls the other ranks, which have waited for {self._still:.0f} s (timeout={self.timeout:g})"
+            return last, f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}"
+        if leads and still > self.settled + 4 * BEAT:  # the hanging rank reports first
+            what = f"stalls the other ranks, which have waited for {still:.0f} s (timeout={self.timeout:g})"
             return last, f"{what}. Its own watchdog reports nothing: the process is suspended, or its node is down"
         return None
 

@@ -75,10 +75,9 @@ def check_and_build(
     check_memory(cfg, job)
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
         loaders, ranks = job.loaders.values(), runtime.local_world_size
-        runtime.agree("shared_memory", lambda: str(check_shared_memory(loaders, ranks)), per_node=True)
-    size = job.checkpoint_bytes
-    keep, best, on_error = cfg.checkpoint.keep, criterion(cfg, job.dataset) is not None, cfg.checkpoint.on_error
-    findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, size, keep, best, on_error)
+        runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
+    kept, required = cfg.checkpoint.keep + (criterion(cfg, job.dataset) is not None), cfg.checkpoint.on_error == "stop"
+    findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, job.checkpoint_bytes, kept, required)
     if skipped := job.dataset.skipped:
         text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
         findings.append(Finding("warning", "dataset", text))

@@ -141,13 +141,8 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
 def make_plan(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> Plan:
     """Return the batch sizes, steps per epoch and learning rate."""
     keys = ("batch_size", "scaling", "accumulate", "lr_scaling", "lr_base_batch_size")
-    return Plan.make(
-        world_size=strategy.runtime.world_size,
-        replicas=strategy.replicas,
-        train_size=dataset.train.size,
-        lr=cfg.optimizer.lr,
-        **{key: cfg[key] for key in keys},
-    )
+    values, world_size = {key: cfg[key] for key in keys}, strategy.runtime.world_size
+    return Plan.make(values, cfg.optimizer.lr, world_size, strategy.replicas, dataset.train.size)
 
 
 def make_task(cfg: DictConfig, dataset: Dataset) -> Task:

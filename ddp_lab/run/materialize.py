@@ -11,7 +11,7 @@ from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.fastest import build_step
-from ddp_lab.speed.fused import configure_optimizer
+from ddp_lab.speed.options import configure_optimizer
 from ddp_lab.strategies.sharding import param_groups
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import Hooks, Parts, fit

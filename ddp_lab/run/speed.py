@@ -7,7 +7,7 @@ from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.dataset import Dataset, InMemory
-from ddp_lab.models.vit_layers import Patches
+from ddp_lab.models.vit import Patches
 from ddp_lab.speed.options import AUTO, KEYS, Facts, PerformanceOptions, choose, refusals_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE
@@ -26,6 +26,8 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
     wanted: dict[str, Any] = {name: OmegaConf.select(cfg, key) for name, key in KEYS.items()}
     facts = Facts(strategy.device.type, refusals_of(strategy, model))
     if cfg.speed != AUTO or facts.device != "cuda":
+        if wanted["loader"] == AUTO and bytes_of(dataset) is None:
+            wanted["loader"] = "workers"
         return choose(cfg.speed, wanted, facts)  # nothing is chosen, so no more facts are needed
     reasons = dict(facts.refusals)
     if not any(isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()):

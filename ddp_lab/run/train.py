@@ -116,7 +116,7 @@ def train_guarded(
     every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, at_steps)
     decisions.begin(progress.step, training.step.running_sums)
-    guard = Guard(settings, job.strategy, checkpoints, decisions, watchdog, progress)
+    guard = Guard(settings, checkpoints, decisions, watchdog, progress)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:
         progress = training.fit(logger, guard, progress)

@@ -13,7 +13,7 @@ import torch
 
 from ddp_lab.data.batch import Batch, BatchSize
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.speed.warm_up import unchanged, warm_up
+from ddp_lab.training.optimizer import state_tensors
 from ddp_lab.training.step import Step
 
 WARM_UP = 11  # steps before a capture: DDP rebuilds its buckets in the first ones
@@ -34,7 +34,6 @@ class GraphStep:
 
     def __init__(self, step: Step, loader: DeviceLoader):
         self.step, self.loader, self.running_sums = step, loader, step.running_sums
-        self.running_sums.in_graph = True
         fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
         self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
         self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
@@ -58,8 +57,9 @@ class GraphStep:
         # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             with first_steps:
-                warm_up(self.step, [partial(self._first_batch, largest)], WARM_UP)
-            warm_up(self.step, [partial(self._first_batch, size) for size in others], WARM_UP)
+                warm_up(self.step, partial(self._first_batch, largest), WARM_UP)
+            for size in others:
+                warm_up(self.step, partial(self._first_batch, size), WARM_UP)
             batch = self._first_batch(largest)
             with unchanged(self.step), refusing_to_wait():
                 self.step.compute(batch)
@@ -136,3 +136,45 @@ def refusing_to_wait() -> Generator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
+    """Run steps that compile, choose kernels and allocate everything, and restore the state after them. Collective.
+
+    Args:
+        batch: returns a batch, of the same size at every call.
+        times: number of steps.
+    """
+    with unchanged(step):
+        # Kernels are timed in one micro-batch without collectives, which would occupy a part of the GPU meanwhile.
+        inputs, targets, count = step.mixed(batch())
+        accumulate = step.options.accumulate
+        with step.strategy.no_sync():
+            first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
+            real = min(step.strategy.real(count), len(first[0]))
+            step.strategy.add_gradient(*first, real, step.strategy.divisor(count))
+        step.optimizer.zero_grad()
+        for _ in range(times):
+            step.compute(batch())
+
+
+@contextmanager
+def unchanged(step: Step) -> Generator[None]:
+    """Restore weights, buffers, their averages, the optimizer's state and the running sums, in place, when the body ends.
+
+    Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
+    """
+    module, optimizer = step.strategy.module, step.optimizer
+    averages = step.ema.averages.values() if step.ema else ()
+    held = [*module.parameters(), *module.buffers(), *averages, *step.running_sums.state]
+    before = [tensor.detach().clone() for tensor in held]
+    moments = {(parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)}
+    try:
+        yield
+    finally:  # an option that speed=auto has chosen may fail in the body
+        with torch.no_grad():
+            for tensor, old in zip(held, before, strict=True):
+                tensor.copy_(old)
+            for parameter, key, value in state_tensors(optimizer):
+                old = moments.get((parameter, key))
+                value.zero_() if old is None else value.copy_(old)

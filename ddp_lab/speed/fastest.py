@@ -14,10 +14,8 @@ import torch
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.observe.log import log
 from ddp_lab.speed.compile import compile_step, compiling
-from ddp_lab.speed.cuda_graph import GraphStep
-from ddp_lab.speed.fused import compiles_optimizer, set_fused
-from ddp_lab.speed.options import AUTO, PerformanceOptions
-from ddp_lab.speed.warm_up import unchanged, warm_up
+from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
+from ddp_lab.speed.options import AUTO, PerformanceOptions, compiles_optimizer, set_fused
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -66,7 +64,9 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
         reset(step)
         built = try_to_compile(options, step, loader, ALL if seconds * steps_left >= LONG else LIMITED)
         if built is not None:
-            leave_mark(mark, seconds)
+            with suppress(OSError):  # the directory may be read-only
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.write_text(repr(seconds))
     return built or build_captured(options, step, loader, None)[1]
 
 
@@ -106,7 +106,7 @@ def build(options: PerformanceOptions, step: Step, loader: Loader, kernels: int 
         if options.compile:
             loader.set_epoch(1)
             first = next(iter(loader))
-            warm_up(step, [lambda: first], 2)
+            warm_up(step, lambda: first, 2)
     return step
 
 
@@ -140,7 +140,6 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
 def reset(step: Step) -> None:
     """Free what a failed attempt has left, and let the step run in eager mode."""
     step.optimizer.zero_grad()
-    step.running_sums.in_graph = False
     gc.collect()
     if step.strategy.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -203,13 +202,6 @@ def mark_of(step: Step, loader: Loader) -> Path:
     work += [torch.get_float32_matmul_precision(), type(loader).__name__, loader.local_batch_size]
     work += [type(step.optimizer).__name__, step.ema is None, step.options.mix is None, strategy.module]
     return Path(cache_dir()) / "ddp_lab" / hashlib.sha256(repr(work).encode()).hexdigest()[:16]
-
-
-def leave_mark(mark: Path, seconds: float) -> None:
-    """Create the file `mark`, if the directory can be written."""
-    with suppress(OSError):
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(repr(seconds))
 
 
 def read_mark(mark: Path) -> float | None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.batch import real_samples
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.mesh_layout import require_division
@@ -182,8 +183,8 @@ class Strategy(SavedState, ABC):
         for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
             real = min(left, len(own))
             left -= real
-            # Padding does not count in the loss, but would in BatchNorm's statistics. An empty micro-batch is kept, because their
-            # number must be the same on every rank.
+            # Padding does not count in the loss, but would in BatchNorm's statistics. Empty micro-batches are kept, because
+            # their number must be the same on every rank.
             kept = slice(real if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
         divisor = self.divisor(count)
@@ -202,7 +203,7 @@ class Strategy(SavedState, ABC):
 
     def real(self, count: int) -> int:
         """Return how many samples of this rank's local batch are no padding; `count` is the size of the GLOBAL batch."""
-        return len(range(self.dp_rank, count, self.dp_size))  # a rank reads every dp_size-th sample of the global batch
+        return real_samples(count, self.dp_rank, self.dp_size)
 
     def divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
         """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.

@@ -26,9 +26,8 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.read_weights import read_outside
-from ddp_lab.models.trial import some
-from ddp_lab.models.vit_layers import Patches
+from ddp_lab.models.trial import read_outside, some
+from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm

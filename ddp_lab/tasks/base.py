@@ -30,11 +30,13 @@ class Task(nn.Module):
 
     Attributes:
         running: names of the training metrics: sums over the steps, divided by the weights.
+        pictures: whether the inputs, where they are images, are drawn with their targets and the outputs' largest logits.
         per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a batch is its size, which is
             known without communication; None: it is known after the first step.
     """
 
     running: ClassVar[tuple[str, ...]] = ()
+    pictures: ClassVar[bool] = False
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()

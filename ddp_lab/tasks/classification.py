@@ -26,7 +26,7 @@ class CrossEntropy(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-        """Return the losses, [b], or their sum, for logits [b, classes]; targets are classes [b] or probabilities [b, classes]."""
+        """Return the losses, [b], or their sum, for logits [b, classes] and classes [b] or probabilities [b, classes]."""
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=smoothing)
 
@@ -37,7 +37,7 @@ class Classification(Task):
     Metrics are the accuracy and, with more than five classes, the top-5 accuracy.
     """
 
-    running = ("accuracy",)
+    running, pictures = ("accuracy",), True
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())

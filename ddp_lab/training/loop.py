@@ -108,7 +108,8 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
             raise TrainingError(message, "not_finite")
         with parts.ema.in_use() if parts.ema else nullcontext():
             evaluated, following = evaluate_epoch(parts, hooks, progress)
-            logits = parts.strategy.predict(shown.inputs) if drawn in evaluated else None
+            drawable = parts.strategy.task.pictures and shown.inputs.dim() == 4
+            logits = parts.strategy.predict(shown.inputs) if drawable and drawn in evaluated else None
         logger.epoch(
             progress.epoch,
             step=progress.step,

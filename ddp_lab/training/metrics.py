@@ -82,15 +82,13 @@ class RunningSums:
 
     Attributes:
         totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed it.
-        in_graph: whether steps are counted on the device, as a CUDA graph requires, and not on the host.
     """
 
     def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):
-        self.skip_not_finite, self.in_graph = skip_not_finite, False
+        self.skip_not_finite = skip_not_finite
         self.totals = torch.zeros(width(task), dtype=sum_dtype(device), device=device)
         self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # index s % LONGEST: step s
-        self._step = 0
-        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # of the last step: a CUDA graph counts steps, too
         self._add = self._add_eagerly
 
     @property
@@ -102,11 +100,10 @@ class RunningSums:
         """Clear the sums and losses. The next step has the number `step` + 1."""
         self.totals.zero_()
         self._losses.zero_()
-        self._step = step
         self._place.fill_(step % LONGEST)
 
     def compile(self, compile_fn: CompileFn) -> None:
-        """Compile `add`. `in_graph` must be set: a step number on the host would cause a recompilation at every step."""
+        """Compile `add` with `compile_fn`."""
         self._add = compile_fn(self._add_eagerly)
 
     def add(self, sums: torch.Tensor) -> None:
@@ -118,12 +115,8 @@ class RunningSums:
         self._add(sums)
 
     def _add_eagerly(self, sums: torch.Tensor) -> None:
-        if self.in_graph:
-            self._place.add_(1).remainder_(LONGEST)
-            self._losses.index_copy_(0, self._place, sums[:1])
-        else:
-            self._step += 1
-            self._losses[self._step % LONGEST].copy_(sums[0], non_blocking=True)
+        self._place.add_(1).remainder_(LONGEST)
+        self._losses.index_copy_(0, self._place, sums[:1])
         self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.skip_not_finite else sums
 
     def first_bad(self, step: int) -> torch.Tensor:

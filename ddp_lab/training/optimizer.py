@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Rprop
 
+from ddp_lab.config.build import for_cpu
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local, sharded_as
 
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
 UNSUPPORTED = (Adafactor, Rprop)  # fail on DTensors in their first step (torch 2.14); all others of torch.optim do not
 
@@ -101,6 +103,23 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tens
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield parameter, key, value
+
+
+def state_of(make_optimizer: MakeOptimizer) -> tuple[int, int]:
+    """Return the number of tensors of the parameter's shape, and the bytes of all other tensors, such as a step counter.
+
+    They are found by a step with a parameter of two elements.
+
+    Args:
+        make_optimizer: constructs the optimizer of a list of parameters.
+    """
+    probe = nn.Parameter(torch.zeros(2))
+    probe.grad = torch.zeros(2)
+    optimizer = for_cpu(make_optimizer([probe]))
+    optimizer.step()
+    tensors = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+    copies = [tensor for tensor in tensors if tensor.shape == probe.shape]
+    return len(copies), sum(tensor.nbytes for tensor in tensors) - sum(tensor.nbytes for tensor in copies)
 
 
 def match_strides(optimizer: torch.optim.Optimizer) -> None:

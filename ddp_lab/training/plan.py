@@ -1,8 +1,9 @@
 """The batch sizes, steps and learning rate of a run, computed from the config, the number of replicas and the dataset."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.training.progress import Progress
@@ -31,34 +32,22 @@ class Plan:
     train_size: int
 
     @classmethod
-    def make(
-        cls,
-        *,
-        world_size: int,
-        replicas: int,
-        train_size: int,
-        batch_size: int,
-        scaling: Literal["strong", "weak"],
-        accumulate: int,
-        lr: float,
-        lr_scaling: Literal["none", "linear", "sqrt"],
-        lr_base_batch_size: int,
-    ) -> "Plan":
+    def make(cls, keys: Mapping[str, Any], lr: float, world_size: int, replicas: int, train_size: int) -> "Plan":
         """Compute the plan of a run.
 
         Args:
+            keys: the config keys batch_size, scaling, accumulate, lr_scaling and lr_base_batch_size, with their values.
+                lr_scaling=linear multiplies the learning rate by k = global batch size / lr_base_batch_size (Goyal et al.
+                2017, arXiv:1706.02677), sqrt by the square root of k (Krizhevsky 2014, arXiv:1404.5997).
+            lr: learning rate before scaling.
             world_size: number of ranks.
             replicas: number of model copies.
             train_size: number of training samples.
-            batch_size: samples of the global batch with scaling=strong, of each local batch with scaling=weak.
-            accumulate: number of gradient-accumulation steps.
-            lr: learning rate before scaling.
-            lr_scaling: "linear" multiplies the learning rate by k = global batch size / `lr_base_batch_size` (Goyal et al.
-                2017, arXiv:1706.02677), "sqrt" by the square root of k (Krizhevsky 2014, arXiv:1404.5997).
 
         Raises:
             ConfigError: the global batch is not divisible by the number of replicas.
         """
+        batch_size, scaling = keys["batch_size"], keys["scaling"]
         batch_size *= replicas if scaling == "weak" else 1
         if batch_size % replicas:
             lower = batch_size // replicas * replicas
@@ -67,9 +56,9 @@ class Plan:
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {replicas} replicas that share it; "
                 f"use {nearest}, or scaling=weak to give every replica {batch_size}"
             )
-        factor = batch_size / lr_base_batch_size
-        lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[lr_scaling]
-        at_once = math.ceil(batch_size / replicas / accumulate)
+        factor = batch_size / keys["lr_base_batch_size"]
+        lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]
+        at_once = math.ceil(batch_size / replicas / keys["accumulate"])
         return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr, train_size)
 
     def steps_before(self, progress: Progress) -> int:

@@ -51,9 +51,9 @@ class Ranks:
         return "TORCHELASTIC_RUN_ID" in os.environ
 
     @property
-    def master(self) -> tuple[str, int] | None:
-        """Host and port of the ranks' store; None without torchrun."""
-        return (os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 29500)) if "MASTER_ADDR" in os.environ else None
+    def master(self) -> tuple[str, int]:
+        """Host and port of the ranks' store."""
+        return os.environ.get("MASTER_ADDR", "localhost"), env_int("MASTER_PORT", 29500)
 
     @property
     def agent_keeps_store(self) -> bool:

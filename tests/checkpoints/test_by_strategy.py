@@ -44,7 +44,6 @@ RUNS = {  # by model: case and number of ranks. Each writes both formats, and ea
     },
     "vit": {
         "vit@1": (Case(Single, **VITS), 1),
-        "mesh hsdp@4": (mesh(shard=2, **VITS), 4),
         "mesh fsdp tp@4": (mesh(shard=None, tp=2, sequence=True, **VITS), 4),
         "mesh pp tp@4": (mesh(pp=2, tp=2, schedule="interleaved1f1b", **VITS), 4),
     },

@@ -90,6 +90,17 @@ def test_best_checkpoint_may_be_a_copy(form, tmp_path):
     assert bias_in(best) == 2
 
 
+def test_file_system_without_links_is_reported(tmp_path, monkeypatch):
+    def refuse(self: Path, target: str):
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    checkpoints = tiny(tmp_path)
+    checkpoints.save(Progress(step=1).next_epoch({"val_loss": 1.0, "val_accuracy": 0.5}))
+    checkpoints.wait()
+    assert "(best.pt: cannot be a link (no links here); with checkpoint.best=null there is none; " in checkpoints.problem
+
+
 def test_both_formats_resume_from_each_other(tmp_path):
     progress = Progress()
     for sharded in (False, True, True, False):

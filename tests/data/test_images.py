@@ -1,12 +1,11 @@
-"""Decoding of image files of every kind, and the view of an image for evaluation."""
+"""Decoding of image files of every kind."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 
-from ddp_lab.data.images import ImageError, decode, evaluation_view, resize
+from ddp_lab.data.images import ImageError, decode
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -37,19 +36,15 @@ def test_other_modes_are_converted_as_pillow_does(tmp_path, recwarn, mode, chann
     assert not recwarn.list
 
 
-def test_cmyk_jpeg_is_converted(tmp_path):
+def test_cmyk_jpeg_and_16_bit_grey_are_converted(tmp_path):
     Image.new("RGB", (16, 16), (200, 30, 60)).convert("CMYK").save(tmp_path / "a.jpg", quality=100)
-    colour = decode(tmp_path / "a.jpg", 3).float().mean(dim=(1, 2))
-    assert colour.tolist() == pytest.approx([200, 30, 60], abs=4)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_16_bit_grey_keeps_its_upper_8_bits(tmp_path, channels):
+    assert decode(tmp_path / "a.jpg", 3).float().mean(dim=(1, 2)).tolist() == pytest.approx([200, 30, 60], abs=4)
     values = np.arange(0, 65536, 128, dtype=np.uint16).reshape(16, 32)
     Image.fromarray(values).save(tmp_path / "a.png")
-    image = decode(tmp_path / "a.png", channels)
-    assert image.shape == (channels, 16, 32)
-    assert all(np.array_equal(channel, values >> 8) for channel in image.numpy())
+    for channels in (1, 3):
+        image = decode(tmp_path / "a.png", channels)
+        assert len(image) == channels
+        assert all(np.array_equal(channel, values >> 8) for channel in image.numpy()), "the upper 8 bits count"
 
 
 @pytest.mark.parametrize(("orientation", "turned"), [(1, PIXELS), (3, PIXELS[::-1, ::-1]), (6, np.rot90(PIXELS, -1))])
@@ -73,10 +68,3 @@ def test_truncated_file_or_file_that_is_no_image_is_named(tmp_path, content, rea
         path.write_bytes(content)
     with pytest.raises(ImageError, match=rf"{path}: cannot be decoded \({reason}"):
         decode(path, 3)
-
-
-@pytest.mark.parametrize("shape", [(3, 40, 90), (1, 90, 40), (3, 7, 9), (3, 32, 32)])
-def test_evaluation_view_is_torchvisions_resize_and_crop(shape):
-    image = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(evaluation_view(image, 32, 28), v2.Compose([v2.Resize(32), v2.CenterCrop(28)])(image))
-    assert min(resize(image, 32).shape[1:]) == 32

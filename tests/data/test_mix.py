@@ -5,7 +5,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import Mix, draw_mix
-from ddp_lab.data.batch import IGNORE, Batch, classes_of
+from ddp_lab.data.batch import Batch
 
 BATCH, SIZE, CLASSES = 24, 8, 5
 INPUTS = torch.randn(BATCH, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
@@ -43,20 +43,10 @@ def test_each_sample_is_mixed_with_the_one_half_a_batch_away_for_any_world_size(
                 torch.testing.assert_close(batch.targets, targets[rank::dp_size])
 
 
-def test_partial_last_batch_stays_unmixed():
-    batch = Batch(INPUTS[:7], TARGETS[:7], 7)
-    mixer = mix(1.0, 0)
+def test_partial_last_batch_stays_unmixed_and_local_batches_of_odd_size_are_refused():
+    batch, mixer = Batch(INPUTS[:7], TARGETS[:7], 7), mix(1.0, 0)
     mixer.prepare(0)
     assert mixer(batch) is batch
-
-
-def test_local_batches_of_odd_size_are_refused():
     message = "mixup=0.4, cutmix=0: mix the samples of a local batch in pairs, but a global batch of 24 has local batches of 3"
     with pytest.raises(ConfigError, match=f"{message}; use a global batch of 16 or 32, or mixup=0 cutmix=0"):
         mix(0.4, 0, dp_size=8)
-
-
-def test_class_of_a_mixed_target_is_the_most_probable_one():
-    mixed_targets = torch.tensor([[0.3, 0.7, 0], [0, 0, 0], [1, 0, 0]])
-    assert classes_of(mixed_targets).tolist() == [1, IGNORE, 0]
-    assert classes_of(torch.tensor([2, IGNORE])).tolist() == [2, IGNORE]

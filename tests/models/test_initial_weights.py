@@ -11,7 +11,7 @@ from torch import nn
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.initial_weights import InitialWeights, draw, has_unset, unset
+from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.models.make import make_model
 from ddp_lab.strategies.sharding import PresentWeights, fill
 from ddp_lab.strategies.single import Single
@@ -40,27 +40,17 @@ def group(name: str, **changed) -> dict:
 
 
 def test_draw_depends_on_seed_and_name_only():
-    def linear():
-        return nn.Linear(8, 8)
-
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    first = draw(1, "fc1", linear)["weight"]
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(6)
-    assert torch.equal(draw(1, "fc1", linear)["weight"], first)
-    for other in (draw(1, "fc2", linear), draw(2, "fc1", linear)):
-        assert not torch.equal(other["weight"], first)
-
-
-def test_blocks_are_drawn_alike_alone_and_in_the_complete_model():
-    whole = weights_of(group("vit"))
-    weights = made(group("vit")).initial_weights
+    complete, weights = weights_of(group("vit")), made(group("vit")).initial_weights
+    torch.set_rng_state(state)
     for name in ("head", "block2", "embed"):  # in another order than that of the model
-        assert weights.of(name).keys() == {key.removeprefix(f"{name}.") for key in whole if key.startswith(f"{name}.")}
-        assert all(torch.equal(tensor, whole[f"{name}.{key}"]) for key, tensor in weights.of(name).items())
-    assert not torch.equal(whole["block0.fc1.weight"], whole["block1.fc1.weight"])
-    assert not torch.equal(weights_of(group("vit"), seed=4)["block0.fc1.weight"], whole["block0.fc1.weight"])
+        drawn = weights.of(name)
+        assert drawn.keys() == {key.removeprefix(f"{name}.") for key in complete if key.startswith(f"{name}.")}
+        assert all(torch.equal(tensor, complete[f"{name}.{key}"]) for key, tensor in drawn.items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(complete["block0.fc1.weight"], complete["block1.fc1.weight"])
+    assert not torch.equal(weights_of(group("vit"), seed=4)["block0.fc1.weight"], complete["block0.fc1.weight"])
 
 
 @pytest.mark.parametrize(
@@ -78,9 +68,7 @@ def test_weights_by_block_have_the_distribution_of_the_constructors(name, option
     torch.manual_seed(0)
     default = make_model({**node, "init": "default"}, SHAPE, Runtime("cpu"), 3).model.state_dict()
     weights = made(node | {"init": "by_block"}).initial_weights
-    blocks = dict.fromkeys(
-        [*list(weights.blocks)[:4], list(weights.blocks)[-1]]
-    )  # ResNet's last ones are like these, and large
+    blocks = {*list(weights.blocks)[:4], list(weights.blocks)[-1]}  # ResNet's last ones are like these, and large
     drawn = {f"{block}.{key}": tensor for block in blocks for key, tensor in weights.of(block).items()}
     compared = {key: tensor for key, tensor in default.items() if key.split(".")[0] in blocks}
     assert drawn.keys() == compared.keys()
@@ -93,25 +81,23 @@ def test_weights_by_block_have_the_distribution_of_the_constructors(name, option
                 assert drawn[key].std().item() == pytest.approx(tensor.std().item(), rel=0.1), key
 
 
-class Frozen(nn.Module):
-    """A frozen layer, and a parameter that `reset_parameters` draws."""
+class Scaled(nn.Module):
+    """A frozen layer, a buffer that checkpoints do not contain, and a parameter that `reset_parameters` draws."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(784, 10).requires_grad_(False)
         self.scale = nn.Parameter(torch.empty(10))
+        self.register_buffer("order", torch.empty(3, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
 
     def reset_parameters(self):
         self.layer.reset_parameters()
         nn.init.uniform_(self.scale, 1, 2)
+        self.order.copy_(torch.tensor([1, 2, 3]))
 
     def forward(self, inputs):
         return self.layer(inputs) * self.scale
-
-
-class Incomplete(Frozen):
-    def reset_parameters(self):
-        nn.init.ones_(self.scale)
 
 
 class Bare(nn.Module):
@@ -119,22 +105,15 @@ class Bare(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(10))
 
-    def forward(self, inputs):
-        return inputs * self.scale
 
-
-class Reads(nn.Linear):
+class ReadsWeight(nn.Linear):
     def __init__(self):
         super().__init__(784, 10)
         self.largest = self.weight.max().item()
 
 
-def frozen():
-    return nn.Sequential(nn.Flatten(), Frozen())
-
-
-def incomplete():
-    return nn.Sequential(nn.Flatten(), Incomplete())
+def scaled():
+    return nn.Sequential(nn.Flatten(), Scaled())
 
 
 def bare():
@@ -142,7 +121,7 @@ def bare():
 
 
 def reads():
-    return nn.Sequential(nn.Flatten(), Reads())
+    return nn.Sequential(nn.Flatten(), ReadsWeight())
 
 
 def tied():
@@ -151,38 +130,58 @@ def tied():
     return nn.Sequential(nn.Flatten(), first, last)
 
 
-def of_this_file(function) -> dict:
-    return {"_target_": f"{__name__}.{function.__name__}"}
-
-
-def test_frozen_parameters_stay_frozen():
-    model, initial_weights, notes = made(of_this_file(frozen))
+def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled():
+    model, initial_weights, notes = made({"_target_": f"{__name__}.scaled"})
     assert notes == ["2 parameters are frozen: 1.layer.weight, 1.layer.bias"]
     fill(model, initial_weights, CPU)
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["1.scale"]
     assert 1 <= model.get_parameter("1.scale").min() < model.get_parameter("1.scale").max() <= 2
+    assert model.get_buffer("1.order").tolist() == [1, 2, 3]
+    before = model.get_parameter("1.scale").clone()
+    present = PresentWeights(model)
+    fill(model.to("meta"), present, CPU)
+    assert model.get_buffer("1.order").tolist() == [1, 2, 3]
+    assert torch.equal(model.get_parameter("1.scale"), before)
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("target", "message"),
     [
-        (bare, "1.1 (Bare) has scale, but no method reset_parameters, which would draw the initial weights again. Add the"),
-        (reads, f"{__name__}.reads cannot be constructed on the meta device, which has shapes and no values: RuntimeError: "),
-        (tied, "1.weight and 2.0.weight are the same parameter, but would be allocated separately. Use model.init=default"),
-        (nn.Flatten, "needs a model made of blocks, got torch.nn.Flatten, which returns a Flatten. Use model.init=default"),
+        (
+            f"{__name__}.bare",
+            "1.1 (Bare) has scale, but no method reset_parameters, which would draw the initial weights again.",
+        ),
+        (f"{__name__}.reads", f"{__name__}.reads cannot be constructed on the meta device, which has shapes and no values: R"),
+        (
+            f"{__name__}.tied",
+            "1.weight and 2.0.weight are the same parameter, but would be allocated separately. Use model.init",
+        ),
+        (
+            "torch.nn.Flatten",
+            "needs a model made of blocks, got torch.nn.Flatten, which returns a Flatten. Use model.init=defa",
+        ),
     ],
 )
-def test_models_that_cannot_be_drawn_by_block_are_refused(function, message):
-    node = of_this_file(function) if function is not nn.Flatten else {"_target_": "torch.nn.Flatten"}
+def test_models_that_cannot_be_drawn_by_block_are_refused(target, message):
     with pytest.raises(ConfigError) as error:
-        made(node)
+        made({"_target_": target})
     assert str(error.value).startswith(f"model.init=by_block: {message}")
 
 
-def test_tensors_that_reset_parameters_leaves_out_are_named():
-    weights = made(of_this_file(incomplete)).initial_weights
-    with pytest.raises(ConfigError, match=r"reset_parameters does not set 1\.layer\.weight completely"):
-        weights.of("1")
+@pytest.mark.parametrize(("left_out", "dtype"), [("order", torch.int64), ("scale", torch.float32), ("scale", torch.complex64)])
+def test_tensors_that_reset_parameters_leaves_out_are_named(left_out, dtype):
+    class Incomplete(Scaled):
+        def reset_parameters(self):
+            kept = getattr(self, left_out).detach().clone()
+            super().reset_parameters()
+            with torch.no_grad():
+                getattr(self, left_out)[1] = kept[1]
+
+    with torch.device("meta"):
+        module = Incomplete()
+        module.scale = nn.Parameter(torch.empty(10, dtype=dtype if left_out == "scale" else torch.float32))
+    with pytest.raises(ConfigError, match=rf"reset_parameters does not set a\.{left_out} completely"):
+        InitialWeights(Chain((1, 28, 28), a=module), 3).of("a")
 
 
 def test_file_of_weights_takes_precedence_block_by_block(tmp_path, monkeypatch):
@@ -196,7 +195,7 @@ def test_file_of_weights_takes_precedence_block_by_block(tmp_path, monkeypatch):
     for name, tensor in model.state_dict().items():
         expected = torch.zeros_like(tensor) if name.startswith("head.linear") else state[name]
         assert torch.equal(tensor, expected), name
-    monkeypatch.setattr("ddp_lab.models.initial_weights.draw", None)
+    monkeypatch.setattr(initial_weights, "_draw", None)
     initial_weights.of("block1")  # does not draw what the file has
 
 
@@ -224,39 +223,8 @@ def test_one_complete_block_at_a_time_is_in_memory():
     assert len(weights.drawn) == len(model.state_dict())
 
 
-class Positions(nn.Module):
-    """A module with a buffer that checkpoints do not contain."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("angles", torch.empty(3), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.angles.copy_(torch.tensor([1.0, 2.0, 3.0]))
-
-
-@pytest.mark.parametrize("drawn", [True, False])
-def test_buffers_that_are_not_saved_are_filled(drawn):
-    model = Chain((1, 1, 1), first=Positions(), second=nn.Linear(2, 2))
-    weights = InitialWeights(model, 3) if drawn else PresentWeights(model)
-    before = model.second.weight.detach().clone()
-    fill(model.to("meta"), weights, CPU)
-    assert model.first.angles.tolist() == [1.0, 2.0, 3.0]
-    assert torch.equal(model.second.weight, before) != drawn
-
-
 def test_option_is_checked_and_only_vision_transformers_use_it_by_default():
     assert check(config("model=lenet")).model["init"] == "default"
     assert check(config("model=vit")).model["init"] == "by_block"
     with pytest.raises(ConfigError, match=r"model\.init=block: must be default or by_block"):
         check(config("model=lenet", "model.init=block"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool])
-def test_elements_that_were_not_set_are_found(dtype):
-    tensor = torch.ones(2, 3, dtype=dtype)
-    assert not has_unset(tensor)
-    tensor[1, 2] = unset(dtype)
-    assert has_unset(tensor) == (dtype not in (torch.uint8, torch.bool)), "0 is a possible weight"
-    assert not has_unset(tensor[:0])

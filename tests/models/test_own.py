@@ -1,18 +1,18 @@
 """Models of users: `model=own model._target_=...`."""
 
 import functools
-import re
 from collections.abc import Callable
 
 import own_models
 import pytest
 import torch
 from configs import config
-from launches import OWN, ROOT, launch, main_in_world, only_run, read_metrics, refusal_in_world
+from launches import OWN, launch, main_in_world, only_run, refusal_in_world
 from own_models import Plain
 from torch import nn
 from worlds import run_world
 
+from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
@@ -22,6 +22,7 @@ from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
+TORCHVISION = {"_target_": "ddp_lab.models.torchvision_models.torchvision_model", "name": "resnet50"}
 
 
 def test_arguments_from_the_data_are_passed_where_the_signature_names_them():
@@ -29,30 +30,22 @@ def test_arguments_from_the_data_are_passed_where_the_signature_names_them():
     assert build_model({"_target_": "own_models.Greedy", "hidden": 8}, SHAPE).entry.out_features == 8
 
 
-def test_sequential_becomes_a_chain_with_the_same_parameter_names():
-    chain = build_model({"_target_": "own_models.sequential"}, SHAPE)
-    assert isinstance(chain, Chain)
-    assert chain.input_shape == (1, 28, 28)
-    assert list(chain.state_dict()) == ["2.weight", "2.bias", "4.weight", "4.bias"]
-
-
-@pytest.mark.parametrize("name", ["one_activation", "one_layer", "one_weight"])
-def test_sequential_that_uses_a_module_or_a_weight_twice_computes_the_same(name):
-    model = getattr(own_models, name)(**SHAPE)
+@pytest.mark.parametrize(
+    ("name", "is_chain"), [("sequential", True), ("one_activation", True), ("one_weight", True), ("one_layer", False)]
+)
+def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer_twice(name, is_chain):
+    model = build({"_target_": f"own_models.{name}"}, **{"num_classes": 10} if name == "sequential" else SHAPE)
     built = build_model({"_target_": f"own_models.{name}"}, SHAPE)
     assert built.state_dict().keys() == model.state_dict().keys()
     built.load_state_dict(model.state_dict())
     images = torch.rand(2, 1, 28, 28)
     assert torch.equal(built(images), model(images))
-    assert isinstance(built, Chain) == (name != "one_layer")
-    assert len(list(built.children())) == (5 if name == "one_layer" else len(model))
+    assert isinstance(built, Chain) == is_chain
+    assert len(list(built.children())) == (len(model) if is_chain else 5)
 
 
 def test_sequential_with_a_training_mode_of_its_own_stays_what_it_is():
-    built = build_model({"_target_": "own_models.Freezing"}, SHAPE)
-    assert not built.train()[1].training
-    with pytest.raises(ConfigError, match=r"is a Freezing with methods of its own\. Use single, scratch, dp, ddp or fsdp, or"):
-        require_chain(built, "pipeline", "model._target_=own_models.Freezing")
+    assert not build_model({"_target_": "own_models.Freezing"}, SHAPE).train()[1].training
 
 
 def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
@@ -65,16 +58,8 @@ def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
     ("name", "options", "message"),
     [
         ("no_module", {}, "model._target_=own_models.no_module: must return a torch.nn.Module, got int"),
-        (
-            "broken",
-            {},
-            r"model._target_=own_models.broken: cannot be constructed: KeyError: 'a bug' \(own_models.py, line \d+\)",
-        ),
-        (
-            "Lazy",
-            {},
-            r"entry.weight of a lazy module has no shape yet. Call the model once .*self\(torch.zeros\(1, 1, 28, 28\)\)",
-        ),
+        ("broken", {}, r"cannot be constructed: KeyError: 'a bug' \(own_models.py, line \d+\)"),
+        ("Lazy", {}, r"entry.weight of a lazy module has no shape yet. Call the model .*self\(torch.zeros\(1, 1, 28, 28\)\)"),
         ("Greedy", {"num_classes": 5}, "^model.num_classes=5: follows from the data, where it is 10; leave it out"),
     ],
 )
@@ -83,44 +68,41 @@ def test_model_that_cannot_be_used_is_refused(name, options, message):
         build_model({"_target_": f"own_models.{name}", **options}, SHAPE)
 
 
-TORCHVISION = {"_target_": "ddp_lab.models.torchvision_models.torchvision_model", "name": "resnet50"}
-
-
 @pytest.mark.parametrize(
-    ("node", "message"),
+    ("node", "model", "message"),
     [
-        (TORCHVISION, r"but model.name=resnet50 is a Plain\. Use .* or a model of ddp_lab, such as model=resnet18$"),
+        (TORCHVISION, Plain, r"but model.name=resnet50 is a Plain\. Use .* or a model of ddp_lab, such as model=resnet18$"),
         (
             {"_target_": "own_models.Plain"},
-            r"but model._target_=own_models.Plain is a Plain\. Use .* make a chain of the blocks:",
+            Plain,
+            r"model._target_=own_models.Plain is a Plain\. Use .* a chain of the blocks:",
+        ),
+        (
+            {"_target_": "own_models.Freezing"},
+            own_models.Freezing,
+            r"is a Freezing that uses one layer in several places or has",
         ),
     ],
 )
-def test_advice_for_a_model_without_blocks_is_about_the_key_that_chose_it(node, message):
+def test_advice_for_a_model_without_blocks_is_about_the_key_that_chose_it(node, model, message):
     with pytest.raises(ConfigError, match=message):
-        require_chain(Plain(**SHAPE), "tp", key_of(node))
+        require_chain(model(**SHAPE), "tp", key_of(node))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            [],
-            r"model\._target_: is missing; it must be the name of a class or function that Python can import, for example",
-        ),
-        (["model._target_=nonet.Net"], r"model\._target_=nonet.Net: must be .* \(No module named 'nonet'\)"),
-        (["model._target_=own_models"], r"model\._target_=own_models: must be .*; it is a module"),
-        (["model._target_=own_models.instance"], r"model\._target_=own_models.instance: must be .*; it is a Plain"),
-        (["model._target_=own_models.Plain", "+model.hidden=wide"], r"model.hidden=wide: must be an integer"),
-        (
-            ["model._target_=own_models.Plain", "+model.hiden=8"],
-            r"model.hiden=8: there is no such key; did you mean model.hidden",
-        ),
+        ("", r"_: is missing; it must be the name of a class or function that Python can import, for example"),
+        ("model._target_=nonet.Net", r"_=nonet.Net: must be .* \(No module named 'nonet'\)"),
+        ("model._target_=own_models", r"_=own_models: must be .*; it is a module"),
+        ("model._target_=own_models.instance", r"_=own_models.instance: must be .*; it is a Plain"),
+        ("model._target_=own_models.Plain +model.hidden=wide", r"model.hidden=wide: must be an integer"),
+        ("model._target_=own_models.Plain +model.hiden=8", r"model.hiden=8: there is no such key; did you mean model.hidden"),
     ],
 )
 def test_wrong_options_are_refused(overrides, message, caplog):
     with pytest.raises(ConfigError, match=message):
-        check(config("model=own", *overrides))
+        check(config("model=own", *overrides.split()))
     assert not caplog.records, "a second message was logged"
 
 
@@ -128,7 +110,6 @@ def test_units_of_fsdp_are_children_of_the_model_and_of_its_module_lists():
     model = Plain(**SHAPE)
     assert units(model, None) == [*model.blocks, model.entry, model.head]
     assert units(model, ["Residual"]) == [*model.blocks]
-    assert units(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["Linear"])[0].in_features == 1
 
 
 SPECIAL = {
@@ -138,56 +119,48 @@ SPECIAL = {
 }
 BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.001"
 LINES = [
-    ("Plain", 2, "strategy=ddp"),
-    ("finetuned", 2, BUCKETED),
-    ("Plain", 2, "strategy=fsdp"),
-    ("sequential", 2, "strategy=pipeline strategy.num_microbatches=4"),
-    ("one_activation", 2, "strategy=pipeline strategy.num_microbatches=4"),
-    ("one_weight", 2, "strategy=pipeline strategy.num_microbatches=4 strategy.cut=['5']"),
-    ("one_layer", 2, "strategy=ddp"),
-    ("SeveralTypes", 2, "strategy=scratch"),
-    ("SeveralTypes", 2, BUCKETED),
-    ("SomeSteps", 2, "strategy=fsdp"),
-    ("changed_views", 2, "strategy=fsdp"),
-    ("changed_views", 2, "strategy=mesh strategy.shard=2"),
-    ("one_weight", 2, "strategy=tp +strategy.plan.2=replicate +strategy.plan.4=replicate"),
-    ("attention", 2, "strategy=tp"),
-    ("special_layers", 2, "strategy=tp"),
+    ("Plain", "strategy=ddp"),
+    ("Plain", "strategy=fsdp"),
+    ("finetuned", BUCKETED),
+    ("sequential", "strategy=pipeline strategy.num_microbatches=4 strategy.cut=[3]"),
+    ("one_activation", "strategy=pipeline strategy.num_microbatches=4"),
+    ("one_weight", "strategy=pipeline strategy.num_microbatches=4 strategy.cut=['5']"),
+    ("SeveralTypes", "strategy=scratch"),
+    ("SeveralTypes", BUCKETED),
+    ("SomeSteps", "strategy=fsdp"),
+    ("changed_views", "strategy=fsdp"),
+    ("changed_views", "strategy=mesh strategy.shard=2"),
+    ("one_weight", "strategy=tp +strategy.plan.2=replicate +strategy.plan.4=replicate"),
+    ("attention", "strategy=tp"),
+    ("special_layers", "strategy=tp"),
     *(
         pytest.param(*line, marks=pytest.mark.slow)
         for line in [
-            ("ReadsValues", 2, "strategy=ddp accumulate=2"),
-            ("Plain", 1, "strategy=dp"),
-            ("Plain", 2, BUCKETED),
-            ("Plain", 2, "strategy=scratch"),
-            ("Plain", 2, "strategy=fsdp strategy.wrap=[Residual]"),
-            ("sequential", 1, "strategy=split"),
-            ("one_weight", 1, "strategy=split"),
-            ("SeveralTypes", 2, "strategy=scratch strategy.algorithm=ring"),
-            ("SeveralTypes", 2, "strategy=ddp"),
-            ("SeveralTypes", 2, "strategy=fsdp"),
-            ("one_layer", 2, "strategy=fsdp"),
-            ("sequential", 2, "strategy=tp"),
-            ("sequential", 2, "strategy=fsdp"),
-            ("finetuned", 1, "strategy=dp"),
-            ("finetuned", 2, "strategy=ddp"),
-            ("finetuned", 2, "strategy=scratch"),
-            ("finetuned", 2, "strategy=fsdp"),
-            ("vision_transformer", 2, "strategy=fsdp"),
+            ("ReadsValues", "strategy=ddp accumulate=2"),
+            ("Plain", "strategy=fsdp strategy.wrap=[Residual]"),
+            ("one_weight", "strategy=split"),
+            ("SeveralTypes", "strategy=ddp"),
+            ("SeveralTypes", "strategy=fsdp"),
+            ("one_layer", "strategy=fsdp"),
+            ("finetuned", "strategy=dp"),
+            ("finetuned", "strategy=ddp"),
+            ("finetuned", "strategy=fsdp"),
+            ("vision_transformer", "strategy=fsdp"),
         ]
     ),
 ]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Callable[[str], dict]:
-    """The function that returns the final weights of `single` for a model."""
+def trained(tmp_path_factory) -> Callable[..., dict[str, torch.Tensor]]:
+    """The function that trains a model under a strategy and returns its final weights; it trains once if called again."""
 
     @functools.cache
-    def weights_of(name: str) -> dict:
+    def weights_of(name: str, strategy: str) -> dict[str, torch.Tensor]:
         folder = tmp_path_factory.mktemp(name)
-        run_world(1, main_in_world, *overrides_of(name), f"runs_dir={folder}")
-        return weights(folder)
+        ranks = 1 if strategy in ("strategy=single", "strategy=dp", "strategy=split") else 2
+        run_world(ranks, main_in_world, *overrides_of(name), *strategy.split(), f"runs_dir={folder}")
+        return torch.load(only_run(folder) / "checkpoints" / "step_00000010.pt", weights_only=True)["model"]
 
     return weights_of
 
@@ -196,16 +169,9 @@ def overrides_of(name: str) -> list[str]:
     return [*OWN, f"model._target_=own_models.{name}", "epochs=2", *SPECIAL.get(name, [])]
 
 
-def weights(runs_dir) -> dict[str, torch.Tensor]:
-    run = only_run(runs_dir)
-    assert [record["epoch"] for record in read_metrics(run)] == [1, 2]
-    return torch.load(run / "checkpoints" / "step_00000010.pt", weights_only=True)["model"]
-
-
-@pytest.mark.parametrize(("name", "ranks", "strategy"), LINES, ids=lambda value: str(value).replace(" ", ","))
-def test_every_strategy_equals_single(name, ranks, strategy, alone, tmp_path):
-    run_world(ranks, main_in_world, *overrides_of(name), *strategy.split(), f"runs_dir={tmp_path}")
-    found, expected = weights(tmp_path), alone(name)
+@pytest.mark.parametrize(("name", "strategy"), LINES, ids=lambda value: str(value).replace(" ", ","))
+def test_every_strategy_equals_single(name, strategy, trained):
+    found, expected = trained(name, strategy), trained(name, "strategy=single")
     assert found.keys() == expected.keys()
     assert max((found[key] - expected[key]).abs().max().item() for key in found) <= 1e-6
 
@@ -214,7 +180,6 @@ def test_every_strategy_equals_single(name, ranks, strategy, alone, tmp_path):
     ("strategy", "message"),
     [
         ("strategy=ddp", "Expected to have finished reduction in the prior iteration"),
-        ("strategy=scratch", "error: strategy=scratch: the parameter sometimes.weight got no gradient in a step on rank "),
         (BUCKETED, "error: strategy=scratch: the parameter sometimes.weight got no gradient in a step on rank "),
     ],
 )
@@ -227,20 +192,31 @@ def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, mess
 
 
 @pytest.mark.parametrize(
-    ("strategy", "message"),
+    ("overrides", "message"),
     [
-        ("pipeline", "4.weight is the same parameter as 2.weight, which is in another stage"),
-        ("ddp_pipeline strategy.pp=2", "4.weight is the same parameter as 2.weight, which is in another stage"),
-        ("mesh strategy.pp=2", "4.weight is the same parameter as 2.weight, which torch does not always update"),
-        ("tp", "4.weight is the same parameter as 2.weight; sharded, they would be two"),
+        ("one_weight strategy=pipeline strategy.cut=['3']", "4.weight is the same parameter as 2.weight, which is in another"),
+        (
+            "one_weight strategy=ddp_pipeline strategy.pp=2 strategy.cut=['3']",
+            "4.weight is the same parameter as 2.weight, which",
+        ),
+        ("one_weight strategy=mesh strategy.pp=2", "4.weight is the same parameter as 2.weight, which torch does not always"),
+        ("one_weight strategy=tp", "4.weight is the same parameter as 2.weight; sharded, they would be two"),
+        ("Plain strategy=pipeline", "needs a model made of blocks, but model._target_=own_models.Plain is a Plain."),
+        (
+            "Plain strategy=fsdp strategy.wrap=[Block]",
+            "the model has no module of class Block; it has Linear, ModuleList, Plain,",
+        ),
+        ("Tied strategy=fsdp", "blocks.0.inner.weight and blocks.1.inner.weight are the same parameter, in two units"),
+        ("Scalar strategy=fsdp", "cannot shard the parameter scale, which has no dimensions."),
     ],
 )
-def test_strategy_that_would_train_a_shared_weight_twice_refuses_it(strategy, message, tmp_path):
-    cut = "strategy.cut=['3']" if "pipeline" in strategy else ""
-    line = f"{' '.join(OWN)} model._target_=own_models.one_weight strategy={strategy} {cut} batch_size=16 runs_dir={tmp_path}"
+def test_strategies_refuse_models_that_they_would_not_train_correctly(overrides, message, tmp_path):
+    line = f"{' '.join(OWN)} model._target_=own_models.{overrides} batch_size=16 runs_dir={tmp_path}/runs"
     code, printed = run_world(2, refusal_in_world, line)[0]
     assert code == 2
-    assert f"error: strategy={strategy.split()[0]}: {message}" in printed
+    assert printed.startswith("error: strategy")
+    assert message in printed
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
 def test_split_refuses_a_weight_on_two_devices():
@@ -250,64 +226,6 @@ def test_split_refuses_a_weight_on_two_devices():
     strategy.devices[4] = torch.device("meta")
     with pytest.raises(ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"):
         strategy.partition(model, 4)
-
-
-@pytest.mark.parametrize("strategy", ["pipeline", "ddp_pipeline", "tp", "split"])
-def test_strategy_that_cuts_refuses_a_model_without_blocks(strategy, tmp_path):
-    ranks = 1 if strategy == "split" else 2
-    line = f"{' '.join(OWN)} model._target_=own_models.Plain strategy={strategy} runs_dir={tmp_path}/runs"
-    code, printed = run_world(ranks, refusal_in_world, line)[0]
-    assert code == 2
-    assert (
-        f"error: strategy={strategy}: needs a model made of blocks, but model._target_=own_models.Plain is a Plain." in printed
-    )
-    assert "return Chain((in_channels, image_size, image_size), body=" in printed
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            "model._target_=own_models.Plain strategy.wrap=[Block]",
-            "strategy.wrap=[Block]: the model has no module of class Block; it has Linear, ModuleList, Plain, Residual",
-        ),
-        (
-            "model._target_=own_models.Tied",
-            "strategy=fsdp: blocks.0.inner.weight and blocks.1.inner.weight are the same parameter, in two units",
-        ),
-        ("model._target_=own_models.Scalar", "strategy=fsdp: cannot shard the parameter scale, which has no dimensions."),
-    ],
-)
-def test_fsdp_refuses_what_it_cannot_shard(overrides, message, tmp_path):
-    line = f"{' '.join(OWN)} strategy=fsdp {overrides} runs_dir={tmp_path}/runs"
-    code, printed = run_world(2, refusal_in_world, line)[0]
-    assert code == 2
-    assert message in printed
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["strategy=pipeline", "strategy.cut=[3]"], ": 0 1 2 on .*, 3 4 on "),
-        (["strategy=ddp_pipeline", "strategy.cut=[3]"], ": 0 1 2 on .*, 3 4 on "),
-        (["strategy=mesh", "strategy.pp=2", "strategy.cut=[3]"], "pp 0 .* 0 .. 2: .* pp 1 .* 3 .. 4: "),
-        (["strategy=tp", "strategy.plan={2:replicate,4:replicate}"], "0 layers sharded .*, 2, 4 replicated"),
-    ],
-)
-def test_blocks_of_a_sequential_are_named_by_integers(overrides, message, tmp_path):
-    line = [*OWN, "model._target_=own_models.sequential", "epochs=1", *overrides, f"runs_dir={tmp_path}"]
-    run_world(2, main_in_world, *line)
-    assert re.search(message, (only_run(tmp_path) / "train.log").read_text(), re.DOTALL)
-
-
-def test_model_is_found_in_the_directory_of_the_command(tmp_path):
-    (tmp_path / "mynet.py").write_text(
-        "from torch import nn\ndef net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, num_classes))\n"
-    )
-    line = f"python {ROOT}/train.py model._target_=mynet.net runs_dir={tmp_path}/runs epochs=1"
-    code, output = launch(line, *OWN, cwd=tmp_path)
-    assert code == 0, output
 
 
 def test_compile_is_disabled_where_a_strategy_needs_blocks(tmp_path):

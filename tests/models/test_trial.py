@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import FROZEN, assert_equal, ddp, fsdp, pipeline, scratch, tp
 from launches import OWN, main_in_world, refusal_in_world
-from own_models import OnlyFloat32, Picky, Plain, ReadsValues, finetuned
+from own_models import Picky, ReadsValues, finetuned
 from torch import nn
 from training import Outcome, config_of, run_cases
 from worlds import run_world
@@ -14,7 +14,7 @@ from worlds import run_world
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
 from ddp_lab.models.make import build_model
-from ddp_lab.models.trial import freeze_unused, meta_copy, some
+from ddp_lab.models.trial import freeze_unused, read_outside
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.world.runtime import Runtime
@@ -22,8 +22,8 @@ from ddp_lab.world.runtime import Runtime
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 
-def tried(model: nn.Module, size: int = 28, classes: int = 10) -> list[str]:
-    return freeze_unused(model, (1, size, size), classes, Runtime("cpu"), "model._target_=net")
+def tried(model: nn.Module) -> list[str]:
+    return freeze_unused(model, (1, 28, 28), 10, Runtime("cpu"), "model._target_=net")
 
 
 @pytest.mark.parametrize("large", [0, 10**9], ids=["meta device", "real images"])
@@ -65,35 +65,29 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
         ("Pair", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got tuple"),
         ("PairWhenEvaluated", {}, r"failed .* TypeError: in evaluation mode it must return logits of shape .*, got tuple"),
         ("two_classes", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
+        ("OnlyFloat32", {}, r"failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not support bf16 on"),
     ],
 )
 def test_model_that_cannot_be_trained_is_refused(name, overrides, message):
-    model = build_model({"_target_": f"own_models.{name}", **overrides}, SHAPE)
+    model, runtime = build_model({"_target_": f"own_models.{name}", **overrides}, SHAPE), Runtime("cpu", "bf16")
     with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
-        tried(model)
+        freeze_unused(model, (1, 28, 28), 10, runtime, "model._target_=net")
 
 
-def test_model_that_fails_in_bf16_is_advised_to_use_float32():
-    remedy = (
-        r"own_models.py, line \d+\). Use precision=float32, if a layer does not support bf16 on this device, or images that"
-    )
-    with pytest.raises(ConfigError, match=f"net: failed for images of 1x28x28 .*: RuntimeError: no bf16 .{remedy}"):
-        freeze_unused(OnlyFloat32(**SHAPE), (1, 28, 28), 10, Runtime("cpu", "bf16"), "model._target_=net")
-
-
-def test_meta_copy_allocates_nothing_and_keeps_ties_and_frozen_parameters():
-    model = Plain(**SHAPE)
-    model.tied, model.entry.bias.requires_grad = model.head, False
-    copied = meta_copy(model)
-    assert all(tensor.is_meta for tensor in copied.parameters())
-    assert copied.tied.weight is copied.head.weight
-    assert not copied.entry.bias.requires_grad
-    assert not model.head.weight.is_meta
-
-
-def test_long_lists_of_names_are_cut():
-    assert some(["a", "b", "c"]) == "a, b, c"
-    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+def test_layers_whose_weights_other_modules_read_are_found_on_cpu_and_meta():
+    node, shape = {"_target_": "own_models.attention"}, SHAPE | {"image_size": 8}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = build_model(node, shape)
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        assert len(names) == 10
+        drawn = torch.get_rng_state()
+        assert read_outside(model, names) == {"1.attention.out_proj", "1.again", "2.self_attn.out_proj"}
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert model.training
+        assert not any(module._forward_hooks for module in model.modules())
+    model[3] = nn.Linear(1, 1)
+    assert len(read_outside(model, names[:-1])) == 3, "what a model had read before it failed is lost"
 
 
 def frozen_runs(folder: str) -> dict[str, Outcome]:

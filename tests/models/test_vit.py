@@ -1,7 +1,6 @@
 """The Vision Transformer: its parameters, its logits against torchvision's, and the sizes that it refuses."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,14 +8,13 @@ import torch.nn.functional as F
 from configs import CONF, config
 from omegaconf import OmegaConf
 from torch import nn
-from torchvision.models import VisionTransformer, vit_b_16
+from torchvision.models import VisionTransformer
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, make_model
-from ddp_lab.models.partition import Partition, cut, trace
-from ddp_lab.models.torchvision_models import from_torchvision
+from ddp_lab.models.partition import Partition, trace
 from ddp_lab.models.vit import vit
 from ddp_lab.world.runtime import Runtime
 
@@ -53,6 +51,7 @@ def formula(depth: int, width: int, hidden: int, patch: int, token: bool) -> int
     ],
 )
 def test_presets_have_the_published_number_of_parameters(group, sizes, published, pool):
+    assert check(config(f"model={group}", "data=folder")).model["_target_"] == "ddp_lab.models.vit.vit"
     model = make(group, pool=pool)
     assert count(model) == formula(*sizes, token=pool == "token")
     if group == "vit_g14":
@@ -68,19 +67,13 @@ def test_default_model_has_tokens_of_28_pixel_images():
     assert trace(model)[1] == [(3, 28, 28), *[(16, 64)] * 5, (10,)]
 
 
-def torchvisions(image_size: int = 28, num_classes: int = 10) -> VisionTransformer:
-    """Return a small VisionTransformer of torchvision whose weights are all random."""
-    torch.manual_seed(0)
-    model = VisionTransformer(image_size, 7, num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=32, num_classes=num_classes)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("old_names", [False, True])
 def test_weights_of_torchvision_give_its_logits(old_names, tmp_path):
-    source, images = torchvisions(), torch.randn(5, 3, 28, 28)
+    torch.manual_seed(0)
+    source, images = VisionTransformer(28, 7, 2, 4, 16, 32, num_classes=10).eval(), torch.randn(5, 3, 28, 28)
+    for parameter in source.parameters():
+        nn.init.normal_(parameter, std=0.3)
     state = source.state_dict()
     if old_names:  # those of torchvision's first files
         state = {name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): value for name, value in state.items()}
@@ -92,14 +85,6 @@ def test_weights_of_torchvision_give_its_logits(old_names, tmp_path):
     expected = source(images)
     assert expected.std() > 0.1
     torch.testing.assert_close(model.eval()(images), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_names_of_vit_b_16_are_mapped():
-    with torch.device("meta"):
-        state = from_torchvision(vit_b_16().state_dict())
-    own = make("vit_b16", pool="token").state_dict()
-    assert {name: value.shape for name, value in state.items()} == {name: value.shape for name, value in own.items()}
-    assert from_torchvision(own) is own
 
 
 def logits_of(state: dict[str, torch.Tensor], images: torch.Tensor, heads: int, token: bool) -> torch.Tensor:
@@ -173,16 +158,6 @@ def test_sizes_that_do_not_fit_are_refused(changed, message):
     with pytest.raises(ConfigError) as error:
         vit(1, 28, 10, **SMALL | changed, pool="mean")
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize("group", sorted(path.stem for path in Path(CONF / "model").glob("vit*.yaml")))
-def test_groups_pass_the_check(group):
-    assert check(config(f"model={group}", "data=folder")).model["_target_"] == "ddp_lab.models.vit.vit"
-
-
-def test_cut_of_many_blocks_is_balanced():
-    parts = cut([1, *[10] * 48, 1], 8)
-    assert [len(part) for part in parts] == [7, *[6] * 6, 7]
 
 
 def test_partition_balances_the_blocks():

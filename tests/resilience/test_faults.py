@@ -10,13 +10,11 @@ import re
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from launches import NARROW, SMALL, finish, launch, read_heartbeat, read_metrics, start
 
-from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.run_directory import RESTART_WAIT
 
 DDP = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
@@ -58,15 +56,15 @@ def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
 def undisturbed(tmp_path_factory) -> dict[int, Path]:
     """Return the directories of runs without faults, by number of ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    for line, name in (("python train.py", "1"), (DDP, "2"), (DDP.replace("=2", "=4"), "4")):
+    checked = f"{DDP} check_replicas=1"  # replicas that are equal pass
+    for line, name in (("python train.py", "1"), (checked, "2"), (DDP.replace("=2", "=4"), "4")):
         code, output = launch(line, *overrides(folder, f"run-{name}"))
         assert code == 0, output
     return {size: folder / f"run-{size}" for size in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 5))])
-def test_run_killed_at_any_step_resumes_to_the_same_end(step, tmp_path, undisturbed):
-    line = overrides(tmp_path, "killed", "checkpoint.every_steps=2", f"inject=crash@rank=0,step={step}")
+def test_run_killed_at_any_step_resumes_to_the_same_end(tmp_path, undisturbed):
+    line = overrides(tmp_path, "killed", "checkpoint.every_steps=2", "inject=crash@rank=0,step=8")
     code, _ = launch("python train.py", *line)
     assert code == -signal.SIGKILL
     code, output = launch("python train.py", *line)
@@ -88,27 +86,17 @@ def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undist
 
 
 def test_elastic_restart_ends_with_the_same_weights(tmp_path, undisturbed):
-    """With more than two ranks the order of addition affects the sum, so it must be the same after the restart."""
-    line = "python -m ddp_lab train --nproc 4 --max-restarts 3 strategy=ddp"
+    """With more than two ranks the order of addition affects the sum, so it must be the same after the restart.
+
+    `resume=never` applies only to the first start.
+    """
+    line = "python -m ddp_lab train --nproc 4 --max-restarts 3 strategy=ddp resume=never"
     code, output = launch(line, *overrides(tmp_path, "restarted", "checkpoint.every_steps=2", "inject=segfault@rank=1,step=8"))
     assert code == 0, output
     assert "started again after error: rank 1 on" in output
+    assert "resumed from" in output
     assert status(tmp_path / "restarted")["status"] == "finished"
     assert_same_end(tmp_path / "restarted", undisturbed[4])
-
-
-@pytest.mark.parametrize(
-    "strategy", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp strategy.tp=2", "fsdp"))]
-)
-def test_elastic_restart_of_a_sharded_model_ends_with_the_same_weights(strategy, tmp_path):
-    """`resume=never` applies only to the first start."""
-    line = f"torchrun --standalone --max-restarts=1 --nproc_per_node=2 train.py strategy={strategy}"
-    for name, more in (("whole", ()), ("cut", ("checkpoint.every_steps=2", "resume=never", "inject=crash@rank=1,step=8"))):
-        code, output = launch(line, *overrides(tmp_path, name, *more))
-        assert code == 0, output
-    assert "started again after error: rank 1 on" in output
-    assert "resumed from" in output
-    assert_same_end(tmp_path / "cut", tmp_path / "whole")
 
 
 REPORTS = {  # by fault: the kind in failure.json and a part of the message
@@ -173,22 +161,6 @@ def test_drifting_replicas_are_named(tmp_path):
     assert failure(tmp_path / "drifting")["kind"] == "replicas_drifted"
 
 
-SYNC = " ".join(["strategy=ddp", "strategy.batch_norm=sync", *NARROW])
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "strategy=fsdp",
-        pytest.param(SYNC, marks=pytest.mark.slow),
-        *(pytest.param(f"strategy={name}", marks=pytest.mark.slow) for name in ("tp strategy.tp=1", "pipeline")),
-    ],
-)
-def test_equal_replicas_pass_check_replicas(more, tmp_path):
-    code, output = launch(DDP, *overrides(tmp_path, "same", "check_replicas=1", "epochs=1", *more.split()))
-    assert code == 0, output
-
-
 def wait_for(run_dir: Path, rank: int, holds, timeout: float = 60) -> dict:
     """Wait until `holds` returns true for the heartbeat of a rank of the running launch; return the heartbeat."""
     deadline = time.monotonic() + timeout
@@ -207,10 +179,8 @@ def test_loss_not_finite_stops_all_ranks_at_the_same_step(tmp_path):
     record = failure(tmp_path / "stopped")
     assert [other["rank"] for other in record["others"]] == [0]
     assert record["others"][0]["step"] == record["step"]
-    assert (failure(tmp_path / "stopped")["kind"], failure(tmp_path / "stopped")["rank"]) == ("not_finite", 1)
-    assert list((tmp_path / "stopped").glob("checkpoints/*.pt"))
-    for path in (tmp_path / "stopped").glob("checkpoints/*.pt"):
-        assert all(tensor.isfinite().all() for tensor in torch.load(path)["model"].values())
+    assert (record["kind"], record["rank"]) == ("not_finite", 1)
+    assert all(tensor.isfinite().all() for tensor in newest(tmp_path / "stopped")["model"].values())
 
 
 def test_weights_not_finite_are_not_saved(tmp_path):
@@ -225,13 +195,10 @@ def test_weights_not_finite_are_not_saved(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    [DDP, *(pytest.param(DDP.replace("ddp", name), marks=pytest.mark.slow) for name in ("tp", "fsdp"))],
+    [DDP, pytest.param(DDP.replace("ddp", "fsdp"), marks=pytest.mark.slow)],
 )
 def test_on_nan_skip_continues_after_a_loss_that_is_not_finite(line, tmp_path):
-    code, output = launch(
-        line,
-        *overrides(tmp_path, "skipped", "on_nan=skip", "inject=nan@rank=0,step=8", *NARROW),
-    )
+    code, output = launch(line, *overrides(tmp_path, "skipped", "on_nan=skip", "inject=nan@rank=0,step=8", *NARROW))
     assert code == 0, output
     assert "the loss of step 8" in output
     assert output.count("its gradient counts as zero (on_nan=skip)") == 1
@@ -251,17 +218,6 @@ def test_preemption_of_one_rank_saves_and_the_run_resumes(tmp_path, undisturbed)
     code, output = launch(DDP, *line)
     assert code == 0, output
     assert_same_end(tmp_path / "preempted", undisturbed[2])
-
-
-def test_sigterm_to_torchrun_preempts(tmp_path):
-    process = start(DDP, *overrides(tmp_path, "signalled", "epochs=100000"))
-    wait_for(tmp_path / "signalled", 1, lambda record: record["step"] > 10)
-    asked = time.monotonic()
-    os.kill(process.pid, signal.SIGTERM)
-    finish(process, timeout=60)
-    assert time.monotonic() - asked < 30
-    assert status(tmp_path / "signalled")["status"] == "preempted"
-    assert newest(tmp_path / "signalled")["progress"]["step"] == status(tmp_path / "signalled")["step"]
 
 
 @pytest.mark.parametrize(("line", "code"), [("python train.py", 130), (DDP, 1)])
@@ -287,6 +243,7 @@ def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path, undisturbed):
     _, output = finish(process, timeout=60)
     assert time.monotonic() - asked < 15, output
     assert status(tmp_path / "long").items() >= {"status": "preempted", "epoch": 1, "step": STEPS}.items()
+    assert newest(tmp_path / "long")["progress"]["step"] == STEPS
     code, output = launch(DDP, *line)
     assert code == 0, output
     assert_same_end(tmp_path / "long", undisturbed[2])
@@ -347,34 +304,20 @@ def test_second_writer_is_refused(tmp_path):
     assert f"pid {process.pid} on" in output
 
 
-def test_full_disk_keeps_the_last_valid_checkpoint(tmp_path):
-    code, output = launch(DDP, *overrides(tmp_path, "full", "inject=disk_full@rank=0,step=8"))
-    assert code == 1, output
-    good = tmp_path / "full" / "checkpoints" / f"step_{STEPS:08d}.pt"
-    assert "No space left on device" in output
-    assert f"the last valid checkpoint is {good}" in output
-    assert good.exists()
-    assert not list(good.parent.glob("*.tmp"))
-    assert (status(tmp_path / "full")["status"], failure(tmp_path / "full")["kind"]) == ("failed", "checkpoint")
-
-
-def test_save_of_an_earlier_step_succeeds_although_the_disk_is_full_later(tmp_path):
-    writers = []
-    checkpoints = SimpleNamespace(before_write="disk", wait=lambda: writers.append(checkpoints.before_write))
-    Fault(lambda batch: None, "disk_full@rank=0,step=1", 0, tmp_path, checkpoints, taken=0)(None)
-    assert writers == ["disk"]
-    assert checkpoints.before_write != "disk"
-
-
-def test_last_checkpoint_that_cannot_be_written_fails_the_run(tmp_path):
+def test_full_disk_fails_the_run_and_keeps_the_last_valid_checkpoint(tmp_path):
     """Training has ended before the write fails. The best checkpoints of epochs 1 and 2 were written."""
     full = "checkpoint.every_epochs=3", "inject=disk_full@rank=0,step=12"
     full += "data.dataset.train_size=125", "data.val_fraction=0.2"
-    code, output = launch("python train.py", *overrides(tmp_path, "full", *full))
+    code, output = launch(DDP, *overrides(tmp_path, "full", *full))
     assert code == 1, output
-    assert f"step_{3 * STEPS:08d}.pt could not be written" in output
-    assert status(tmp_path / "full")["status"] == "failed"
-    assert (tmp_path / "full" / "checkpoints" / "best.pt").exists()
+    folder = tmp_path / "full" / "checkpoints"
+    assert f"step_{3 * STEPS:08d}.pt could not be written ([Errno 28] No space left on device" in output
+    assert f"the last valid checkpoint is {folder}/step_{2 * STEPS:08d}.pt" in output
+    assert {path.name for path in folder.iterdir() if path.suffix != ".sha256"} == {
+        "best.pt",
+        *(f"step_{epoch * STEPS:08d}.pt" for epoch in (1, 2)),
+    }
+    assert (status(tmp_path / "full")["status"], failure(tmp_path / "full")["kind"]) == ("failed", "checkpoint")
 
 
 def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
@@ -386,38 +329,3 @@ def test_preemption_that_cannot_be_saved_reports_the_last_saved_step(tmp_path):
     assert code == 75, output
     assert status(tmp_path / "full").items() >= {"status": "preempted", "step": STEPS}.items()
     assert f"preempted at epoch 2, 0 samples into it, step {STEPS}" in output
-
-
-def test_early_stopping_persists_over_a_restart(tmp_path):
-    """With a learning rate that is too high the val_loss stops falling after a few epochs."""
-    early = "epochs=50", "patience=2", "data.val_fraction=0.2", "evaluate_test=end"
-    line = overrides(tmp_path, "early", *early, "optimizer.lr=5.0", "scheduler=constant")
-    code, output = launch(DDP, *line)
-    assert code == 0, output
-    rows = read_metrics(tmp_path / "early")
-    epochs = len(rows)
-    assert epochs < 50
-    assert ["test_loss" in row for row in rows] == [False] * (epochs - 1) + [True], "the last epoch alone is tested"
-    assert "stopped early" in output
-    code, output = launch(DDP, *line)
-    assert code == 0
-    assert f"nothing to do: the last 2 epochs had no val_loss below that of epoch {epochs - 2} (patience=2)" in output
-    assert "raise patience above 2 to continue, or use another name" in output
-    assert len(read_metrics(tmp_path / "early")) == epochs
-
-
-def test_sample_that_the_first_batch_cannot_read_fails_while_loading(tmp_path):
-    later = "data=own", "data.dataset._target_=own_datasets.Later", "data.num_classes=2", "data.num_workers=0"
-    code, output = launch(
-        "python train.py",
-        *later,
-        "data.image_size=28",
-        "model=simple_cnn",
-        "batch_size=6",
-        f"runs_dir={tmp_path}",
-        "name=later",
-    )
-    assert code == 1, output
-    record = failure(tmp_path / "later")
-    assert record["doing"] == "loading"
-    assert ", epoch 1, step 1, loading: data.dataset._target_=own_datasets.Later: the label of sample 4 is 5" in output

@@ -8,8 +8,7 @@ from training import make_model
 from worlds import once, run_world
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.speed.fused import configure_optimizer
-from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP

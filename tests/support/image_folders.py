@@ -12,7 +12,7 @@ def write_folder(root: Path, sizes: dict[str, int], classes: int = 3, sides: tup
     """Write DIR/SPLIT/CLASS/FILE images, which differ from each other, and return `root`.
 
     Args:
-        sizes: number of images of each split, dealt to the classes in turn.
+        sizes: number of images of each split; image i is of class i modulo `classes`.
         sides: smallest and largest height and width in pixels.
     """
     draw = np.random.default_rng(0)

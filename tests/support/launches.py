@@ -36,22 +36,6 @@ SMALL = [
 OWN = [*(override for override in SMALL if not override.startswith("model=")), "data.dataset.channels=1", "model=own"]
 # A model with BatchNorm; ResNet-18's ten million parameters would dominate the time of a short launch.
 NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.image_size=16"]
-METRICS = {
-    "kind",
-    "epoch",
-    "step",
-    "train_loss",
-    "train_accuracy",
-    "test_loss",
-    "test_accuracy",
-    "test_top5_accuracy",
-    "lr",
-    "seconds",
-    "samples_per_second",
-    "global_batch_size",
-    "world_size",
-    "strategy",
-}
 
 
 def start(

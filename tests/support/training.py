@@ -402,10 +402,10 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     averages = training.ema.state_dict() if training.ema else {}
     state = strategy.state_dict(training.optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
-    whole = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
-    if runtime.rank == 0 and whole:
+    full = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
+    if runtime.rank == 0 and full:
         assert largest_difference(own, state["model"]) == 0
-    weights = own if whole else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
+    weights = own if full else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
     kept = "momentum_buffer" if case.optimizer == "sgd" else "exp_avg"
     momentum = {name: values[kept] for name, values in state["optimizer"].get("state", {}).items()}
     digest = hash_of(weights)

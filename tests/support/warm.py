@@ -38,7 +38,6 @@ SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 ADDRESS = "DDP_LAB_TESTS_WARM"  # environment variable with the path of the server's socket, for pytest and its subprocesses
 MACHINE = "DDP_LAB_TESTS_MACHINE"  # the same with the id of a process whose namespaces a program enters
-STARTING = 60.0  # seconds that the server may take to import everything
 NUMBER = struct.Struct("q")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -164,7 +163,7 @@ def fork_children() -> None:
 def serve(listener: socket.socket) -> Request:
     """Fork a process for each request. Only the forked processes return."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # signals to a whole process group are meant for the programs, not the server
+        signal.signal(number, signal.SIG_IGN)  # signals to a process group are meant for the programs, not the server
     while True:
         connection, _ = listener.accept()
         length, files, _, _ = socket.recv_fds(connection, NUMBER.size, 3)
@@ -172,7 +171,7 @@ def serve(listener: socket.socket) -> Request:
         if (keeper := os.fork()) == 0:
             listener.close()
             if (pid := os.fork()) == 0:
-                settle(request, files)
+                set_up(request, files)
                 if request.owner is not None:  # only now, because its owner can wait for it only after becoming its parent
                     connection.sendall(NUMBER.pack(os.getpid()))
                 connection.close()
@@ -204,7 +203,7 @@ def watch(pid: int, connection: socket.socket) -> None:
         connection.sendall(NUMBER.pack(status))
 
 
-def settle(request: Request, files: list[int]) -> None:
+def set_up(request: Request, files: list[int]) -> None:
     """Set up a forked process: parent, session, files, signal handlers, working directory, environment."""
     while request.owner is not None and os.getppid() != request.owner:
         time.sleep(0.0005)
@@ -299,10 +298,7 @@ def stand_in(name: str, arguments: list[str]) -> NoReturn:
     command = [str(Path(sys.executable).with_name(name)), *arguments]
     if program_of(command) is None:
         os.execv(command[0], command)
-    inherited = dict.fromkeys(("p2cread", "c2pwrite", "errwrite"), -1)
-    connection = ask({"args": command, "env": None, "cwd": None, "start_new_session": False, **inherited}, os.environ[ADDRESS])
-    receive(connection)  # the process id
-    code = os.waitstatus_to_exitcode(receive(connection))
+    code = Warm(command).wait()
     sys.exit(code if code >= 0 else 128 - code)  # as in a shell
 
 

@@ -1,13 +1,15 @@
+"""The metrics of an evaluation, and the running sums of the training steps."""
+
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ddp_lab.strategies.loss import MOST_CLASSES
 
-from ddp_lab.data.batch import IGNORE, Batch
+from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.single import Single
-from ddp_lab.training.metrics import Evaluation, evaluate
+from ddp_lab.tasks.classification import MOST_CLASSES, Classification
+from ddp_lab.training.metrics import LONGEST, Evaluation, RunningSums, evaluate
 from ddp_lab.world.runtime import Runtime
 
 
@@ -15,10 +17,11 @@ def evaluated(logits: torch.Tensor, targets: torch.Tensor, size: int = 7) -> Eva
     """Evaluate a model that returns its inputs, in batches of `size`, the last of which has padding."""
     strategy = Single(Runtime("cpu"))
     strategy.setup(torch.nn.Identity())
-    padding = -len(logits) % size
-    logits = torch.cat([logits, torch.rand(padding, logits.size(1))])
-    targets = torch.cat([targets, torch.full((padding,), IGNORE)])
-    return evaluate(strategy, (Batch(*batch, size) for batch in zip(logits.split(size), targets.split(size), strict=True)))
+    batches = []
+    for inputs, labels in zip(logits.split(size), targets.split(size), strict=True):
+        padding = torch.zeros(size - len(labels), dtype=torch.int64)
+        batches.append(Batch(torch.cat([inputs, logits[padding]]), torch.cat([labels, padding]), len(labels)))
+    return evaluate(strategy, batches)
 
 
 @pytest.mark.parametrize("classes", [6, 30])
@@ -26,25 +29,36 @@ def test_evaluation_equals_sums_over_single_samples(classes):
     generator = torch.Generator().manual_seed(classes)
     logits, targets = torch.randn(52, classes, generator=generator), torch.randint(classes, (52,), generator=generator)
     tested = evaluated(logits, targets)
-    ranks = [
-        sorted(row, reverse=True).index(row[target]) for row, target in zip(logits.tolist(), targets.tolist(), strict=True)
-    ]
-    pairs = Counter((target, row.index(max(row))) for row, target in zip(logits.tolist(), targets.tolist(), strict=True))
+    rows = list(zip(logits.tolist(), targets.tolist(), strict=True))
+    ranks = [sorted(row, reverse=True).index(row[target]) for row, target in rows]
+    pairs = Counter((target, row.index(max(row))) for row, target in rows)
     assert tested.samples == 52
-    assert tested.loss == pytest.approx(F.cross_entropy(logits, targets).item())
-    assert tested.accuracy == ranks.count(0) / 52
-    assert tested.top5_accuracy == sum(rank < 5 for rank in ranks) / 52 < 1
-    assert tested.confusion.tolist() == [[pairs[true, predicted] for predicted in range(classes)] for true in range(classes)]
+    assert tested.values["loss"] == pytest.approx(F.cross_entropy(logits, targets).item())
+    assert tested.values["accuracy"] == ranks.count(0) / 52
+    assert tested.values["top5_accuracy"] == sum(rank < 5 for rank in ranks) / 52 < 1
+    found = tested.sums["confusion"].tolist()
+    assert found == [[pairs[true, predicted] for predicted in range(classes)] for true in range(classes)]
 
 
 @pytest.mark.parametrize(("classes", "top5", "confusion"), [(5, False, True), (6, True, True), (MOST_CLASSES + 1, True, False)])
 def test_top5_needs_six_classes_and_the_confusion_matrix_not_too_many(classes, top5, confusion):
     tested = evaluated(torch.eye(classes)[:3], torch.arange(3))
-    assert (tested.accuracy, tested.top5_accuracy) == (1, 1 if top5 else None)
-    assert (tested.confusion is not None) == confusion
+    assert (tested.values["accuracy"], tested.values.get("top5_accuracy")) == (1, 1 if top5 else None)
+    assert ("confusion" in tested.sums) == confusion
 
 
 def test_evaluation_of_a_model_that_returns_nan_counts_every_sample():
     tested = evaluated(torch.full((8, 6), float("nan")), torch.arange(8) % 6)
-    assert tested.confusion.sum() == tested.samples == 8
-    assert tested.loss != tested.loss
+    assert tested.sums["confusion"].sum() == tested.samples == 8
+    assert tested.values["loss"] != tested.values["loss"]
+
+
+@pytest.mark.parametrize("start", [0, LONGEST - 3])
+def test_running_sums_return_the_first_step_that_is_not_finite(start):
+    running_sums = RunningSums(Classification(), torch.device("cpu"))
+    running_sums.begin(start)
+    for step in range(1, 11):
+        running_sums.add(torch.tensor([float("nan") if step in (5, 8) else 1.0, 1.0, 1.0], dtype=torch.float64))
+    assert running_sums.first_bad(start + 10).item() == start + 5
+    running_sums.add(torch.ones(3, dtype=torch.float64))
+    assert running_sums.first_bad(start + 11).item() == float("inf")

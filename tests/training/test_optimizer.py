@@ -2,19 +2,15 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from launches import refusal_in_world
+from steps import make_step
 from torch import optim
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import run_world
 
-from ddp_lab.advise.advisor import Advisor
-from ddp_lab.advise.devices import find_devices
-from ddp_lab.advise.plan import CannotPlan
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.optimizer import require_support, step_of
+from ddp_lab.training.optimizer import match_strides, require_support, step_of
 from ddp_lab.world.runtime import Runtime
 
 OPTIMIZERS = {
@@ -36,47 +32,39 @@ STATES = {  # the tensors of the optimizer's state that have the shape of a para
     "nadam": {"exp_avg", "exp_avg_sq"},
     "radam": {"exp_avg", "exp_avg_sq"},
 }
-REST = "~optimizer.momentum ~optimizer.nesterov data=synthetic data.dataset.image_size=28 batch_size=8"
-ADAFACTOR = f"optimizer._target_=torch.optim.Adafactor {REST}"
-RPROP = f"optimizer._target_=torch.optim.Rprop ~optimizer.weight_decay {REST}"
-DTENSORS = {"fsdp": "fsdp", "mesh strategy.shard=2": "mesh", "mesh strategy.pp=2": "mesh", "tp strategy.tp=2": "tp"}
 
 
-def train(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor], set[tuple[str, ...]]]:
-    """Return the weights after three steps on shards and of whole tensors, and the keys of the state that are DTensors."""
+def train() -> dict[str, list[tuple[torch.Tensor, torch.Tensor, set[str]]]]:
+    """Return for each optimizer and weight: a whole tensor and its shards after three steps, and the DTensors of the state."""
     with Runtime("cpu") as runtime:
         runtime.open_group()
         mesh = runtime.mesh({"dp": dist.get_world_size()})
-        torch.manual_seed(0)
-        wholes = [
-            torch.nn.Parameter(torch.randn(5, 3)),
-            torch.nn.Parameter(torch.randn(1, 2)),
-            torch.nn.Parameter(torch.ones(4)),
-        ]
-        shards = [torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)])) for whole in wholes]
-        steps = [(OPTIMIZERS[kind]([whole]), OPTIMIZERS[kind]([shard])) for whole, shard in zip(wholes, shards, strict=True)]
-        for _ in range(3):
-            for whole, shard, (plain, sharded) in zip(wholes, shards, steps, strict=True):
-                whole.grad = torch.randn_like(whole)
-                shard.grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
-                plain.step()
-                step_of(sharded)()
-                assert sharded.param_groups[0]["params"] == [shard]
-        states = [(shard, sharded.state[shard]) for shard, (_, sharded) in zip(shards, steps, strict=True)]
-        kept = {tuple(key for key, value in state.items() if isinstance(value, DTensor)) for _, state in states}
-        assert all(
-            value.shape == shard.shape for shard, state in states for value in state.values() if isinstance(value, DTensor)
-        )
-        return [whole.detach() for whole in wholes], [shard.detach().full_tensor() for shard in shards], kept
+        return {kind: [train_one(make, shape, mesh) for shape in ((5, 3), (1, 2), (4,))] for kind, make in OPTIMIZERS.items()}
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_step_on_shards_equals_that_of_whole_tensors(kind):
+def train_one(make, shape: tuple[int, ...], mesh) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(shape))
+    shard = torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
+    plain, sharded = make([whole]), make([shard])
+    for _ in range(3):
+        whole.grad = torch.randn_like(whole)
+        shard.grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
+        plain.step()
+        step_of(sharded)()
+        assert sharded.param_groups[0]["params"] == [shard]
+    kept = {key: value for key, value in sharded.state[shard].items() if isinstance(value, DTensor)}
+    assert all(value.shape == shard.shape for value in kept.values())
+    return whole.detach(), shard.detach().full_tensor(), set(kept)
+
+
+def test_steps_on_shards_equal_those_of_whole_tensors():
     """The shards differ in size, and some are empty."""
-    for wholes, shards, kept in run_world(2, train, kind):
-        for whole, shard in zip(wholes, shards, strict=True):
-            torch.testing.assert_close(shard, whole, rtol=0, atol=1e-7)
-        assert set(map(frozenset, kept)) == {frozenset(STATES[kind.removeprefix("fused ")])}
+    for found in run_world(2, train):
+        for kind, weights in found.items():
+            for whole, shards, kept in weights:
+                assert (shards - whole).abs().max() <= 1e-7, kind
+                assert kept == STATES[kind.removeprefix("fused ")], kind
 
 
 def test_other_optimizers_keep_their_own_step():
@@ -87,33 +75,35 @@ def test_other_optimizers_keep_their_own_step():
         assert step_of(optimizer) == optimizer.step
 
 
-@pytest.mark.parametrize("strategy", DTENSORS)
-def test_optimizer_that_does_not_support_shards_is_refused_before_the_group_opens(strategy):
-    codes, texts = zip(*run_world(2, refusal_in_world, f"strategy={strategy} {ADAFACTOR} device=cpu"), strict=True)
-    assert codes == (2, 2)
-    assert "".join(texts) == (
-        "error: optimizer._target_=torch.optim.Adafactor: cannot update DTensors, as "
-        f"strategy={DTENSORS[strategy]} has them: torch's Adafactor.step does not support them. Use another optimizer, for "
-        "example torch.optim.AdamW, or a strategy without DTensors, for example ddp\n"
-    )
+def refusals(strategies: list[str]) -> list[tuple[object, str]]:
+    rest = "~optimizer.momentum ~optimizer.nesterov data=synthetic data.dataset.image_size=28 batch_size=8 device=cpu"
+    return [refusal_in_world(f"strategy={name} optimizer._target_=torch.optim.Adafactor {rest}") for name in strategies]
 
 
-def test_advise_refuses_an_optimizer_that_does_not_support_shards():
-    for optimizer in (ADAFACTOR, RPROP):
-        advisor = Advisor.of(optimizer.split(), None, find_devices("2xH100"))
-        for strategy in ("fsdp", "tp"):
-            with pytest.raises(ConfigError, match="cannot update DTensors"):
-                advisor.plan([f"strategy={strategy}"])
+def test_optimizers_that_do_not_support_shards_are_refused_before_the_group_opens():
+    strategies = ["fsdp", "mesh strategy.shard=2", "mesh strategy.pp=2", "tp strategy.tp=2"]
+    for strategy, one, other in zip(strategies, *run_world(2, refusals, strategies), strict=True):
+        assert (one[0], other[0]) == (2, 2)
+        assert one[1] + other[1] == (
+            "error: optimizer._target_=torch.optim.Adafactor: cannot update DTensors, as "
+            f"strategy={strategy.split()[0]} has them: torch's Adafactor.step does not support them. Use another optimizer, "
+            "for example torch.optim.AdamW, or a strategy without DTensors, for example ddp\n"
+        )
 
 
-def test_optimizer_with_a_step_of_its_own_and_replicated_blocks_are_not_refused():
-    class Own(torch.optim.Adafactor):
-        def step(self, closure=None):
-            pass
+def test_optimizer_with_a_step_of_its_own_is_not_refused():
+    own = type("Own", (torch.optim.Adafactor,), {"step": lambda self, closure=None: None})
+    require_support(own([torch.nn.Parameter(torch.ones(1))]), SimpleNamespace(has_dtensors=True), "")
 
-    strategy = SimpleNamespace(name="fsdp", has_dtensors=True)
-    require_support(Own([torch.nn.Parameter(torch.ones(1))]), strategy, "")
-    blocks = "{conv1:replicate,conv2:replicate,fc1:replicate,fc2:replicate}"
-    advisor = Advisor.of([*ADAFACTOR.split(), "strategy=tp", f"strategy.plan={blocks}"], None, find_devices("2xH100"))
-    with pytest.raises(CannotPlan, match="without values failed"):  # it is not refused, but Adafactor's step reads values
-        advisor.plan(advisor.own)
+
+def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights():
+    step, loader = make_step()
+    step(next(iter(loader)))
+    weight = next(parameter for parameter in step.strategy.parameters() if parameter.dim() == 4)
+    state = step.optimizer.state[weight]
+    before = state["momentum_buffer"].clone()
+    assert before.abs().max() > 0
+    state["momentum_buffer"] = before.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    match_strides(step.optimizer)
+    assert state["momentum_buffer"].stride() == weight.stride()
+    assert torch.equal(state["momentum_buffer"], before)

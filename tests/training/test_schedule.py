@@ -65,10 +65,6 @@ def own(name: str, **options):
     return build_shape({"_target_": f"own_schedules.{name}", "_partial_": True, **options}, EPOCHS)
 
 
-def test_own_schedule_is_built_with_its_options():
-    assert own("falling", epochs=6)(3) == 0.5
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -82,6 +78,7 @@ def test_own_schedule_is_built_with_its_options():
     ],
 )
 def test_own_schedule_that_fails_is_refused(name, options, message):
+    assert own("falling", epochs=6)(3) == 0.5
     with pytest.raises(ConfigError, match=rf"scheduler\._target_=own_schedules\.{name}: {message}"):
         own(name, **options)
 

@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 from configs import config
-from ddp_lab.strategies.loss import sum_dtype
 from launches import ROOT, read_metrics
 
 from ddp_lab.config.build import build
@@ -21,6 +20,7 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.speed.options import Facts, choose, refusals_of
 from ddp_lab.strategies.single import Single
+from ddp_lab.tasks.measure import sum_dtype
 from ddp_lab.world import process
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.process import is_alive, start_time

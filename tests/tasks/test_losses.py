@@ -1,0 +1,120 @@
+"""The losses of tasks: label smoothing, mixed targets, losses of the user's, and those that do not fit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from configs import config
+from own_losses import Focal
+
+from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.build import build_loss
+from ddp_lab.tasks.classification import Classification, CrossEntropy
+from ddp_lab.tasks.measure import measure
+from ddp_lab.tasks.regression import Regression
+
+LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+TARGETS = torch.tensor([3, 1, 9, 0, 5, 5])
+REAL = 4  # samples; the others are padding
+MIXED = (3 * F.one_hot(TARGETS, 10) + F.one_hot(TARGETS.roll(1), 10)).double() / 4
+
+
+def own(name: str, mixed: bool = False, **options):
+    return build_loss({"_target_": f"own_losses.{name}", **options}, 10, mixed)
+
+
+def loss_of(task: Task, targets: torch.Tensor = TARGETS, logits: torch.Tensor = LOGITS) -> torch.Tensor:
+    """Return the summed loss of the samples that are no padding."""
+    return measure(task, logits, targets, REAL, divisor=1.0)[0]
+
+
+def test_label_smoothing_mixes_the_target_with_all_classes_in_training_only():
+    wanted = 0.8 * F.one_hot(TARGETS, 10) + 0.2 / 10
+    expected = -(wanted * LOGITS.log_softmax(1))[:REAL].sum()
+    task = Classification(CrossEntropy(0.2))
+    torch.testing.assert_close(loss_of(task), expected)
+    assert loss_of(task.eval()) == F.cross_entropy(LOGITS[:REAL], TARGETS[:REAL], reduction="sum")
+
+
+def test_mixed_targets_are_smoothed_and_count_as_the_most_probable_class():
+    wanted = (0.8 * MIXED + 0.2 / 10)[:REAL]
+    expected = -(wanted * LOGITS[:REAL].log_softmax(1)).sum()
+    torch.testing.assert_close(loss_of(Classification(CrossEntropy(0.2)), MIXED), expected)
+    torch.testing.assert_close(
+        loss_of(Classification(own("scaled", mixed=True, scale=1.0)), MIXED), loss_of(Classification(), MIXED)
+    )
+    _, sums = measure(Classification(), MIXED, MIXED, REAL, 1.0)
+    assert sums[1:].tolist() == [REAL, REAL]
+
+
+def test_own_loss_of_class_indices_refuses_mixed_targets():
+    message = r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* it failed: RuntimeError: gather"
+    with pytest.raises(ConfigError, match=message):
+        own("Focal", mixed=True)
+
+
+def test_own_losses_are_built_without_reduction_and_summed_without_padding():
+    losses = Focal(gamma=3.0, reduction="none")(LOGITS[:REAL], TARGETS[:REAL])
+    torch.testing.assert_close(loss_of(Classification(own("Focal", gamma=3.0))), losses.sum())
+    expected = 3 * F.cross_entropy(LOGITS[:REAL], TARGETS[:REAL], reduction="sum")
+    torch.testing.assert_close(loss_of(Classification(own("scaled", scale=3.0))), expected)
+
+
+def test_loss_of_padding_alone_is_zero_and_has_a_gradient():
+    logits = LOGITS.clone().requires_grad_()
+    for loss in (CrossEntropy(0.1), own("Focal")):
+        total, _ = measure(Classification(loss), logits, TARGETS, 0, 1.0)
+        total.backward()
+        assert total == 0
+        assert logits.grad.abs().max() == 0
+
+
+def test_outputs_in_bf16_are_summed_in_float32():
+    logits = LOGITS.bfloat16()
+    for loss in (CrossEntropy(), own("Focal")):
+        task = Classification(loss)
+        assert loss_of(task, logits=logits) == loss_of(task, logits=logits.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean", r"must return a loss per sample, .* for b=2 it returned a tensor of shape \[\]. Do not reduce"),
+        ("detached", "it returned a tensor without a gradient"),
+        ("number", "for b=2 it returned float"),
+        ("alone", r"it failed: TypeError: alone\(\) takes 1 positional argument"),
+        ("failing", r"for b=2 it failed: KeyError: 'weights' \(own_losses.py, line \d+\)$"),
+        ("Unfinished", r"cannot be constructed: AttributeError: .*'missing' \(own_losses.py, line \d+\)$"),
+        ("Trained", "has the parameter scale, which no optimizer would train"),
+    ],
+)
+def test_own_loss_that_does_not_fit_is_refused(name, message):
+    with pytest.raises(ConfigError, match=rf"loss\._target_=own_losses\.{name}: .*{message}"):
+        own(name)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (F.mse_loss, r"the loss must return unreduced losses, \[6, ...\] for 6 samples, got \[\]. Use reduction='none'"),
+        (lambda out, wanted: (out - wanted, torch.ones(6, 1)), r"the weights .* must have the shape .*\[6, 10\], got \[6, 1\]"),
+    ],
+)
+def test_reduced_losses_and_weights_of_another_shape_are_refused(loss, message):
+    with pytest.raises(TrainingError, match=message):
+        Regression(loss).loss_sum(LOGITS, LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"loss\._target_: is missing; it must be the name of a class"),
+        (["loss._target_=own_losses.Focal", "+loss.gama=1"], "loss.gama=1: there is no such key; did you mean loss.gamma"),
+        (["loss._target_=own_losses.scaled", "+loss.scale=big"], "loss.scale=big: must be a number"),
+        (["loss._target_=own_losses.Focal", "+loss.reduction=sum"], "loss.reduction=sum: there is no such key"),
+    ],
+)
+def test_wrong_options_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check(config("loss=own", *overrides))
