@@ -15,9 +15,8 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.schema import Keys
 from ddp_lab.config.types import Count, DeviceName, Fraction, NaturalNumber, Positive, Seed
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import is_plain, require_chain
-from ddp_lab.speed.fused import configure_optimizer
-from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.models.make import as_chain, require_chain
+from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import param_groups
 from ddp_lab.tasks.base import LossFunction, Task
@@ -98,14 +97,14 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
         strategy.input_shape, strategy.input_dtype = model.input_shape, model.input_dtype
     if not strategy.needs_chain or isinstance(model, Chain):
         return model
-    if not isinstance(model, nn.Sequential) or not is_plain(model):
-        require_chain(model, strategy.name, "the model")
+    chain = as_chain(model, strategy.input_shape or ())
+    require_chain(chain, strategy.name, "the model")
     if found is None:
         raise ConfigError(
             f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs a sample for them: "
             "lab.trainer(..., example=dataset[0])"
         )
-    chain = Chain(tuple(found.shape), **dict(model.named_children()))
+    assert isinstance(chain, Chain)
     chain.input_dtype = found.dtype
     return chain
 
