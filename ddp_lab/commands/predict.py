@@ -1,7 +1,8 @@
-"""Predict the classes of image files with a trained run, in one process.
+"""Predict with a trained run, in one process: the classes of image files, or the text that follows a prompt.
 
 ddp-lab predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
 ddp-lab predict runs/mine photos --top 1 --device cpu --checkpoint best
+ddp-lab predict runs/gpt --prompt "To be" --tokens 200 --temperature 0.8
 
 Folders are searched with their subfolders. A row has the file, then the most probable class and its probability, then the
 second one, and so on. Without --output the rows are printed. The weights are the best ones if a validation set chose them, else
@@ -20,16 +21,25 @@ from ddp_lab.world.process import env_int
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab predict", __doc__)
     parser.add_run()
-    parser.add_argument("images", nargs="+", help="files, folders or quoted globs")
+    parser.add_argument("images", nargs="*", default=[], help="files, folders or quoted globs")
     parser.add_output("CSV file to write; without it, the rows are printed", required=False)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes in a row (default: 5)")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
+    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a run with task=tokens")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="bytes to draw after the prompt (default: 100)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: the most probable byte (default: 1)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     given = parser.parse_intermixed_args(arguments)
-    for option in ("top", "batch_size"):
+    for option in ("top", "batch_size", "tokens"):
         if getattr(given, option) < 1:
             text = f"--{option.replace('_', '-')} {getattr(given, option)}"
             raise ConfigError(f"{text}: must be an integer of at least 1")
+    if bool(given.images) == bool(given.prompt):
+        raise ConfigError(
+            "ddp-lab predict: needs images, or --prompt TEXT for a run with task=tokens; see ddp-lab predict --help"
+        )
+    if given.temperature < 0:
+        raise ConfigError(f"--temperature {given.temperature:g}: must be at least 0")
     return given
 
 
@@ -40,18 +50,25 @@ def main(arguments: list[str]) -> None:
     if given.output:
         check_output(given.output, given.force)
     from ddp_lab.run.data_record import read_data
+    from ddp_lab.run.generate import generate
     from ddp_lab.run.predict import Predictor, find_images, write_table
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.run.trained import checkpoint_of, load_model
     from ddp_lab.world.precision import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
-    images = find_images(given.images)
+    images = find_images(given.images) if given.images else []
     cfg, data = read_config(given.run), read_data(given.run)
     runtime = Runtime(given.device, cfg.precision)
     checkpoint = checkpoint_of(given.run, given.checkpoint, runtime)
     print(f"weights: {checkpoint}", file=sys.stderr)
     model = load_model(given.run, cfg, checkpoint)
+    if ("vocabulary" in data.shape) != bool(given.prompt):
+        needs = "--prompt TEXT" if "vocabulary" in data.shape else "images"
+        raise ConfigError(f"{given.run}: its task is {cfg.task._target_.rpartition('.')[2]}, for which predict needs {needs}")
+    if given.prompt:
+        text = generate(model, given.prompt.encode(), given.tokens, given.temperature, runtime, data.shape["context"])
+        return print(given.prompt + text.decode(errors="replace"))
     predictor = Predictor(model, cfg.data, data, runtime, given.top)
     with float32_matmul(cfg.float32_matmul):
         rows, corrupt = predictor.run(images, given.batch_size)

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ddp_lab.config.types import Count
-from ddp_lab.models.chain import Chain, require_divisor
-from ddp_lab.models.vit import EPS, Block
-from ddp_lab.models.vit_layers import Norm
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.vit import EPS, Block, Norm, require_divisor
 
 STD = 0.02  # of the initial weights, as in GPT-2
 
@@ -104,7 +103,7 @@ def gpt(vocabulary: int, context: int, depth: Count, width: Count, heads: Count)
     Raises:
         ConfigError: `heads` does not divide `width`.
     """
-    require_divisor("heads", heads, "the width", width)
+    require_divisor("heads", heads, "width", width)
     blocks: dict[str, nn.Module] = {f"block{i}": CausalBlock(width, heads, depth, f"block{i}") for i in range(depth)}
     embed, head = TokenEmbed(vocabulary, context, width), TokenHead(width, vocabulary)
     model = Chain((context,), embed=embed, **blocks, head=head)

@@ -185,6 +185,13 @@ class Head(nn.Module):
         return self.linear(tokens.mean(1) if self.pool == "mean" else tokens[:, 0])
 
 
+def require_divisor(option: str, value: int, what: str, size: int) -> None:
+    """Raise a ConfigError unless an option of a model divides a size."""
+    if size % value:
+        divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ConfigError(f"model.{option}={value}: must divide the {what}, {size}; use one of {divisors}")
+
+
 def vit(
     in_channels: int,
     image_size: int,
@@ -218,10 +225,8 @@ def vit(
     Raises:
         ConfigError: `heads` does not divide `width`, or `patch_size` the image size; or `mlp_ratio` gives no unit.
     """
-    for option, value, what, size in ("heads", heads, "width", width), ("patch_size", patch_size, "image size", image_size):
-        if size % value:
-            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-            raise ConfigError(f"model.{option}={value}: must divide the {what}, {size}; use one of {divisors}")
+    require_divisor("heads", heads, "width", width)
+    require_divisor("patch_size", patch_size, "image size", image_size)
     if round(width * mlp_ratio) == 0:
         raise ConfigError(
             f"model.mlp_ratio={mlp_ratio}: gives blocks without units for the width {width}; use at least {1 / width:.3g}"

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.make import shape_of
 from ddp_lab.run.data_record import DataRecord
 
 INPUT, OUTPUT = "images", "logits"
@@ -33,12 +34,11 @@ def find_writer(path: Path) -> Writer:
 
 
 def describe_input(data: DataRecord, options: DictConfig) -> str:
-    """Return a line that tells how images become the model's input."""
-    shape, size = data.shape, data.shape["image_size"]
-    mean, std = list(options.mean), list(options.std)
-    return (
-        f"input [batch, {shape['in_channels']}, {size}, {size}], (pixels / 255 - {mean}) / {std}; {len(data.classes)} classes"
-    )
+    """Return a line that tells how images, or other inputs, become the model's input."""
+    shape = f"input {['batch', *example(data).shape[1:]]}".replace("'", "")
+    if "image_size" not in data.shape:
+        return shape
+    return f"{shape}, (pixels / 255 - {list(options.mean)}) / {list(options.std)}; {len(data.classes)} classes"
 
 
 def write_safetensors(model: nn.Module, data: DataRecord, options: DictConfig, path: Path) -> None:
@@ -91,8 +91,7 @@ def exporting(path: Path) -> Generator[None]:
 
 def example(data: DataRecord) -> torch.Tensor:
     """Return two inputs in the shape that the model expects: from one, torch.export would conclude that there is always one."""
-    size = data.shape["image_size"]
-    return torch.zeros(2, data.shape["in_channels"], size, size)
+    return torch.zeros(2, *shape_of(data.shape), dtype=torch.int64 if "vocabulary" in data.shape else None)
 
 
 WRITERS: dict[str, Writer] = {".safetensors": write_safetensors, ".onnx": write_onnx, ".pt2": write_pt2}
