@@ -1,7 +1,6 @@
 """A model with its optimizer under a strategy: the methods from which a loop of the user's own is made."""
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.lab.files import on_rank_0, write_weights
 from ddp_lab.lab.local_batches import LocalBatches, padded
 from ddp_lab.observe.logger import Logger
 from ddp_lab.tasks.base import Task
@@ -107,7 +107,7 @@ class Trainer:
             task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
 
         Returns:
-            The metrics of the last epoch by name, train_* and val_*.
+            The metrics of the last epoch by name, train_* and val_*; none if no epoch was left.
         """
         loaders = {
             "train": self._batches.loader(train, "shuffled"),
@@ -148,21 +148,8 @@ class Trainer:
         """
         state = self.state.ema.state_dict() if self.state.ema else self.strategy.model_state()
 
-        def write() -> None:
-            from safetensors import SafetensorError
-            from safetensors.torch import save_file
-
-            # Copies, because tensors that share memory (tied weights) are not allowed in the file.
-            tensors = {name: state[name].detach().clone().contiguous() for name in self.state.shapes}
-            temporary = Path(f"{path}.tmp")
-            temporary.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                save_file(tensors, temporary, {"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(str(error)) from None
-            os.replace(temporary, path)
-
-        self._on_rank_0(write, path)
+        names = self.state.shapes
+        on_rank_0(self.strategy.runtime, path, lambda: write_weights({name: state[name] for name in names}, Path(path)))
 
     def checkpoint(self, folder: str | Path) -> None:
         """Write model, optimizer, schedule and position into `folder`, as a run of ddp_lab does; the two newest are kept.
@@ -173,7 +160,7 @@ class Trainer:
             ConfigError: the file cannot be written.
         """
         folder = Path(folder)
-        self._on_rank_0(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
+        on_rank_0(self.strategy.runtime, folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         checkpoints = self._checkpoints_in(folder)
         checkpoints.save(self.progress)
         checkpoints.wait()
@@ -206,17 +193,6 @@ class Trainer:
 
     def _on_device(self, task: Task | None) -> Task | None:
         return task if task is None else task.to(self.strategy.device)
-
-    def _on_rank_0(self, write: Callable[[], None], path: str | Path) -> None:
-        """Write on rank 0, and return on all ranks when it is done. An OSError becomes a ConfigError on all of them."""
-
-        def try_to_write() -> None:
-            try:
-                write()
-            except OSError as error:
-                raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
-
-        self.strategy.runtime.agree("write", try_to_write)
 
 
 class Records(Logger):
