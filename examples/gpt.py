@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from ddp_lab import Lab, tasks
 from ddp_lab.models.gpt import gpt
 
-CONTEXT, STEPS = 64, 100
+CONTEXT, STEPS = 64, 60
 text = torch.tensor(list(Path(sys.argv[1]).read_bytes()))
 end = (len(text) - 1) // CONTEXT * CONTEXT
 data = TensorDataset(text[:end].view(-1, CONTEXT), text[1 : end + 1].view(-1, CONTEXT))  # tokens, and those that follow

@@ -55,6 +55,7 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
             max_restarts=0,
             monitor_interval=0.1,
             start_method="fork",
+            local_addr="localhost",  # the name of this machine may not resolve
             logs_specs=DefaultLogsSpecs(folder),
         )
         try:

@@ -79,9 +79,8 @@ import ddp_lab
 assert "torch" not in sys.modules
 import torch, time
 start = time.process_time()
-from ddp_lab import Lab, tasks
-import ddp_lab.lab.launch
-assert tasks.Segmentation and Lab
+from ddp_lab import Lab, launch, tasks
+assert all(map(callable, (Lab, launch, tasks.Segmentation)))
 print(time.process_time() - start)
 """
 
@@ -90,3 +89,10 @@ def test_import_of_the_names_is_lazy_and_takes_less_than_a_second_beyond_torch()
     found = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120)
     assert float(found.stdout) < 1
     assert (ROOT / "ddp_lab/py.typed").exists()
+
+
+@pytest.mark.xfail(reason="the subpackage ddp_lab.launch, once imported, hides the function of that name", strict=True)
+def test_launch_is_the_function_in_any_process():
+    import ddp_lab.launch.command_line
+
+    assert callable(ddp_lab.launch)
