@@ -69,17 +69,13 @@ class LocalBatches:
         """
         if id(dataset) not in self._loaders:
             samples = self._place(samples_of(dataset, "the dataset", self.seed))
-            for old in list(self._loaders)[: len(self._loaders) + 1 - KEPT]:
-                del self._loaders[old]
+            if len(self._loaders) == KEPT:
+                del self._loaders[next(iter(self._loaders))]  # the oldest
             self._loaders[id(dataset)] = dataset, samples, {}
         _, samples, loaders = self._loaders[id(dataset)]
         if purpose not in loaders:
-            make = (
-                DeviceLoader
-                if isinstance(samples, InMemory) and samples.inputs.device == self.strategy.device
-                else WorkerLoader
-            )
-            loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
+            is_here = isinstance(samples, InMemory) and samples.inputs.device == self.strategy.device
+            loaders[purpose] = (DeviceLoader if is_here else WorkerLoader)(samples, self._options(purpose == "shuffled"))
         return loaders[purpose]
 
     def _place(self, samples: Samples) -> Samples:
