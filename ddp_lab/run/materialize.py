@@ -5,7 +5,6 @@ from typing import cast
 
 import torch
 
-from ddp_lab.data.augment import seed_of
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job
@@ -68,13 +67,9 @@ def place(job: Job) -> None:
 
 
 def materialize(job: Job) -> Training:
-    """Place the model on its devices, and construct optimizer, schedule and step. Collective.
-
-    The random state is that of the replica from here on: replicas draw different dropout masks, the ranks of one the same.
-    """
+    """Place the model on its devices, and construct optimizer, schedule and step. Collective."""
     recipe, strategy, plan = job.recipe, job.strategy, job.plan
     place(job)
-    torch.manual_seed(seed_of(f"masks {recipe.seed} {strategy.dp_rank}"))
     groups = param_groups(strategy.parameters(), recipe.decay_norms_and_biases)
     optimizer = configure_optimizer(job.optimizer(groups, lr=plan.lr), job.options, strategy.device)
     warmup_steps = round(recipe.warmup_epochs * plan.steps_per_epoch)
@@ -82,6 +77,6 @@ def materialize(job: Job) -> Training:
     ema = None if recipe.ema is None else EMA(strategy, recipe.ema)
     mix = job.mix and job.mix.to(strategy.device)
     drop_paths = DropPaths(strategy.module.modules(), recipe.seed)
-    options = StepOptions(recipe.accumulate, recipe.max_grad_norm, recipe.on_nan == "skip", mix, drop_paths)
+    options = StepOptions(recipe.accumulate, recipe.max_grad_norm, recipe.on_nan == "skip", mix, drop_paths, recipe.seed)
     step = Step(strategy, optimizer, scheduler, options, ema)
     return Training(job, optimizer, scheduler, step, step, ema)

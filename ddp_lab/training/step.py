@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from ddp_lab.data.augment import Mix
+from ddp_lab.data.augment import Mix, seed_of
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
 from ddp_lab.models.drop_path import DropPaths
@@ -53,6 +53,7 @@ class StepOptions:
         max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled down. None: no clipping.
         skip_not_finite: replace a gradient that is not finite by zeros.
         mix: mixes the samples of each batch; None: they stay as they are.
+        seed: of the run.
         drop_paths: branches of the model that are dropped at random; None: none.
     """
 
@@ -61,6 +62,7 @@ class StepOptions:
     skip_not_finite: bool = False
     mix: Mix | None = None
     drop_paths: DropPaths | None = None
+    seed: int = 0
 
 
 class Step:
@@ -123,8 +125,15 @@ class Step:
         self.advance()
 
     def prepare(self) -> None:
-        """Do the work on the host that a step needs: draw how its batch is mixed, and which branches are dropped."""
+        """Do the work on the host that a step needs: draw how its batch is mixed, and seed what it draws, as dropout masks.
+
+        So a resumed run draws what an uninterrupted one does. The ranks of a replica draw the same, replicas do not.
+        """
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
+        key = seed_of(f"masks seed={self.options.seed} step={step} replica={self.strategy.dp_rank}")
+        torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
+        if self.strategy.device.type == "cuda":  # a CUDA graph reads the seed at every replay
+            torch.cuda.default_generators[self.strategy.device.index].manual_seed(key)
         for drawn in filter(None, (self.options.mix, self.options.drop_paths)):
             drawn.prepare(step)
 
