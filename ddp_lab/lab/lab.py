@@ -18,6 +18,7 @@ from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, make_optimizer, require_same
 from ddp_lab.lab.trainer import Trainer
+from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.observe.metrics_file import append_line
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
@@ -180,4 +181,6 @@ class Lab:
         scheduler = LambdaLR(made, schedule or (lambda step: 1.0))
         averages = None if ema is None else EMA(strategy, ema)
         state = State(strategy, made, scheduler, shapes, averages, self.seed)
-        return Trainer(state, StepOptions(accumulate, max_grad_norm), batch_size, num_workers, self.log)
+        drop_paths = DropPaths(strategy.module.modules(), self.seed)
+        step = StepOptions(accumulate, max_grad_norm, drop_paths=drop_paths, seed=self.seed)
+        return Trainer(state, step, batch_size, num_workers, self.log)

@@ -53,15 +53,15 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, to
     return F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="none"), (targets != IGNORE).float()
 
 
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 3, padding=1))
+def net(dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Dropout(dropout), nn.Conv2d(8, 4, 3, padding=1))
 
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
 
-def trainer_of(lab: Lab, criterion=loss, **options):
-    return lab.trainer(net(), criterion, SGD, batch_size=BATCH, example=pixels()[0], **options)
+def trainer_of(lab: Lab, criterion=loss, dropout: float = 0.0, **options):
+    return lab.trainer(net(dropout), criterion, SGD, batch_size=BATCH, example=pixels()[0], **options)
 
 
 def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) -> dict:
@@ -82,10 +82,10 @@ def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) ->
     return found | {"weights": load_file(folder / f"{strategy}{accumulate}.safetensors")}
 
 
-def interrupted(strategy: str, options: dict, folder: Path, resumed: bool) -> dict:
+def interrupted(strategy: str, folder: Path, resumed: bool, dropout: float = 0.0) -> dict:
     """Train with a checkpoint in the middle of epoch 1, or from that checkpoint on."""
-    with Lab(strategy, device="cpu", **options) as lab:
-        trainer = trainer_of(lab, ema=0.5, num_workers=1)
+    with Lab(strategy, device="cpu") as lab:
+        trainer = trainer_of(lab, dropout=dropout, ema=0.5, num_workers=1)
         first, done = trainer.resume(folder)
         losses = []
         for epoch in range(first, EPOCHS):
@@ -102,7 +102,8 @@ def train_all(folder: Path) -> dict:
         for accumulate in (1, 2) if strategy in ("ddp", "pipeline") else (1,):
             found[strategy, accumulate] = own_loop(strategy, options, folder, accumulate)
     for resumed in (False, True):
-        found["resumed", resumed] = interrupted("fsdp", {}, folder / "checkpoints", resumed)
+        found["resumed", resumed] = interrupted("fsdp", folder / "dropout", resumed, dropout=0.5)
+    found["moved"] = interrupted("ddp", folder / "checkpoints", resumed=False)
     with Lab("ddp", device="cpu") as lab:
         for batch_size, seed in ((5, 0), (6, lab.rank)):
             torch.manual_seed(seed)
@@ -156,15 +157,15 @@ def test_weighted_loss_is_that_of_the_global_batch_and_not_the_mean_of_the_means
 
 
 def test_resume_in_the_middle_of_an_epoch_continues_exactly(folder):
-    ranks = two(folder)
-    for rank in ranks:
+    for rank in two(folder):
         whole, rest = rank["resumed", False], rank["resumed", True]
         assert (whole["position"], rest["position"]) == ((0, 0), (1, 2))
         assert rest["losses"] == whole["losses"][6:]
         assert all(torch.equal(rest["weights"][name], value) for name, value in whole["weights"].items())
         assert (rest["end"].epoch, rest["end"].samples, rest["end"].step) == (2, 0, 8)
-    rest = interrupted("single", {}, folder / "checkpoints", resumed=True)
-    assert rest["losses"] == pytest.approx(ranks[0]["resumed", False]["losses"][6:], rel=1e-6)
+    assert two(folder)[0]["resumed", False]["losses"] != pytest.approx(two(folder)[0]["moved"]["losses"], rel=1e-3)  # dropout
+    rest = interrupted("single", folder / "checkpoints", resumed=True)
+    assert rest["losses"] == pytest.approx(two(folder)[0]["moved"]["losses"][6:], rel=1e-6)
 
 
 def test_fit_gives_the_weights_of_a_loop_and_logs_its_metrics(tmp_path, capsys):
