@@ -29,7 +29,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.comparison import choose, diagnoses, entries, headline, report, rows, run  # noqa: E402
+from scripts.comparison import diagnoses, entries, headline, report, rows, run  # noqa: E402
 
 
 def new_folder(path: Path) -> Path:
@@ -54,7 +54,7 @@ def main() -> None:
     if min(arguments.ranks) < 1:
         parser.error(f"--ranks {' '.join(map(str, arguments.ranks))}: each must be at least 1")
     try:
-        chosen = choose(arguments.strategies, arguments.ranks, gpus) if arguments.strategies else entries(arguments.ranks, gpus)
+        chosen = entries(arguments.strategies, arguments.ranks, gpus)
     except ValueError as error:
         parser.error(str(error))
     for override in arguments.overrides:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.advise.measure import train
+from ddp_lab.launch.short_run import train
 
 SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
 EARLY = 5  # steps after which weights still agree up to rounding
@@ -39,45 +39,40 @@ class Entry(NamedTuple):
         return title if self.ranks is None else f"{title}-{self.ranks}"
 
 
-def entries(counts: list[int], gpus: int) -> list[Entry]:
-    """Return all strategies but mesh; those of several processes once for each number of ranks."""
-    options = {"scratch": [], "ddp": [], "fsdp": [], "pipeline": [], "ddp_pipeline": ["strategy.pp=2"], "tp": ["strategy.tp=2"]}
-    single = Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)
-    several = [
-        Entry(name, overrides, ranks, ranks)
-        for ranks in counts
-        for name, overrides in options.items()
-        if name != "ddp_pipeline" or ranks >= 4
-    ]
-    dp = [Entry("dp", [], None, gpus)] if gpus else []  # without GPUs it has only one replica
-    return [single, *several, *dp, *([Entry("split", [], None, max(1, gpus))] if gpus != 1 else [])]
-
-
-def choose(values: list[str], counts: list[int], gpus: int) -> list[Entry]:
-    """Return the entries of `--strategies`, after single.
+def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entry]:
+    """Return single and the entries of `--strategies`; those of several processes once for each number of ranks.
 
     Args:
-        values: names of strategies, with overrides of their options after them, for example "mesh strategy.tp=2".
+        values: names of strategies, with overrides of their options after them, for example "mesh strategy.tp=2". None: all but
+            mesh, dp where it has only one replica, and split where there is only one GPU.
         counts: numbers of ranks.
         gpus: number of GPUs.
 
     Raises:
-        ValueError: there is no such strategy, or an override is not one of a strategy's options.
+        ValueError: there is no such strategy.
     """
-    known = entries(counts, gpus) + [Entry("mesh", [], ranks, ranks) for ranks in counts]
-    chosen = known[:1]
-    for name, *options in (value.split() for value in values):
-        found = [entry._replace(options=tuple(options)) for entry in known if entry.name == name]
-        if not found:
-            names = ", ".join(dict.fromkeys(entry.name for entry in known))
+    overrides = {
+        "scratch": [],
+        "ddp": [],
+        "fsdp": [],
+        "pipeline": [],
+        "ddp_pipeline": ["strategy.pp=2"],
+        "tp": ["strategy.tp=2"],
+        "mesh": [],
+    }
+    devices = {"dp": gpus, "split": max(1, gpus)}
+    found = [Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)]
+    everything = [name for name in overrides if name != "mesh"] + ["dp"] * (gpus > 0) + ["split"] * (gpus != 1)
+    for name, *options in (value.split() for value in values or everything):
+        if name in overrides:
+            ranks = [count for count in counts if name != "ddp_pipeline" or count >= 4]
+            found += [Entry(name, overrides[name], count, count, tuple(options)) for count in ranks]
+        elif name in devices:
+            found.append(Entry(name, [], None, devices[name], tuple(options)))
+        elif name != "single":
+            names = ", ".join(["single", *overrides, *devices])
             raise ValueError(f"--strategies {name}: no such strategy; allowed: {names}. Put overrides of train.py after --")
-        for option in options:
-            if not re.match(r"strategy\.\w+=", option):
-                raise ValueError(
-                    f"--strategies '{name} {option}': must be strategy.KEY=VALUE, for example 'mesh strategy.tp=2'"
-                )
-        chosen += found
-    return list({entry.label: entry for entry in chosen}.values())
+    return list({entry.label: entry for entry in found}.values())
 
 
 class Result(NamedTuple):

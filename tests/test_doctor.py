@@ -140,6 +140,9 @@ def test_doctor_prints_a_finding_for_every_check_and_writes_nothing(command, tmp
     code, output, _ = command(doctor.main, f"runs_dir={tmp_path}/runs", "device=cpu", *SMALL, "batch_size=102", "strategy=ddp")
     warnings = [line for line in output.splitlines() if line.startswith("warning ")]
     assert [line.split(":")[0] for line in warnings] == ["warning  strategy", "warning  batch"], output
+    assert warnings[0].endswith(
+        "has one rank, so nothing is distributed. Use, for example, `ddp-lab train --nproc 2 strategy=ddp`"
+    )
     code, output, errors = command(doctor.main, "patience=3", "device=cpu")
     assert (code, errors.startswith("error: patience=3: needs a validation set")) == (2, True)
 
@@ -196,14 +199,9 @@ def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
         namespace = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
         if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True).returncode:
             pytest.skip("needs the right to mount in a namespace of its own")
-        world = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-        ended = subprocess.run(
-            [*namespace, *world, *line, "strategy=ddp", f"runs_dir={tmp_path}"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        command = [*namespace, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+        given = [*line, "strategy=ddp", f"runs_dir={tmp_path}"]
+        ended = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert bool(ended.returncode) == bool(code), ended.stderr
         assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
     assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]

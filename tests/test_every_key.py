@@ -261,7 +261,7 @@ FLAGS = {
     "predict --force": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
     "predict --top": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
     "predict --batch-size": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
-    "predict --device": AFTER + "test_predict_and_export_report_mistakes_in_one_message",
+    "predict --device": AFTER + "test_mistakes_are_reported_in_one_message",
     "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --output": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --force": AFTER + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
@@ -377,8 +377,8 @@ def test_advise_plans_what_its_flags_say(command, tmp_path):
     plans = json.loads((tmp_path / "plans").read_text())
     assert plans["head"][0].startswith("1 x H100 (79.1 GiB) on each of 2 machines; 658 parameters")
     rows = {row["overrides"][0]: row for row in plans["rows"]}
-    (sent,) = (found["bytes_sent"] for found in rows["strategy=ddp"]["ranks"][0]["collectives"])
-    assert rows["strategy=ddp"]["step_seconds_at_least"] == pytest.approx(sent / 25e9)
+    (sent,) = (found["bytes_sent"] for found in rows["strategy=ddp"]["plans"][0]["collectives"])
+    assert rows["strategy=ddp"]["bound"] == pytest.approx(sent / 25e9)
 
 
 def test_images_that_are_evaluated_with_are_not_augmented(runs, command):

@@ -6,9 +6,10 @@ python -m pytest -m gpu
 import json
 import os
 import tempfile
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,14 +37,11 @@ from cases import (
 )
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
-from torch import nn
-from training import OFF, Case, Performance, largest_difference, run_case, run_cases
+from training import Case, Performance, largest_difference, run_case, run_cases
 from worlds import once, run_world
 
 from ddp_lab.models.vit import vit
 from ddp_lab.speed import fastest
-from ddp_lab.speed.compile import CHANNELS_LAST, COMBO
-from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.dp import DP
@@ -98,11 +96,6 @@ MODEL_PARALLEL = {
     ],
     8: ON_EIGHT,
 }
-BY_SIZE = [
-    pytest.param(case, size, marks=pytest.mark.gpu(size), id=f"{name(case)}-on-{size}")
-    for size, cases in MODEL_PARALLEL.items()
-    for case in [*(REPLICAS if size < 8 else []), *cases]
-]
 # In float64, because in float32 a rounding error can change the sign of a ReLU's input:
 # after one step the first layers' weights were 3e-5 apart in all strategies that sum over ranks, and 4e-16 in float64.
 ONE_STEP = {"model": "resnet18", "samples": 24, "epochs": 1, "dtype": torch.float64}
@@ -124,86 +117,6 @@ def one_process(size: int) -> list[Case]:
         Case(Split, (devices(size), ("num_microbatches", 4))),
         Case(Split, (devices(size), ("num_microbatches", 5)), samples=97, loader="workers", **FOCAL),
     ]
-
-
-@once
-def reference(case: Case):
-    return run_world(1, run_cases, [case], "cuda")[0][case]
-
-
-@once
-def world(size: int) -> list[dict]:
-    cases = [*REPLICAS, *SYNC] if size < 8 else []
-    return run_world(size, run_cases, cases + MODEL_PARALLEL[size], "cuda", timeout=240)
-
-
-@once
-def alone(size: int) -> dict:
-    return run_world(1, run_cases, one_process(size), "cuda")[0]
-
-
-@pytest.mark.parametrize(("case", "size"), BY_SIZE)
-def test_several_processes_equal_one_gpu(case, size):
-    outcome, expected = world(size)[0][case], reference(case.reference())
-    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
-    assert_equal(outcome, expected)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("case", SYNC, ids=name)
-def test_synchronised_batch_norm_takes_one_gpus_step(case, size):
-    outcome, expected = world(size)[0][case], reference(case.reference())
-    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
-    assert_equal(outcome, expected, tolerance=1e-9)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("index", range(5))
-def test_one_process_over_gpus_equals_one_gpu(index, size):
-    case = one_process(size)[index]
-    outcome, expected = alone(size)[case], reference(case.reference())
-    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
-    assert_equal(outcome, expected)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("strategy", ["ddp", "scratch", "pipeline", "ddp_pipeline", "tp strategy.tp=2", "fsdp"])
-def test_torchrun_with_a_gpu_for_each_rank(strategy, size, tmp_path):
-    line = f"torchrun --standalone --nproc_per_node={size} train.py strategy={strategy} device=cuda"
-    code, output = launch(line, "epochs=2", "data.loader=workers", f"runs_dir={tmp_path}", gpus=True)
-    assert code == 0, output
-    assert f"on {size} x NVIDIA" in output.splitlines()[-1]
-    check_run(only_run(tmp_path), epochs=2, strategy=strategy.split()[0], world_size=size)
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize(("choice", "tf32"), [("highest", False), ("high", True)])
-def test_float32_matmul_selects_tf32_and_is_logged(choice, tf32, tmp_path):
-    line = "python train.py strategy=single speed=off epochs=1 model._target_=own_models.Telling"
-    code, output = launch(line, *OWN, f"float32_matmul={choice}", f"runs_dir={tmp_path}", gpus=True)
-    assert code == 0, output
-    assert f"float32_matmul={choice}, error {'large' if tf32 else 'small'}" in output
-    assert (
-        output.count(f"float32_matmul={choice}: float32 matrix multiplications use {'TF32' if tf32 else 'full precision'}") == 1
-    )
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("strategy", ["single", "dp", "split"])
-def test_python_on_gpus(strategy, tmp_path):
-    code, output = launch(f"python train.py strategy={strategy}", "epochs=20", f"runs_dir={tmp_path}", gpus=True)
-    assert code == 0, output
-    assert "NVIDIA" in output.splitlines()[-1]
-    assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline", "tp", "fsdp"])
-def test_bf16(strategy, tmp_path):
-    line = f"torchrun --standalone --nproc_per_node=2 train.py strategy={strategy} precision=bf16"
-    code, output = launch(line, f"runs_dir={tmp_path}", gpus=True)
-    assert code == 0, output
-    assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
 
 
 GRAPH, FUSED, BOTH = (
@@ -252,7 +165,7 @@ TOGETHER = [
 ]
 
 
-BY_BLOCK_CASES = with_options(
+BY_BLOCK = with_options(
     FUSED,
     ddp(accumulate=2, **EXACT_VIT),
     fsdp(**EXACT_VIT, **CLIPPED),
@@ -266,89 +179,8 @@ BY_BLOCK_CASES = with_options(
 )
 
 
-@once
-def compiled_by_block(size: int) -> list[dict]:
-    return run_world(size, run_cases, BY_BLOCK_CASES, "cuda", timeout=500)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("case", BY_BLOCK_CASES, ids=name)
-def test_strategies_compiled_by_block_equal_one_gpu(case, size):
-    outcome, expected = compiled_by_block(size)[0][case], reference(case.reference())
-    print(f"{name(case)} on {size}: {largest_difference(outcome.weights, expected.weights):.1e}")
-    assert_equal(outcome, expected)
-
-
-@once
-def graphed(size: int) -> list[dict]:
-    return run_world(size, run_cases, ALONE if size == 1 else TOGETHER, "cuda", timeout=300)
-
-
 # Synchronised BatchNorm's collectives break the compiled graph; in one of the two batches some ranks have no sample.
 COMPILED_SYNC = with_options(FUSED, scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **EMPTY))
-
-
-@once
-def compiled_sync(size: int) -> list[dict]:
-    return run_world(size, run_cases, COMPILED_SYNC, "cuda", timeout=300)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("case", COMPILED_SYNC, ids=name)
-def test_compiled_synchronised_batch_norm_takes_one_gpus_step(case, size):
-    assert_equal(compiled_sync(size)[0][case], reference(case.reference()), tolerance=1e-9)
-
-
-def results_of(model: nn.Module, images: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> list[torch.Tensor]:
-    """Return the outputs and all gradients in float64; computed with autocast if `dtype` is bf16."""
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    model, inputs = deepcopy(model).to(wide), images.to(wide, memory_format=torch.channels_last).requires_grad_()
-    if compiled:
-        pad_convolutions(model)
-        model = torch.compile(model, dynamic=False, fullgraph=True, options=COMBO | CHANNELS_LAST)
-    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        outputs = model(inputs)
-    gradients = torch.autograd.grad(outputs.double().square().sum(), [inputs, *model.parameters()])
-    return [tensor.double() for tensor in (outputs, *gradients)]
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize(
-    "conv",
-    [nn.Conv2d(1, 20, 3), nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.Conv2d(20, 50, 5), nn.Conv2d(3, 64, 3, padding=1)],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-def test_padded_convolutions_round_like_eager_ones(conv, dtype):
-    """Compiled, padded convolutions differ from float64 by no more than cuDNN's convolutions do."""
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model = nn.Sequential(conv, nn.ReLU()).to("cuda", memory_format=torch.channels_last)
-    images = torch.randn(256, conv.in_channels, 28, 28, device="cuda")
-    exact = results_of(model, images, torch.float64)
-    eager, padded = results_of(model, images, dtype), results_of(model, images, dtype, compiled=True)
-    for wanted, theirs, ours in zip(exact, eager, padded, strict=True):
-        errors = [((got - wanted).norm() / wanted.norm()).item() for got in (theirs, ours)]
-        print(f"{conv} {dtype}: eager {errors[0]:.1e}, padded {errors[1]:.1e} of {tuple(wanted.shape)}")
-        assert errors[1] <= 1.5 * errors[0] + torch.finfo(dtype).eps / 4
-
-
-def options_name(case: Case) -> str:
-    return name(case) + "-" + "-".join(key for key, on in case.performance._asdict().items() if on)
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("case", ALONE, ids=options_name)
-def test_performance_options_keep_the_result_on_a_gpu(case):
-    assert_equal(graphed(1)[0][case], reference(case.reference()), 1e-6)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("case", TOGETHER, ids=options_name)
-def test_performance_options_keep_the_result(case, size):
-    outcomes = graphed(size)
-    assert_equal(outcomes[0][case], reference(case.reference()), 1e-6)
-    assert len({outcome[case].digest for outcome in outcomes}) == 1
 
 
 AUTO = Performance("auto", "auto", "auto")
@@ -396,85 +228,155 @@ def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
     return run_cases(cases, device)
 
 
-@once
-def automatic(size: int) -> list[dict]:
-    return run_world(size, run_automatically, AUTO_ALONE if size == 1 else AUTO_TOGETHER, "cuda", 0.0, timeout=300)
+class Group(NamedTuple):
+    """Cases that one launch runs on a number of GPUs, each of which must equal `single` on one GPU.
+
+    Attributes:
+        cases: by the number of GPUs. Those of a strategy of one process run in one rank.
+        run: runs them in a rank.
+        arguments: of `run` after the cases.
+        tolerance: of the weights.
+    """
+
+    cases: dict[int, list[Case]]
+    run: Callable[..., dict] = run_cases
+    arguments: tuple = ("cuda",)
+    tolerance: float = 1e-6
+
+
+GROUPS = {
+    "matrix": Group({size: [*(REPLICAS if size < 8 else []), *cases] for size, cases in MODEL_PARALLEL.items()}),
+    "synchronised BatchNorm": Group({2: SYNC, 4: SYNC}, tolerance=1e-9),
+    "one process": Group({size: one_process(size) for size in (2, 4)}),
+    "options": Group({1: ALONE, 2: TOGETHER, 4: TOGETHER}),
+    "compiled by block": Group({2: BY_BLOCK, 4: BY_BLOCK}),
+    "compiled, synchronised BatchNorm": Group({2: COMPILED_SYNC, 4: COMPILED_SYNC}, tolerance=1e-9),
+    "speed=auto": Group({1: AUTO_ALONE, 2: AUTO_TOGETHER}, run_automatically, ("cuda", 0.0)),
+    "speed=auto in one process": Group({2: with_options(AUTO, *one_process(2))}, run_automatically, ("cuda", 0.0)),
+    "speed=auto, which compiles": Group({1: [AUTO_COMPILED[-1]], 2: AUTO_COMPILED[:-1]}, run_automatically, ("cuda", 1e9)),
+}
 
 
 @once
-def automatic_in_one_process() -> dict:
-    return run_world(1, run_automatically, with_options(AUTO, *one_process(2)), "cuda", 0.0, timeout=300)[0]
+def outcomes(name: str, size: int) -> list[dict]:
+    """Return the outcomes of a group on `size` GPUs, for each rank."""
+    group = GROUPS[name]
+    cases = group.cases[size]
+    return run_world(1 if cases[0].strategy.one_process else size, group.run, cases, *group.arguments, timeout=500)
 
 
 @once
-def automatically_compiled(size: int) -> list[dict]:
-    cases = [case for case in AUTO_COMPILED if (case.strategy is Single) == (size == 1)]
-    return run_world(size, run_automatically, cases, "cuda", 1e9, timeout=300)
+def reference(case: Case):
+    return run_world(1, run_cases, [case], "cuda")[0][case]
+
+
+def options_name(case: Case) -> str:
+    return "-".join([name(case), *(key for key, on in case.performance._asdict().items() if on)])
+
+
+@pytest.mark.parametrize(
+    ("group", "case", "size"),
+    [
+        pytest.param(group, case, size, marks=pytest.mark.gpu(size), id=f"{group}: {options_name(case)} on {size}")
+        for group, (by_size, *_) in GROUPS.items()
+        for size, cases in by_size.items()
+        for case in cases
+    ],
+)
+def test_case_equals_one_gpu(group, case, size):
+    ranks, expected = outcomes(group, size), reference(case.reference())
+    print(f"{largest_difference(ranks[0][case].weights, expected.weights):.1e}")
+    assert_equal(ranks[0][case], expected, GROUPS[group].tolerance)
+    if case.strategy in (Scratch, DDP):
+        assert len({rank[case].digest for rank in ranks}) == 1, "the replicas drift apart"
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("strategy", ["ddp", "scratch", "pipeline", "ddp_pipeline", "tp strategy.tp=2", "fsdp"])
+def test_torchrun_with_a_gpu_for_each_rank(strategy, size, tmp_path):
+    line = f"torchrun --standalone --nproc_per_node={size} train.py strategy={strategy} device=cuda"
+    code, output = launch(line, "epochs=2", "data.loader=workers", f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    assert f"on {size} x NVIDIA" in output.splitlines()[-1]
+    check_run(only_run(tmp_path), epochs=2, strategy=strategy.split()[0], world_size=size)
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("case", AUTO_ALONE, ids=name)
-def test_speed_auto_keeps_the_result_on_a_gpu(case):
-    assert_equal(automatic(1)[0][case], reference(case.reference()), 1e-6)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("case", AUTO_TOGETHER, ids=name)
-def test_speed_auto_keeps_the_result_on_two_gpus(case):
-    assert_equal(automatic(2)[0][case], reference(case.reference()), 1e-6)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("index", range(5))
-def test_speed_auto_keeps_the_result_of_one_process_over_gpus(index):
-    case = with_options(AUTO, *one_process(2))[index]
-    assert_equal(automatic_in_one_process()[case], reference(case.reference()), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("case", "size"),
-    [
-        pytest.param(case, size, marks=pytest.mark.gpu(size), id=name(case))
-        for case in AUTO_COMPILED
-        for size in [1 if case.strategy is Single else 2]
-    ],
-)
-def test_speed_auto_keeps_the_result_if_it_compiles(case, size):
-    assert_equal(automatically_compiled(size)[0][case], reference(case.reference()), 1e-6)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(Case(Single), marks=pytest.mark.gpu(1)), pytest.param(ddp(), marks=pytest.mark.gpu(2))], ids=name
-)
-@pytest.mark.parametrize("faster_first", [True, False])
-def test_run_resumes_with_speed_auto_and_without(case, faster_first, tmp_path):
-    size, (before, after) = 1 if case.strategy is Single else 2, (AUTO, OFF) if faster_first else (OFF, AUTO)
-    run_world(size, run_cases, [replace(case, performance=before, save=str(tmp_path))], "cuda", timeout=120)
-    second = replace(case, performance=after, resume=str(tmp_path / "pt" / "step_00000003.pt"))
-    outcome = run_world(size, run_cases, [second], "cuda", timeout=120)[0][second]
-    assert largest_difference(outcome.weights, reference(case.reference()).weights) < 1e-6
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("line", ["python", "torchrun --standalone --nproc_per_node=2"])
-def test_speed_auto_reports_its_choices_once(line, tmp_path):
-    strategy = "single" if line == "python" else "ddp"
-    code, output = launch(
-        f"{line} train.py strategy={strategy} speed=auto", *SMALL, "epochs=1", f"runs_dir={tmp_path}", gpus=True
+@pytest.mark.parametrize(("choice", "tf32"), [("highest", False), ("high", True)])
+def test_float32_matmul_selects_tf32_and_is_logged(choice, tf32, tmp_path):
+    line = "python train.py strategy=single speed=off epochs=1 model._target_=own_models.Telling"
+    code, output = launch(line, *OWN, f"float32_matmul={choice}", f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    assert f"float32_matmul={choice}, error {'large' if tf32 else 'small'}" in output
+    assert (
+        output.count(f"float32_matmul={choice}: float32 matrix multiplications use {'TF32' if tf32 else 'full precision'}") == 1
     )
-    assert code == 0, output
-    assert output.count("speed=auto:") == output.count("cuda_graph      on") == output.count("compile         off") == 1, output
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("line", ["python", "torchrun --standalone --nproc_per_node=2"])
-def test_speed_auto_runs_a_model_that_cannot_be_captured(line, tmp_path):
-    strategy = "single" if line == "python" else "ddp"
-    more = [*OWN, "speed=auto", "model._target_=own_models.Waiting", "epochs=2", f"runs_dir={tmp_path}"]
-    code, output = launch(f"{line} train.py strategy={strategy}", *more, gpus=True)
+@pytest.mark.parametrize("strategy", ["single", "dp", "split"])
+def test_python_on_gpus(strategy, tmp_path):
+    code, output = launch(f"python train.py strategy={strategy}", "epochs=20", f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
-    assert output.count("the step cannot be captured:") == 1, output
-    assert len(read_metrics(only_run(tmp_path))) == 2
+    assert "NVIDIA" in output.splitlines()[-1]
+    assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline", "tp", "fsdp"])
+def test_bf16(strategy, tmp_path):
+    line = f"torchrun --standalone --nproc_per_node=2 train.py strategy={strategy} precision=bf16"
+    code, output = launch(line, f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
+
+
+def ranks_of(case: Case) -> int:
+    return 1 if case.strategy.one_process else 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(first, second, marks=pytest.mark.gpu(1 if first.strategy is second.strategy is Single else 2))
+        for first, second in [
+            (Case(Single, performance=AUTO), Case(Single)),
+            (Case(Single), Case(Single, performance=AUTO)),
+            (Case(Single, performance=BOTH), Case(Single, performance=BOTH)),
+            (Case(Single), Case(Split, (devices(2), ("num_microbatches", 2)))),
+            (ddp(performance=AUTO), ddp()),
+            (ddp(), ddp(performance=AUTO)),
+        ]
+    ],
+    ids=["auto, off", "off, auto", "captured", "split", "ddp auto, off", "ddp off, auto"],
+)
+def test_run_resumes_with_other_options(first, second, tmp_path):
+    """The run resumes with the weights and the momentum of the file, not with those of the warm-up steps."""
+    run_world(ranks_of(first), run_cases, [replace(first, save=str(tmp_path))], "cuda", timeout=120)
+    second = replace(second, resume=str(tmp_path / "pt" / "step_00000003.pt"))
+    outcome = run_world(ranks_of(second), run_cases, [second], "cuda", timeout=120)[0][second]
+    expected = reference(first.reference())
+    assert largest_difference(outcome.weights, expected.weights) < 1e-6
+    assert largest_difference(outcome.momentum, expected.momentum) < 1e-5
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "line", ["python train.py strategy=single", "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"]
+)
+@pytest.mark.parametrize(
+    ("overrides", "epochs", "said"),
+    [
+        (SMALL, 1, ["speed=auto:", "cuda_graph      on", "compile         off"]),
+        ([*OWN, "model._target_=own_models.Waiting"], 2, ["the step cannot be captured:"]),
+    ],
+    ids=["captured", "not captured"],
+)
+def test_speed_auto_reports_its_choices_once(line, overrides, epochs, said, tmp_path):
+    code, output = launch(f"{line} speed=auto", *overrides, f"epochs={epochs}", f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    assert [output.count(words) for words in said] == [1] * len(said), output
+    assert len(read_metrics(only_run(tmp_path))) == epochs
 
 
 @pytest.mark.gpu(1)
@@ -484,49 +386,20 @@ def test_model_that_cannot_be_captured_is_an_error_if_the_config_requires_it(tmp
     assert code != 0, output
 
 
-@pytest.mark.gpu(1)
-def test_captured_run_resumes_from_checkpoint(tmp_path):
-    """The run resumes with the weights and the momentum of the file, not with those of the warm-up steps."""
-    first = Case(Single, performance=BOTH, save=str(tmp_path))
-    run_world(1, run_cases, [first], "cuda", timeout=120)
-    second = replace(first, save="", resume=str(tmp_path / "pt" / "step_00000003.pt"))
-    outcome = run_world(1, run_cases, [second], "cuda", timeout=120)[0][second]
-    assert largest_difference(outcome.weights, reference(first.reference()).weights) < 1e-6
-
-
-@pytest.mark.gpu(2)
-def test_split_resumes_from_checkpoint_of_one_gpu(tmp_path):
-    run_world(1, run_cases, [Case(Single, save=str(tmp_path))], "cuda", timeout=120)
-    case = Case(Split, (devices(2), ("num_microbatches", 2)), resume=str(tmp_path / "pt" / "step_00000003.pt"))
-    outcome, expected = run_world(1, run_cases, [case], "cuda", timeout=120)[0][case], reference(case.reference())
-    assert largest_difference(outcome.weights, expected.weights) < 1e-6
-    assert largest_difference(outcome.momentum, expected.momentum) < 1e-5
-
-
 @pytest.mark.gpu(2)
 def test_state_on_the_host_goes_into_checkpoints_and_back(tmp_path):
-    """Checkpoints, whole and sharded, of runs whose state is in host memory equal others and resume under any strategy."""
-    cases = {
-        "host": mesh(shard=None, offload=True, epochs=2),
-        "fsdp host": fsdp(offload=True, **SHORT | {"epochs": 2}),
-        "sharded host": fsdp(offload=True, **SHORT | {"epochs": 2}),
-        "device": mesh(shard=None, epochs=2),
-    }
-    expected = reference(cases["host"].reference())
-    folders = {key: tmp_path / key for key in cases}
-    for folder in folders.values():
+    """Checkpoints of both formats of runs whose state is in host memory equal others, and resume under any strategy."""
+    cases = [mesh(shard=None, offload=True, epochs=2), fsdp(offload=True, **SHORT | {"epochs": 2}), mesh(shard=None, epochs=2)]
+    expected = reference(cases[0].reference())
+    folders = [tmp_path / str(place) for place in range(len(cases))]
+    for folder in folders:
         folder.mkdir()
-    saving = [replace(case, save=str(folders[key])) for key, case in cases.items()]
-    for case, outcome in run_world(2, run_cases, saving, "cuda", timeout=120)[0].items():
-        assert largest_difference(outcome.weights, expected.weights) < 1e-6, name(case)
-    files = {
-        key: folders[key] / form / f"step_00000003.{form}"
-        for key in cases
-        for form in ["sharded" if "sharded" in key else "pt"]
-    }
-    resuming = [replace(case, resume=str(file)) for case in cases.values() for file in files.values()]
-    for case, outcome in run_world(2, run_cases, resuming, "cuda", timeout=120)[0].items():
-        assert len(outcome.sums) == 1, "it started from the beginning"
+    saving = [replace(case, save=str(folder)) for case, folder in zip(cases, folders, strict=True)]
+    files = [folder / form / f"step_00000003.{form}" for folder in folders for form in ("pt", "sharded")]
+    resuming = [replace(case, resume=str(file)) for case in cases for file in files]
+    saved = run_world(2, run_cases, saving, "cuda", timeout=120)[0]
+    for case, outcome in (saved | run_world(2, run_cases, resuming, "cuda", timeout=120)[0]).items():
+        assert len(outcome.sums) == (2 if case.save else 1), "it started from the beginning"
         assert largest_difference(outcome.weights, expected.weights) < 1e-6, (name(case), case.resume)
 
 

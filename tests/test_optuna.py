@@ -31,6 +31,7 @@ def install(folder: Path) -> None:
     temporary.rename(folder)
 
 
+@pytest.mark.slow
 def test_optuna_finds_the_better_of_two_learning_rates(tmp_path, monkeypatch, request):
     plugins = request.config.cache.mkdir("optuna") / "packages"
     install(plugins)

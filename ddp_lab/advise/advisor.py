@@ -11,38 +11,19 @@ from torch import nn
 
 from ddp_lab.advise.devices import Devices, GiB
 from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_ranks
-from ddp_lab.advise.planned import PlannedRuntime, plan_model
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.sources import dataset_sizes
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.run.job import load_dataset
+from ddp_lab.models.make import model_to_plan
+from ddp_lab.run.job import load_dataset, make_task, make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.world.planned import PlannedRuntime
 
 RULE = "the simplest that fits and uses all GPUs, in the order of the table"
 REMEDY = "Use more or larger GPUs, a smaller batch_size, or accumulate=N"
-
-
-def candidates(number: int, one_machine: bool, checkpointing: bool) -> list[list[str]]:
-    """Return the overrides of the strategies for a number of devices, simple ones first.
-
-    Whether the model allows them, the strategies decide. `checkpointing`: whether activations can be recomputed by block.
-    """
-    saving = ["strategy.checkpoint_activations=block"] * checkpointing
-    found = [["strategy=single"]]
-    if number > 1:
-        found += [["strategy=ddp"], ["strategy=fsdp"]]
-    if saving:
-        found.append(["strategy=fsdp", *saving])
-    if number > 1:
-        found += [["strategy=pipeline"], ["strategy=scratch"], *[["strategy=split"]] * one_machine]
-    if number % 2 == 0:
-        found += [["strategy=tp", "strategy.tp=2"]]
-    if number % 2 == 0 and number > 2:
-        found += [["strategy=ddp_pipeline", "strategy.pp=2"], ["strategy=mesh", "strategy.tp=2"]]
-    return [*found, ["strategy=fsdp", "strategy.offload=true", *saving]]
 
 
 def name_of(overrides: Iterable[str]) -> str:
@@ -91,21 +72,21 @@ class Advisor:
     Attributes:
         cfg, dataset, model: of the run; the sizes of the dataset are enough.
         devices: of the launch.
+        free: bytes of a GPU that are free before the run, on which speed=auto depends.
         common: arguments of train.py that do not concern the strategy.
         own: overrides of the strategy that the user has chosen; [] if it is the default.
         rows: the plans, the simplest strategies first.
-        refused: why a strategy cannot be laid out or planned, by name.
-        notes: lines about the plans.
+        notes: lines about the plans, and why a strategy has none.
     """
 
     cfg: DictConfig
     dataset: Dataset
     model: nn.Module
     devices: Devices
+    free: int
     common: list[str]
     own: list[str] = field(default_factory=list[str])
     rows: list[Row] = field(default_factory=list[Row])
-    refused: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
 
     @classmethod
@@ -129,13 +110,33 @@ class Advisor:
         common = ["--config-dir", config_dir] if config_dir is not None else []
         common += [override for override in overrides if override not in of_strategy]
         own = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
-        return cls(cfg, dataset, plan_model(cfg, dataset), devices, common, own)
+        free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
+        trial = make_trial(dataset, make_task(cfg, dataset))
+        model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
+        return cls(cfg, dataset, model, devices, free, common, own)
 
     def candidates(self) -> list[list[str]]:
-        """Return the overrides of the strategies, simple ones first; the user's own one in its place, or the last."""
-        checkpointing = isinstance(self.model, Chain) and not any(map(is_batch_norm, self.model.modules()))
-        found = candidates(self.devices.number, self.devices.nodes == 1, checkpointing)
-        found = [self.own if {*each} == {*self.own} else each for each in found]
+        """Return the overrides of the strategies, simple ones first; the user's own one in its place, or the last.
+
+        Whether the model allows them, the strategies decide.
+        """
+        number, pair = self.devices.number, self.devices.number % 2 == 0
+        by_block = isinstance(self.model, Chain) and not any(map(is_batch_norm, self.model.modules()))
+        saving = ["strategy.checkpoint_activations=block"] * by_block
+        possible = [
+            (True, ["strategy=single"]),
+            (number > 1, ["strategy=ddp"]),
+            (number > 1, ["strategy=fsdp"]),
+            (by_block, ["strategy=fsdp", *saving]),
+            (number > 1, ["strategy=pipeline"]),
+            (number > 1, ["strategy=scratch"]),
+            (number > 1 and self.devices.nodes == 1, ["strategy=split"]),
+            (pair, ["strategy=tp", "strategy.tp=2"]),
+            (pair and number > 2, ["strategy=ddp_pipeline", "strategy.pp=2"]),
+            (pair and number > 2, ["strategy=mesh", "strategy.tp=2"]),
+            (True, ["strategy=fsdp", "strategy.offload=true", *saving]),
+        ]
+        found = [self.own if {*each} == {*self.own} else each for fits, each in possible if fits]
         return found if not self.own or self.own in found else [*found, self.own]
 
     def plan(self, overrides: list[str]) -> Row:
@@ -152,7 +153,7 @@ class Advisor:
         ranks = 1 if alone else devices.number
         gpus = devices.per_node if alone and devices.kind == "cuda" else 1
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
-        runtime.free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
+        runtime.free = self.free
         plans, strategy, images = plan_ranks(cfg, self.dataset, self.model, runtime)
         return Row(
             overrides,
@@ -183,19 +184,18 @@ class Advisor:
         Raises:
             ConfigError: no strategy can be planned.
         """
+        refused: dict[str, str] = {}
         for overrides in self.candidates():
             try:
                 self.rows.append(self.plan(overrides))
             except (ConfigError, CannotPlan) as error:
-                self.refused[name_of(overrides)] = str(error)
+                refused[name_of(overrides)] = str(error).removeprefix(f"{overrides[0]}: ")
+        own = name_of(self.own)
         if not self.rows:
-            name = name_of(self.own) if self.own else next(iter(self.refused))
-            raise ConfigError(f"no strategy can be planned on these devices. {name}: {self.refused[name]}")
-        images, size = max(row.images for row in self.rows), self.dataset.train.size
-        if images > size:
-            self.notes.append(
-                f"batches of {images:,} are planned, but the dataset has {size:,} samples: real steps are smaller"
-            )
+            name = own or next(iter(refused))
+            raise ConfigError(f"no strategy can be planned on these devices. {name}: {refused[name]}")
+        for name, reason in refused.items():  # of what nobody chose the first sentence
+            self.notes.append(f"not in the table: {name}: {reason if name == own else reason.split('. ')[0]}")
         return self
 
     @property

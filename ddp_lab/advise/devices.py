@@ -88,7 +88,9 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
         if not torch.cuda.is_available():
             raise ConfigError(f"--gpus here: there is no GPU here. Use 2xcpu, or a number and a card of {', '.join(CARDS)}")
         name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
-        return Devices(name, torch.cuda.device_count(), nodes, memory, card_called(name), link * GB)
+        words = re.split("[ -]", name.replace("RTX ", "RTX"))  # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
+        card = next((card for card in CARDS if card.partition("-")[0] in words), None)
+        return Devices(name, torch.cuda.device_count(), nodes, memory, card, link * GB)
     found = re.fullmatch(r"([1-9]\d{0,3})x(.+)", text)
     if found is None or found[2].lower() not in names:
         raise ConfigError(
@@ -99,9 +101,3 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
     if name == "cpu":
         return Devices("CPU ranks", number, nodes, float("inf"), kind="cpu")
     return Devices(name, number, nodes, CARDS[name][0] * GiB, name, link * GB)
-
-
-def card_called(name: str) -> str | None:
-    """Return the card that torch calls `name`, for example "NVIDIA H200"; None if it is unknown."""
-    words = re.split("[ -]", name.replace("RTX ", "RTX"))
-    return next((card for card in CARDS if card.partition("-")[0] in words), None)

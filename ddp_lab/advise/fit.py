@@ -7,30 +7,33 @@ import resource
 import socket
 import sys
 from bisect import bisect_left
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.run.job import Job, load_dataset
+from ddp_lab.models.make import model_to_plan
+from ddp_lab.run.job import Job, load_dataset, make_task, make_trial
 from ddp_lab.run.job import build as build_job
 from ddp_lab.run.materialize import materialize
+from ddp_lab.speed.options import size
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.optimizer import state_of
+from ddp_lab.training.optimizer import state_copies
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
-    from ddp_lab.advise.plan import Planned
+    from ddp_lab.advise.advisor import Advisor
 
 PLANNED, TAKEN = (0.9, 0.75, 0.6), 0.95  # shares of the memory that the plan of a batch may take, in turn, and its real step
 MULTIPLE = 8  # local batches are multiples of it, where that many samples fit
@@ -50,87 +53,64 @@ def memory_of(cfg: DictConfig, runtime: Runtime) -> list[int]:
     return runtime.agree("memory", lambda: [min(each) for each in zip(*map(json.loads, everyone or []), strict=True)])
 
 
-def describe_bytes(size: float) -> str:
-    """Return a number of bytes with its unit: GiB, MiB or KiB."""
-    unit, name = next((pair for pair in ((2**30, "GiB"), (2**20, "MiB")) if size >= 0.1 * pair[0]), (2**10, "KiB"))
-    return f"{size / unit:,.2f} {name}"
+def advisor_of(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Runtime, memory: float) -> "Advisor":
+    """Return the advisor of a launch whose ranks are real; its own strategy has no overrides.
+
+    Planning loads torch's DTensor, so that it is imported where it is needed.
+    """
+    from ddp_lab.advise.advisor import Advisor
+    from ddp_lab.advise.devices import Devices
+
+    alone, here = get_object(cfg.strategy["_target_"]).one_process, runtime.local_world_size
+    devices = Devices("", len(runtime.devices) if alone else here, runtime.world_size // here, memory, kind=runtime.device.type)
+    return Advisor(cfg, dataset, model, devices, runtime.free_memory() if devices.kind == "cuda" else 0, ["..."])
 
 
-class Launch(NamedTuple):
-    """A launch to plan, whose ranks are real. Planning loads torch's DTensor, so that it is imported where it is needed."""
+def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
+    """Return what to use in place of a strategy that does not fit: the two simplest that fit, activations included.
 
-    cfg: DictConfig
-    dataset: Dataset
-    model: nn.Module
-    runtime: Runtime
-
-    def plan(self, changes: Mapping[str, int] | None = None) -> "list[Planned]":
-        """Return the plans of the ranks that differ, with changes of the config."""
-        from ddp_lab.advise.plan import plan_ranks
-        from ddp_lab.advise.planned import PlannedRuntime
-
-        cfg, real, kind = OmegaConf.merge(self.cfg, changes or {}), self.runtime, self.runtime.device.type
-        runtime = PlannedRuntime(real.world_size, real.local_world_size, real.precision, len(real.devices), kind)
-        runtime.free = real.free_memory() if kind == "cuda" else 0
-        return plan_ranks(cast("DictConfig", cfg), self.dataset, self.model, runtime)[0]
-
-    def alternatives(self, memory: int) -> str:
-        """Return what to use in place of a strategy that does not fit: the two simplest that fit, activations included.
-
-        All GPUs of the machines count, also those for which no rank was started. It takes as long as `ddp-lab advise`.
-        """
-        from ddp_lab.advise.advisor import REMEDY, Advisor, Row
-        from ddp_lab.advise.devices import Devices
-
-        ranks, here = self.runtime.world_size, self.runtime.local_world_size
-        devices = Devices("", max(here, len(self.runtime.devices)), ranks // here, memory, kind=self.runtime.device.type)
-        advisor = Advisor(self.cfg, self.dataset, self.model, devices, ["..."]).advise()
-        number = f"{devices.number} such device{'s' * (devices.number > 1)}"
-
-        def line(row: Row) -> str:
-            host = f", and {describe_bytes(row.fullest.host)} a rank of host memory" if row.fullest.host else ""
-            how = " ".join(row.overrides) if row.ranks == ranks else f"`{row.launch}`"
-            return f"{how} ({describe_bytes(row.fullest.total)}{host})"
-
-        if found := advisor.ranked:
-            return f"Use {' or '.join(map(line, found[:2]))}, the simplest of {len(found)} that fit on {number}"
-        least = sorted(advisor.rows, key=lambda row: row.fullest.total)[:2]
-        return f"With activations nothing fits on {number}; the least memory need {' and '.join(map(line, least))}. {REMEDY}"
+    All GPUs of the machines count, also those for which no rank was started. It takes as long as `ddp-lab advise`.
+    """
+    devices = replace(advisor.devices, per_node=max(runtime.local_world_size, len(runtime.devices)))
+    advisor = replace(advisor, devices=devices).advise()
+    if not advisor.ranked:
+        return f"With activations, on all {devices.number} devices: {advisor.conclusion}"
+    found = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
+    return f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} such devices"
 
 
-def check_memory(cfg: DictConfig, job: Job) -> str:
-    """Check that every rank's part of the model fits on its device, and return how much it takes. Collective.
+def check_memory(cfg: DictConfig, job: Job) -> None:
+    """Check that every rank's part of the model fits on its device. Collective.
 
-    Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned.
+    Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned,
+    and a run that cannot be planned is not refused.
 
     Raises:
         ConfigError: parameters, gradients, optimizer state and averages do not fit on some rank.
     """
-    if not cfg.memory_limit and job.runtime.device.type != "cuda":
-        return ""  # how much of a host's memory a process may use is not known
-    memory, _ = memory_of(cfg, job.runtime)
-    return job.runtime.agree("state", lambda: check_state(cfg, job, memory))
+    if cfg.memory_limit or job.runtime.device.type == "cuda":  # how much of a host's memory a process may use is not known
+        memory, _ = memory_of(cfg, job.runtime)
+        job.runtime.agree("state", lambda: check_state(cfg, job, memory))
 
 
-def check_state(cfg: DictConfig, job: Job, memory: int) -> str:
+def check_state(cfg: DictConfig, job: Job, memory: int) -> None:
     """As `check_memory`, on one rank, for devices with `memory` bytes."""
-    copies = 2 + state_of(job.optimizer)[0] + (job.recipe.ema is not None)
-    needed = copies * sum(parameter.nbytes for parameter in job.model.parameters())
-    what, where = "parameters, gradients and optimizer state take", f"a device has {describe_bytes(memory)}"
-    if needed <= memory:
-        return f"{what} at most {describe_bytes(needed)}, {where}"
-    launch = Launch(cfg, job.dataset, job.model, job.runtime)
+    copies = 2 + state_copies(job.optimizer) + (job.recipe.ema is not None)
+    if copies * sum(parameter.nbytes for parameter in job.model.parameters()) <= memory:
+        return
+    advisor = advisor_of(cfg, job.dataset, job.model, job.runtime, memory)
     try:
-        needed, rank = max((plan.state, plan.rank) for plan in launch.plan())
-    except RuntimeError as error:  # CannotPlan
-        return f"not checked: {error}"
-    text = f"{what} {describe_bytes(needed)} on rank {rank}, {where}"
-    if needed <= memory:
-        return text
-    raise ConfigError(f"strategy={job.strategy.name}: {text}, and activations need more. {launch.alternatives(memory)}")
+        needed, rank = max((plan.state, plan.rank) for plan in advisor.plan([]).plans)
+    except RuntimeError:  # CannotPlan
+        return
+    if needed > memory:
+        raise ConfigError(
+            f"strategy={job.strategy.name}: parameters, gradients and optimizer state take {size(needed)} on rank {rank}, a "
+            f"device has {size(memory)}, and activations need more. {alternatives(advisor, job.runtime)}"
+        )
 
 
-def settle_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None) -> str:
+def choose_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None) -> str:
     """Replace batch_size=auto or accumulate=auto by a number, and return a line about it for the log. Collective.
 
     Rank 0 plans; then all ranks take a real step in processes of their own, which may run out of memory.
@@ -146,27 +126,26 @@ def settle_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None)
     auto = [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]
     if not auto:
         return ""
-    before = runtime.agree("batch before", partial(recorded, resumed)) if resumed else None
-    if before:
-        cfg.batch_size, cfg.accumulate = (before[0] if "batch_size" in auto else cfg.batch_size), "auto"
+    key, steps = auto[0], 0  # of accumulation in the run that is resumed
+    if resumed:
+        batch_size, steps = runtime.agree("batch before", partial(recorded, resumed))
+        cfg.batch_size, key = batch_size if "batch_size" in auto else cfg.batch_size, "accumulate"
     elif len(auto) > 1:
         raise ConfigError("accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave accumulate out")
-    key, memory = "accumulate" if before else auto[0], memory_of(cfg, runtime)[1]
+    cfg[key], memory = "auto", memory_of(cfg, runtime)[1]
     strategy, dataset = build(cfg.strategy, runtime), load_dataset(cfg, runtime)
-    values = values_of(cfg, strategy, dataset.train.size, before[1] if before else 1)
+    values = values_of(cfg, strategy, dataset.train.size, steps or 1)
     taken, problem, spare = 0, "", LIBRARIES * (runtime.device.type == "cpu")
     for share in PLANNED:
         cfg[key], budget = "auto", max(0, int(share * memory - spare))
-        cfg[key] = runtime.agree("batch", lambda budget=budget: choose(cfg, dataset, runtime, values, budget))
-        if before and cfg.accumulate == before[1]:
+        cfg[key] = runtime.agree("batch", partial(largest, cfg, dataset, runtime, values, budget))
+        if cfg.accumulate == steps:
             return f"batch_size={cfg.batch_size}, accumulate={cfg.accumulate}: those of the run that is resumed"
         taken, problem = take_real_step(cfg, runtime)
         if not problem and taken <= TAKEN * memory:
-            text = (
-                f"{key}=auto: {cfg[key]}. A real step took {describe_bytes(taken)} of the {describe_bytes(memory)} of a device"
-            )
+            text = f"{key}=auto: {cfg[key]}. A real step took {size(taken)} of the {size(memory)} of a device"
             return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
-    found = problem or f"takes {describe_bytes(taken)} of {describe_bytes(memory)}"
+    found = problem or f"takes {size(taken)} of {size(memory)}"
     raise ConfigError(f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {found}. Use a number")
 
 
@@ -199,31 +178,32 @@ def values_of(cfg: DictConfig, strategy: Strategy, samples: int, first: int) -> 
     return sizes + [finest * n for n in range(unit // finest - 1, 0, -1)]
 
 
-def choose(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[int], budget: int) -> float:
-    """Return the first value with which the plan fits the budget, in bytes. The other arguments are as in `settle_batch`.
+def largest(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[int], budget: int) -> int:
+    """Return the first value with which the plan fits the budget, in bytes. The other arguments are as in `choose_batch`.
 
     Raises:
         ConfigError: none fits, or the step cannot be planned.
     """
-    from ddp_lab.advise.planned import plan_model
-
     key = "accumulate" if cfg.accumulate == "auto" else "batch_size"
     cfg = cast("DictConfig", OmegaConf.merge(cfg, {key: values[-1]}))
-    launch = Launch(cfg, dataset, plan_model(cfg, dataset), runtime)
+    trial = make_trial(dataset, make_task(cfg, dataset))
+    model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
+    advisor = advisor_of(cfg, dataset, model, runtime, budget)
 
     def needed(value: int) -> float:
-        return max(plan.total for plan in launch.plan({key: value}))
+        changed = cast("DictConfig", OmegaConf.merge(cfg, {key: value}))
+        return replace(advisor, cfg=changed).plan([]).fullest.total
 
     try:
         place = bisect_left(values, True, key=lambda value: needed(value) <= budget)
         if place < len(values):
             return values[place]
-        least = describe_bytes(needed(values[-1]))
+        least = size(round(needed(values[-1])))
     except RuntimeError as error:  # CannotPlan
         raise ConfigError(f"{key}=auto: cannot be planned: {error}. Use a number") from None
     raise ConfigError(
-        f"{key}=auto: not even {values[-1]} fits: it needs {least} of a device, of which {describe_bytes(budget)} may be used. "
-        f"{launch.alternatives(budget)}"
+        f"{key}=auto: not even {values[-1]} fits: it needs {least} of a device, of which {size(budget)} may be used. "
+        f"{alternatives(advisor, runtime)}"
     )
 
 

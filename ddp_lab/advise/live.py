@@ -46,6 +46,14 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class Peak(NamedTuple):
+    """What a device holds when most lives: bytes in all and by storage, and the kinds of storages that are not state."""
+
+    total: int
+    sizes: dict[int, int]
+    kinds: dict[int, str] | None = None  # None: the next operation finds them, when gradients are where they belong
+
+
 class Live(TorchDispatchMode):
     """What lives at the peak of a step, and the collectives and FLOPs of the step.
 
@@ -58,6 +66,7 @@ class Live(TorchDispatchMode):
         on_host: whether parameters, gradients, optimizer and averages are in host memory.
         calls, sent: number of calls, and bytes that this rank sends, by collective.
         flops: FLOPs by place, with torch's formulas (torch.utils.flop_counter), of this rank's shards.
+        held: bytes by kind at each place, when the optimizer's step begins; of a sharded model those of the shards.
     """
 
     def __init__(self, training: Training):
@@ -66,17 +75,14 @@ class Live(TorchDispatchMode):
         self.modules = strategy.modules_by_device
         self.on_host = bool(getattr(strategy, "offload", False))
         self.owned = [list(module.parameters()) for module in self.modules]
-        self._gradients: list[int] = []  # their bytes by place, when the optimizer's step begins
+        self.held: list[dict[str, int]] = []
         self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
         self._looking = False
         self._place = 0  # where the operation computes
         self._places: dict[int, int] = {}  # of storages
         self._storages = WeakValueDictionary[int, torch.UntypedStorage]()
         self._in_flight: set[int] = set()  # storages that a collective read or wrote
-        self._most = [0] * len(self.modules)  # bytes at the peaks
-        self._sizes: dict[int, dict[int, int]] = {}  # of the storages at the peak, by place
-        self._kinds: dict[int, dict[int, str]] = {}  # of those that are not state
-        self._new: dict[int, bool] = {}  # whether the peak has just been reached
+        self._peaks = [Peak(0, {}) for _ in self.modules]
         training.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
         training.optimizer.register_step_post_hook(lambda *_: setattr(self, "_place", 0))
         if len(self.modules) > 1:
@@ -84,32 +90,34 @@ class Live(TorchDispatchMode):
 
     def take_steps(self, batch: Batch) -> None:
         """Take two steps. The first creates the optimizer's state; the second is recorded. Call it within this mode."""
-        self.track(tensor for place in range(len(self.modules)) for kind in self.tensors(place).values() for tensor in kind)
+        self.track(tensor for kinds in self.state() for tensors in kinds.values() for tensor in tensors)
         self.training.job.strategy.train()
         self.training.step(batch)
-        self._settle()
-        self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
+        self._locate()
+        for counter in (self.calls, self.sent, self.flops):
+            counter.clear()
         self._data, self._looking = [key_of(tensor) for tensor in batch[:2]], True
         self.training.step(batch)
+        for held, kinds in zip(self.held, self.state(), strict=True):
+            held |= {kind: nbytes(tensors) for kind, tensors in kinds.items() if kind != "gradients"}
 
-    def tensors(self, place: int) -> dict[str, list[torch.Tensor]]:
-        """Return what a device holds by kind; of a sharded model the shards."""
-        owned, training = self.owned[place], self.training
-        buffers, averages = list(self.modules[place].buffers()), training.ema
-        states = [value for parameter in owned for value in training.optimizer.state.get(parameter, {}).values()]
-        names = {id(tensor) for tensor in [*owned, *buffers]}
-        averaged = averages.tensors.items() if averages else ()
-        return {
-            "parameters": [*owned],
-            "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
-            "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
-            "averages": [averages.averages[name] for name, own in averaged if averages and id(own) in names],
-            "buffers": buffers,
-        }
-
-    def held(self, place: int) -> dict[str, int]:
-        """Return the bytes that a device holds by kind, when the optimizer's step begins."""
-        return {kind: nbytes(tensors) for kind, tensors in self.tensors(place).items()} | {"gradients": self._gradients[place]}
+    def state(self) -> list[dict[str, list[torch.Tensor]]]:
+        """Return what each device holds by kind; of a sharded model the shards."""
+        optimizer, ema = self.training.optimizer.state, self.training.ema
+        found: list[dict[str, list[torch.Tensor]]] = []
+        for owned, module in zip(self.owned, self.modules, strict=True):
+            buffers = list(module.buffers())
+            states = [value for parameter in owned for value in optimizer.get(parameter, {}).values()]
+            own = {id(tensor) for tensor in [*owned, *buffers]}
+            kinds: dict[str, list[torch.Tensor]] = {
+                "parameters": [*owned],
+                "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
+                "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
+                "averages": [ema.averages[name] for name, tensor in ema.tensors.items() if id(tensor) in own] if ema else [],
+                "buffers": buffers,
+            }
+            found.append(kinds)
+        return found
 
     def track(self, tensors: Iterable[object]) -> None:
         """Count the storages of tensors."""
@@ -150,20 +158,20 @@ class Live(TorchDispatchMode):
         self.calls[collective] += 1
         self.sent[collective] += round(SENT[kind](nbytes(tensors), len(collective.ranks)))
         if self.on_host:
-            self._settle()
+            self._locate()
 
     def _look(self) -> None:
         """Keep the sizes of what lives now, if it is more than ever before in this step."""
         sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
-        for place, most in enumerate(self._most):
+        for place, peak in enumerate(self._peaks):
             here = {key: size for key, size in sizes.items() if self._places[key] == place}
-            if (now := sum(here.values())) > most:
-                self._most[place], self._sizes[place], self._new[place] = now, here, True
-            elif self._new.pop(place, False):
-                self._kinds[place] = self._transient(place)
+            if (now := sum(here.values())) > peak.total:
+                self._peaks[place] = Peak(now, here)
+            elif peak.kinds is None:
+                self._peaks[place] = peak._replace(kinds=self._transient(place))
 
     def _transient(self, place: int) -> dict[int, str]:
-        """Return the kinds of storages that do not live as long as the training. It is called just after each new peak."""
+        """Return the kinds of storages that do not live as long as the training."""
         now = list(self.modules[place].parameters())  # of a sharded model, those that are gathered now
         gradients = [parameter.grad for parameter in (*self.owned[place], *now) if parameter.grad is not None]
         kinds = dict.fromkeys([*self._in_flight, *map(key_of, now)], "in flight")
@@ -171,24 +179,24 @@ class Live(TorchDispatchMode):
 
     def peak(self, place: int) -> dict[str, float]:
         """Return the bytes of each kind of PARTS that lived on a device when most did."""
-        kinds = self._kinds.get(place) or self._transient(place)
-        kinds |= {key_of(tensor): kind for kind, tensors in self.tensors(place).items() for tensor in tensors}
+        _, sizes, transient = self._peaks[place]
+        kinds = transient or self._transient(place)
+        kinds |= {key_of(tensor): kind for kind, tensors in self.state()[place].items() for tensor in tensors}
         kinds |= dict.fromkeys(self._data, "data")
         parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        for key, size in self._sizes[place].items():
+        for key, size in sizes.items():
             parts[kinds.get(key, "activations")] += size
         return parts
 
-    def _settle(self) -> None:
+    def _locate(self) -> None:
         """Count the tensors where they are: on the host, or on the device of their part of the model."""
-        for place in range(len(self.modules)):
-            for kind, tensors in self.tensors(place).items():
+        for place, kinds in enumerate(self.state()):
+            for kind, tensors in kinds.items():
                 self._places |= dict.fromkeys(map(key_of, tensors), HOST if self.on_host and kind in STATE else place)
 
     def _begin_update(self) -> None:
-        places = range(len(self.modules))
-        self._gradients = [nbytes(self.tensors(place)["gradients"]) for place in places]
-        self._settle()
+        self.held = [{"gradients": nbytes(kinds["gradients"])} for kinds in self.state()]
+        self._locate()
         self._place = HOST if self.on_host else 0
 
     def _follow(self) -> None:

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.advise.live import HELD, STATE, Collective, Live
-from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.batch import Batch
@@ -27,6 +26,7 @@ from ddp_lab.run.speed import bytes_of
 from ddp_lab.speed.options import AUTO, configure_optimizer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import ShapesOnly
+from ddp_lab.world.planned import PlannedRuntime
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
@@ -168,7 +168,7 @@ def batch_of(job: Job) -> Batch:
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:
     """Return the plan of a device after the steps."""
-    held, peak, options = live.held(place), live.peak(place), job.options
+    held, peak, options = live.held[place], live.peak(place), job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
     copied = {*HELD} - {"gradients"} if again else {"parameters", "buffers", "averages"} if options.compile else set[str]()
@@ -178,6 +178,6 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     host = live.on_host * sum(held[kind] for kind in STATE)
-    executor = getattr(job.strategy, "executor", None) or getattr(job.strategy, "pipeline", None)
+    executor = getattr(job.strategy, "executor", None)
     order = executor.time_slots if executor else {}
     return Planned(runtime.rank, place, held, peak, outside, host, live.calls, live.sent, live.flops[place], order)

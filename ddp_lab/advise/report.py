@@ -2,7 +2,6 @@
 
 import html
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,13 @@ from ddp_lab.observe.plot import GREY, Plot, beside, figure, short, stacked, tim
 PLANNED = ("strategy", "GPUs", "GiB/GPU", "state", "activations", "others", "sent/step", "FLOPs/step", "step takes at least")
 MEASURED = ("images/s", "MFU", "exposed", "torch's peak: planned", "measured")
 PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+PAGE = """<!doctype html>
+<html lang=en><meta charset=utf-8><title>What a run needs</title>
+<style>body {{font-family: sans-serif}} pre {{overflow-x: auto}} svg {{max-width: 100%; height: auto}}</style>
+<h1>What a run needs</h1>
+<pre>{table}</pre>
+{picture}</html>
+"""
 
 
 def head(advisor: Advisor) -> list[str]:
@@ -31,75 +37,57 @@ def head(advisor: Advisor) -> list[str]:
     ]
 
 
-def cells(advisor: Advisor) -> list[tuple[str, ...]]:
-    """Return the rows of the table, with its header; the memory is that of the fullest device."""
-    measured = any(row.measured for row in advisor.rows)
-    found: list[tuple[str, ...]] = [(*PLANNED, *(MEASURED if measured else ()), "")]
-    for row in advisor.rows:
-        plan, note = row.fullest, "" if row.fits else "does not fit"
-        state = sum(plan.peak[kind] for kind in HELD)
-        if plan.host:
-            note += f"{' and' if note else ''} + {gib(plan.host)} GiB a rank in host memory"
-        sent, flops = max(sum(each.sent.values()) for each in row.plans), max(each.flops for each in row.plans)
-        found.append(
-            (
-                *(row.name, str(row.devices)),
-                *map(gib, (plan.total, state, plan.peak["activations"], plan.total - state - plan.peak["activations"])),
-                *(f"{short(float(f'{sent:.3g}'))}B", short(float(f"{flops:.3g}"))),
-                "" if row.bound is None else f"{1000 * row.bound:,.3g} ms",
-                *(measurements(row) if measured else ()),
-                note,
-            )
-        )
-    return found
-
-
-def measurements(row: Row) -> list[str]:
-    """Return the cells of what was measured; torch's peak is that of memory it allocates, without CUDA and NCCL."""
-    formats = {"images_per_second": "{:,.0f}", "mfu": "{:.1%}", "exposed": "{:.0%}"}
-    shown = [form.format(row.measured[key]) if key in row.measured else "" for key, form in formats.items()]
-    peaks = [row.fullest.allocated, row.measured["allocated"]] if "allocated" in row.measured else []
-    return [*shown, *(map(gib, peaks) if peaks else ("", ""))]
-
-
 def table(advisor: Advisor) -> str:
-    """Return the plans as lines of text, and the recommendation below them."""
-    rows = cells(advisor)
+    """Return the plans as lines of text, the memory of each strategy that of its fullest device, and the recommendation."""
+    measured = any(row.measured for row in advisor.rows)
+    rows = [(*PLANNED, *(MEASURED if measured else ()), ""), *(cells(row, measured) for row in advisor.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last]) for first, *between, last in rows
     ]
-    lines = [*head(advisor), "", *(line.rstrip() for line in lines), *advisor.notes, *refusals(advisor), ""]
+    lines = [*head(advisor), "", *(line.rstrip() for line in lines), *advisor.notes, ""]
     return "\n".join([*lines, advisor.conclusion])
 
 
-def refusals(advisor: Advisor) -> list[str]:
-    """Return why strategies are not in the table, each reason once; of those that nobody chose the first sentence."""
-    own, groups = " ".join(advisor.own).removeprefix("strategy="), dict[str, list[str]]()
-    for name, reason in advisor.refused.items():
-        brief = re.split(r"\. |, because|; ", re.sub(r"^strategy=\w+: ", "", reason))[0].split("\n")[0]
-        groups.setdefault(reason if name == own else brief, []).append(name)
-    return [f"not in the table: {', '.join(names)}: {reason}" for reason, names in groups.items()]
+def cells(row: Row, measured: bool) -> tuple[str, ...]:
+    """Return the cells of a row, with or without what was measured."""
+    plan, notes = row.fullest, [] if row.fits else ["does not fit"]
+    if plan.host:
+        notes.append(f"+ {gib(plan.host)} GiB a rank in host memory")
+    state, activations = sum(plan.peak[kind] for kind in HELD), plan.peak["activations"]
+    sent, flops = max(sum(each.sent.values()) for each in row.plans), max(each.flops for each in row.plans)
+    return (
+        *(row.name, str(row.devices)),
+        *map(gib, (plan.total, state, activations, plan.total - state - activations)),
+        *(f"{short(float(f'{sent:.3g}'))}B", short(float(f"{flops:.3g}"))),
+        "" if row.bound is None else f"{1000 * row.bound:,.3g} ms",
+        *(measurements(row) if measured else ()),
+        " and ".join(notes),
+    )
+
+
+def measurements(row: Row) -> list[str]:
+    """Return the cells of what was measured; torch's peak is that of memory it allocates, without CUDA and NCCL."""
+    values = dict(row.measured)
+    if "allocated" in values:
+        values |= {"planned": gib(row.fullest.allocated), "allocated": gib(values["allocated"])}
+    forms = {"images_per_second": ",.0f", "mfu": ".1%", "exposed": ".0%", "planned": "", "allocated": ""}
+    return [format(values[key], form) if key in values else "" for key, form in forms.items()]
 
 
 def gib(size: float) -> str:
     """Return a number of bytes in GiB, with more digits if two would be zeros."""
-    if size == 0 or size >= 0.005 * GiB:
-        return f"{size / GiB:,.2f}"
-    return f"{size / GiB:.4f}" if size >= 1e-4 * GiB else "<0.0001"
+    return f"{size / GiB:,.{2 if size == 0 or size >= 0.005 * GiB else 4}f}"
 
 
 def as_json(advisor: Advisor) -> dict[str, Any]:
-    """Return the plans as plain values: bytes, seconds and FLOPs."""
-    keys = ("name", "overrides", "devices", "images", "fits", "launch", "measured")
+    """Return the plans as plain values, under the names of the attributes: bytes, seconds and FLOPs."""
     rows = [
-        {key: getattr(row, key) for key in keys}
-        | {"step_seconds_at_least": row.bound, "ranks": [plan_as_json(advisor, plan) for plan in row.plans]}
-        for row in advisor.rows
+        vars(row) | {"name": row.name, "plans": [plan_as_json(advisor, plan) for plan in row.plans]} for row in advisor.rows
     ]
     recommended = advisor.ranked[0].overrides if advisor.ranked else None
-    shown = {"head": head(advisor), "own": advisor.own, "rows": rows, "refused": advisor.refused, "notes": advisor.notes}
-    return shown | {"recommended": recommended, "conclusion": advisor.conclusion}
+    shown = {key: getattr(advisor, key) for key in ("own", "notes", "conclusion")}
+    return shown | {"head": head(advisor), "rows": rows, "recommended": recommended}
 
 
 def plan_as_json(advisor: Advisor, plan: Planned) -> dict[str, Any]:
@@ -141,33 +129,15 @@ def page(advisor: Advisor) -> str:
     for row in (row for row in advisor.rows if len(row.plans) > 1):
         places = {f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan for plan in row.plans}
         plots.append(memory_plot(advisor, f"{row.name}, by rank", places))
-        if slots := row.plans[0].order:
-            plots.append(schedule_plot(f"{row.name}: a step, if stages are equal and backward takes twice as long", slots))
+        slots = {
+            f"rank {rank}": [(start, start + length, PASSES[kind], str(number)) for start, length, kind, number in boxes]
+            for rank, boxes in row.plans[0].order.items()
+        }
+        if slots:
+            title = f"{row.name}: a step, if stages are equal and backward takes twice as long"
+            plots.append(timeline(title, "time slots of a forward pass", slots))
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):  # text remains text
         figure(plots).savefig(file, format="svg")
     picture = file.getvalue()
-    rows = [tuple(html.escape(cell) for cell in row) for row in cells(advisor)]
-    lines = [
-        "".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)
-    ]
-    above, below = head(advisor), [*advisor.notes, *refusals(advisor), advisor.conclusion]
-    style = "body{font:15px sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:right}td{border-top:1px solid #ddd}"
-    style += (
-        "td:first-child,th:first-child,td:last-child{text-align:left}svg{max-width:100%;height:auto}p{white-space:pre-wrap}"
-    )
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>What a run needs</title><style>{style}</style>"
-        f"<h1>What a run needs</h1>{''.join(f'<p>{html.escape(line)}</p>' for line in above)}"
-        f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-        f"{''.join(f'<p>{html.escape(line)}</p>' for line in below)}{picture[picture.index('<svg') :]}</html>\n"
-    )
-
-
-def schedule_plot(title: str, slots: dict[int, list[tuple[int, int, str, int]]]) -> Plot:
-    """Return the timeline of a pipeline: a row for each rank, a box with its number for each pass of a micro-batch."""
-    rows = {
-        f"rank {rank}": [(start, start + length, PASSES[kind], str(number)) for start, length, kind, number in boxes]
-        for rank, boxes in slots.items()
-    }
-    return timeline(title, "time slots of a forward pass", rows)
+    return PAGE.format(table=html.escape(table(advisor)), picture=picture[picture.index("<svg") :])

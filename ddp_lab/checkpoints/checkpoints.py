@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ddp_lab.checkpoints.files import (
     SHARDED,
-    finish_interrupted_save,
     forget_best,
     link_best,
     remove,
     remove_old,
+    remove_partial,
     step_of,
     steps_in,
 )
@@ -79,7 +79,7 @@ class Checkpoints:
             ConfigError: the file cannot be used, or the run has checkpoints and none of them is valid.
         """
         if self.runtime.rank == 0:
-            finish_interrupted_save(self.folder)
+            remove_partial(self.folder)
         choice = "auto" if source == self.folder else str(source)
         path = find_checkpoint(self.folder, choice, self.runtime) if source else None
         if path is None:
@@ -125,8 +125,7 @@ class Checkpoints:
         if (best := self.best) is None:
             return False
         found = result_in(self.folder, best)
-        values = [(one.best.get(best), one.best_epochs.get(best)) for one in (progress, found[1] if found else Progress())]
-        if values[0] == values[1]:
+        if found and found[1].best[best] == progress.best.get(best):
             return True
         forget_best(self.folder)
         return False

@@ -5,7 +5,7 @@ step_00000050.sharded/                      a directory to which every rank writ
     state.json, SHA256SUMS                  everything but tensors, and the SHA-256 of each file
 best.pt or best.sharded                     a symbolic link to the best checkpoint
 
-All are written and synced under temporary names, and then renamed. A kill at any time leaves the old one or the new one.
+All are written and synced under temporary names, and then renamed. A kill at any time leaves valid checkpoints only.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ SUMS = "SHA256SUMS"
 STATE = "state.json"
 
 
-def is_sharded(path: Path | str) -> bool:
+def is_sharded(path: Path) -> bool:
     """Return whether a path is that of a sharded checkpoint, by its name or its files."""
-    return Path(path).suffix == SHARDED or (Path(path) / SUMS).is_file()
+    return path.suffix == SHARDED or (path / SUMS).is_file()
 
 
 def step_of(path: Path) -> int:
@@ -110,8 +110,9 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         write_text(beside, f"{sha256(temporary)}  {path.name}\n")
-        os.replace(temporary, path)
+        path.unlink(missing_ok=True)  # one of the same step would not match the new hash
         os.replace(beside, sums_of(path))
+        os.replace(temporary, path)  # after a kill before this there is a hash without a file, which is no checkpoint
     finally:
         temporary.unlink(missing_ok=True)
         beside.unlink(missing_ok=True)
@@ -126,10 +127,12 @@ def publish_folder(temporary: Path, path: Path, digests: dict[str, str]) -> None
     """
     write_text(temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
     sync_folder(temporary)
+    removed = path.with_suffix(".removed.tmp")
     if path.exists():  # a directory that is not empty cannot be replaced by renaming another
-        remove(path)
+        os.rename(path, removed)
     os.rename(temporary, path)
     sync_folder(path.parent)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -189,16 +192,10 @@ def forget_best(folder: Path, but: str = "") -> None:
         shutil.rmtree(best) if best.is_dir() and not best.is_symlink() else best.unlink()
 
 
-def finish_interrupted_save(folder: Path) -> None:
-    """Clean up after a launch that was killed while saving: complete the last checkpoint if possible, remove partial ones."""
-    for beside in folder.glob("*.sha256.tmp"):
-        path = beside.with_name(beside.name.removesuffix(".sha256.tmp") + ".pt")
-        if path.exists() and beside.read_text().startswith(sha256(path)):
-            os.replace(beside, sums_of(path))
+def remove_partial(folder: Path) -> None:
+    """Remove what a launch that was killed while saving has left."""
     for partial in folder.glob("*.tmp"):
-        if partial.name.endswith(f"{SHARDED}.tmp") and (partial / SUMS).exists() and not partial.with_suffix("").exists():
-            os.rename(partial, partial.with_suffix(""))
-        elif partial.is_dir():
+        if partial.is_dir() and not partial.is_symlink():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink()

@@ -37,10 +37,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if not 0 < getattr(given, option) < math.inf:
             raise ConfigError(f"--{option} {getattr(given, option):g}: must be a number above 0")
     for option, ending in {"picture": ".png", "html": ".html", "json": ""}.items():
-        path = getattr(given, option)
-        if path is not None and not path.name.endswith(ending):
-            raise ConfigError(f"--{option} {path}: must be the name of a {ending} file")
-        if path is not None:
+        if path := getattr(given, option):
+            if not path.name.endswith(ending):
+                raise ConfigError(f"--{option} {path}: must be the name of a {ending} file")
             check_folder(path, f"--{option}")
     if given.measure and (given.nodes > 1 or (given.gpus != "here" and not given.gpus.endswith("xcpu"))):
         raise ConfigError(f"--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of {given.gpus}")

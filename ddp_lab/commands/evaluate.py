@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     if given.json and env_int("RANK", 0) == 0:
         check_folder(given.json, "--json")
     from ddp_lab.resilience.run_directory import write_json
-    from ddp_lab.run.evaluate import evaluate_run
+    from ddp_lab.run.evaluate import describe, evaluate_run
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.world.runtime import Runtime
 
@@ -41,6 +41,6 @@ def main(arguments: list[str]) -> None:
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
         result = evaluate_run(cfg, runtime, given.run, given.checkpoint, splits[-1] if splits else None)
     if runtime.rank == 0:
-        print(result)
+        print(describe(result))
         if given.json:
-            write_json(given.json, result.values())
+            write_json(given.json, result)

@@ -22,17 +22,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     given = parse(arguments)
-    from ddp_lab.run.data_record import read_data
     from ddp_lab.run.export import describe_input, find_writer
-    from ddp_lab.run.recorded_config import read_config
-    from ddp_lab.run.trained import checkpoint_of, load_model
-    from ddp_lab.world.runtime import Runtime
+    from ddp_lab.run.trained import open_run
 
     write = find_writer(given.output)
     check_output(given.output, given.force)
-    cfg, data = read_config(given.run), read_data(given.run)
-    checkpoint = checkpoint_of(given.run, given.checkpoint, Runtime("cpu"))
-    model = load_model(given.run, cfg, checkpoint)
+    run = open_run(given.run, given.checkpoint)
     with replacing(given.output) as temporary:
-        write(model, data, cfg.data, temporary)
-    print(f"{given.output}: {checkpoint}; {describe_input(data, cfg.data)}")
+        write(run, temporary)
+    print(f"{given.output}: {run.checkpoint}; {describe_input(run)}")

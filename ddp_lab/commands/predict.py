@@ -49,28 +49,26 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if given.output:
         check_output(given.output, given.force)
-    from ddp_lab.run.data_record import read_data
     from ddp_lab.run.generate import generate
     from ddp_lab.run.predict import Predictor, find_images, write_table
-    from ddp_lab.run.recorded_config import read_config
-    from ddp_lab.run.trained import checkpoint_of, load_model
+    from ddp_lab.run.trained import open_run
     from ddp_lab.world.precision import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     images = find_images(given.images) if given.images else []
-    cfg, data = read_config(given.run), read_data(given.run)
-    runtime = Runtime(given.device, cfg.precision)
-    checkpoint = checkpoint_of(given.run, given.checkpoint, runtime)
-    print(f"weights: {checkpoint}", file=sys.stderr)
-    model = load_model(given.run, cfg, checkpoint)
-    if ("vocabulary" in data.shape) != bool(given.prompt):
-        needs = "--prompt TEXT" if "vocabulary" in data.shape else "images"
-        raise ConfigError(f"{given.run}: its task is {cfg.task._target_.rpartition('.')[2]}, for which predict needs {needs}")
+    run = open_run(given.run, given.checkpoint)
+    print(f"weights: {run.checkpoint}", file=sys.stderr)
+    runtime, shape = Runtime(given.device, run.cfg.precision), run.data.shape
+    if ("vocabulary" in shape) != bool(given.prompt):
+        needs = "--prompt TEXT" if "vocabulary" in shape else "images"
+        raise ConfigError(
+            f"{given.run}: its task is {run.cfg.task._target_.rpartition('.')[2]}, for which predict needs {needs}"
+        )
     if given.prompt:
-        text = generate(model, given.prompt.encode(), given.tokens, given.temperature, runtime, data.shape["context"])
+        text = generate(run.model, given.prompt.encode(), given.tokens, given.temperature, runtime, shape["context"])
         return print(given.prompt + text.decode(errors="replace"))
-    predictor = Predictor(model, cfg.data, data, runtime, given.top)
-    with float32_matmul(cfg.float32_matmul):
+    predictor = Predictor(run, runtime, given.top)
+    with float32_matmul(run.cfg.float32_matmul):
         rows, corrupt = predictor.run(images, given.batch_size)
     if rows and given.output:
         with replacing(given.output) as temporary, temporary.open("w", newline="") as file:

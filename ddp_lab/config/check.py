@@ -39,7 +39,6 @@ def check(cfg: DictConfig) -> RunConfig:
         ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of range.
     """
     values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-    refuse_test_as_criterion(values)
     config = validate(RunConfig, values)
     groups = {"data.dataset": config.data.dataset, **{name: getattr(config, name) for name in GROUPS if "." not in name}}
     # The optimizer's ranges are checked first, because looking up the constructors imports torch, which takes 1.5 s.
@@ -52,21 +51,6 @@ def check(cfg: DictConfig) -> RunConfig:
         validate(schema, given, f"{group}.")
     check_optimizer(config.optimizer)
     return config
-
-
-def refuse_test_as_criterion(values: dict[str, Any]) -> None:
-    """Check that neither the best checkpoint, as in earlier versions, nor a sweep is to be chosen by the test set.
-
-    Raises:
-        ConfigError: one is.
-    """
-    best, optimize = (values.get("checkpoint") or {}).get("best"), values.get("optimize")
-    for key, value in (("checkpoint.best", best), ("optimize", optimize)):
-        if value == "test_loss" or (value, key) == ("test_accuracy", "checkpoint.best"):
-            raise ConfigError(
-                f"{key}={value}: the test set chooses nothing. Use {key}=val{str(value)[4:]} with a validation set: "
-                "data.val_fraction=0.1, or with data=folder a folder val/"
-            )
 
 
 def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:

@@ -112,7 +112,7 @@ class RunConfig(Keys):
     float32_matmul: Literal["highest", "high"]
     speed: Literal["auto", "off"]
     cuda_graph: bool | Literal["auto"]
-    compile: bool | Literal["tuned", "auto"]
+    compile: bool | Literal["auto"]
     channels_last: bool | Literal["auto"]
     timeout: Positive
     name: RunName | None

@@ -87,7 +87,7 @@ class Folder:
         targets = torch.tensor([number_of[name] for _, name, _ in parts])
         read = partial(read_labelled, Pictures(self.root, packed, images, record if self.cached else None), targets)
         sets: dict[str, Streamed] = {}
-        for split in {split: None for split, _, _ in parts}:
+        for split in dict.fromkeys(split for split, _, _ in parts):
             found = [number for number, name in enumerate(names) if parts[number][0] == split and name not in corrupt]
             if not found:
                 raise NodeError(f"data.root={self.root}: no image in {split} can be decoded; remove the folder, or add images")

@@ -186,7 +186,7 @@ class Loader(ABC):
         self._compute = compile_fn(self._compute_eagerly)
 
     def _compute_eagerly(self, size: int) -> Tensors:
-        """Return the inputs and targets of a batch. Nothing is decided by values on the device."""
+        """Return the normalised inputs and the targets of a batch. Nothing is decided by values on the device."""
         places = self._range[:size] + self._first  # among this rank's samples of the epoch
         self._first += size
         inputs, targets = self._read(places)
@@ -195,11 +195,9 @@ class Loader(ABC):
             inputs = augment(inputs, offsets, padding)
             if targets.dim() == 3:
                 targets = augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
-        return self.normalise(inputs) if self.data.is_image else as_numbers(inputs), as_numbers(targets)
-
-    def normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Return uint8 images, [b, channels, height, width], as float32: scaled to [0, 1], minus `mean`, divided by `std`."""
-        return (images * self.scale).sub_(self.offset)
+        if self.data.is_image:
+            inputs = (inputs * self.scale).sub_(self.offset)
+        return as_numbers(inputs), as_numbers(targets)
 
     @abstractmethod
     def _start(self, order: torch.Tensor) -> None:

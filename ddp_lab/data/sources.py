@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -156,9 +156,9 @@ class Own(OwnSets):
     def load(self, prepared: str = "") -> Dataset:
         """Construct the training set, the validation set and the test set, and check the first sample of each."""
         made = self.sets()
-        classes = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
-        if classes is None:
-            raise ConfigError(f"{self.name}: has no attribute classes (the names); set data.num_classes")
+        classes: Any = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
+        if not isinstance(classes, Iterable):
+            raise ConfigError(f"{self.name}: has no attribute classes, a list of names; set data.num_classes")
         classes = [str(name) for name in classes]
         sets: dict[str, Streamed] = {}
         for name, dataset in made.items():

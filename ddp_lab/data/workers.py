@@ -32,12 +32,12 @@ class Keys(Sampler[list[tuple[int, int]]]):
 
     Worker processes learn the epoch from the keys: nothing that is set in the main process reaches them once they run.
 
+    Args:
+        size: samples in a local batch.
+
     Attributes:
         epoch: number of the epoch.
         order: the indices of the rank's samples in it, int64 [n].
-
-    Args:
-        size: samples in a local batch.
     """
 
     def __init__(self, size: int):

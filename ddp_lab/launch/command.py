@@ -73,8 +73,15 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     Args:
         task: gets the config.
         arguments: overrides and options of Hydra.
+
+    Raises:
+        ConfigError: The arguments contain --multirun, and this process is one of several ranks.
     """
-    refuse_sweep(arguments)
+    if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(
+            "--multirun: is not supported by several ranks, where all jobs would share one process group. Use `ddp-lab train "
+            "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
+        )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
 
     @functools.wraps(task)
@@ -89,23 +96,10 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     _run_hydra(given, parser, task_function=run, config_path=str(CONF), config_name="config")
 
 
-def refuse_sweep(arguments: list[str]) -> None:
-    """Check that torchrun did not start a sweep.
-
-    Raises:
-        ConfigError: The arguments contain --multirun, and this process is one of several ranks.
-    """
-    if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
-        raise ConfigError(
-            "--multirun: is not supported by several ranks, where all jobs would share one process group. Use `ddp-lab train "
-            "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
-        )
-
-
 def report(error: Exception) -> None:
     """Report an error on one rank: print it or, under torchrun, write it to the error file, which the launcher prints."""
-    everyone = isinstance(error, SampleError)  # one rank alone has raised it
-    if env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0) and not everyone:
+    rank = env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0)
+    if rank and not isinstance(error, SampleError):  # which one rank alone has raised
         time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
         return
     show(f"error: {error if isinstance(error, (ConfigError, SampleError)) else explain(error)}")

@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -111,7 +112,7 @@ def explain_unknown_key(key: str) -> str:
     """
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     config_dir, arguments = split_config_dir(sys.argv[1:])
-    chosen = [override for override in arguments if override.split("=")[0] in groups and "," not in override]  # not a sweep
+    chosen = [each for each in arguments if "," not in each and (each.split("=")[0] in groups or "._target_=" in each)]
     node = compose_config(chosen, config_dir)
     path = key.split(".")
     while len(path) > 1 and isinstance(node.get(path[0]), DictConfig):
@@ -119,16 +120,14 @@ def explain_unknown_key(key: str) -> str:
     prefix = key.removesuffix(".".join(path))
     allowed = [name for name in map(str, node) if not name.startswith("_")]
     value = next((override.split("=", 1)[1] for override in sys.argv[1:] if override.split("=")[0] == key), "")
-    if target := target_with(prefix.rstrip("."), path[0], node):
-        return f"{key}={value}: the config does not set this option of {target}; use +{key}={value}"
+    if path[0] in parameters(prefix.rstrip("."), node):
+        return f"{key}={value}: the config does not set this option of {node['_target_']}; use +{key}={value}"
     return unknown_key(key, value, prefix, allowed)
 
 
-def target_with(group: str, name: str, node: DictConfig) -> str | None:
-    """Return the `_target_` of a group, if it is a class or function with a parameter of this name; else None."""
-    chosen = [override.partition("=")[2] for override in sys.argv[1:] if override.startswith(f"{group}._target_=")]
-    target = chosen[-1] if chosen else node.get("_target_")
+def parameters(group: str, node: DictConfig) -> Collection[str]:
+    """Return the parameters of the class or function that a group's `_target_` names; none if there is no such one."""
     try:
-        return target if group in GROUPS and name in options(group, {"_target_": target}).model_fields else None
+        return options(group, {"_target_": node.get("_target_")}).model_fields if group in GROUPS else ()
     except ConfigError:
-        return None
+        return ()

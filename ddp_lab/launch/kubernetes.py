@@ -9,25 +9,22 @@ directory, so no job is created twice.
 import hashlib
 import json
 import re
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.utils import JobReturn
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import Job, SweepLauncher, is_finished
+from ddp_lab.launch.sweep import Job, SchedulerLauncher, ask, is_finished
 
 # JobSet appends "-node-0-<index>-<5 characters>" to the names of pods, which may have 63 characters.
 LONGEST = 40
 ENDED = {"Complete", "Failed"}  # conditions of a TrainJob that has ended
 
 
-class KubernetesLauncher(SweepLauncher):
+class KubernetesLauncher(SchedulerLauncher):
     """Create a TrainJob for every job of a sweep.
 
     Args:
@@ -49,41 +46,16 @@ class KubernetesLauncher(SweepLauncher):
             return self.sweep_dir
         return self.volume / self.sweep_dir.name
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Create the TrainJobs that are neither finished nor running; as `SweepLauncher.submit_all`.
-
-        Args:
-            job_overrides: The Hydra overrides of each job.
-            initial_job_idx: Ignored; Hydra passes it.
-
-        Raises:
-            ConfigError: A launcher option is wrong, kubectl is not installed or the cluster does not respond.
-        """
-        self._check_options()
-        jobs = self.jobs(job_overrides)
-        if self.dry_run:
-            manifests = map(self.manifest, jobs)
-            print(yaml.safe_dump_all(manifests, explicit_start=True, sort_keys=False, allow_unicode=True))
-            return self.results(jobs)
-        there = self.trainjobs()
-        return self.submit_all(jobs, lambda job: self._create(job, there))
-
-    def _check_options(self) -> None:
+    def check_options(self) -> None:
         for key in ("numNodes", "numProcPerNode"):
             value = self.trainer.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"hydra.launcher.trainer.{key}={value}: must be an integer of at least 1")
-        for key in ("annotations", "labels"):
-            plain(f"metadata.{key}", self.metadata.get(key, {}))
-        for group, keys, of in ((self.metadata, ["name"], "metadata"), (self.trainer, ["command", "args"], "trainer")):
-            for key in keys:
-                if key in group:
-                    raise ConfigError(f"hydra.launcher.{of}.{key}={group[key]}: is that of each job of the sweep; remove it")
 
     def manifest(self, job: Job) -> dict[str, Any]:
         """Return the TrainJob of a job."""
         directory = str(self.runs_dir / job.name)
-        annotations = {**self.metadata.get("annotations", {}), "ddp-lab/run-directory": directory}
+        annotations = plain("metadata.annotations", self.metadata.get("annotations")) | {"ddp-lab/run-directory": directory}
         alone = {"numNodes": 1, "numProcPerNode": 1} if job.one_process else {}
         # Kubernetes replaces $(NAME) in arguments by an environment variable, and $$ by a dollar sign.
         args = [argument.replace("$", "$$") for argument in ["-m", "ddp_lab", *job.overrides]]
@@ -97,40 +69,30 @@ class KubernetesLauncher(SweepLauncher):
             },
         }
 
-    def trainjobs(self) -> dict[str, dict[str, Any]]:
-        """Return the TrainJobs of the namespace by name.
+    def describe(self, jobs: list[Job]) -> str:
+        manifests = map(self.manifest, jobs)
+        return yaml.safe_dump_all(manifests, explicit_start=True, sort_keys=False, allow_unicode=True)
 
-        Raises:
-            ConfigError: kubectl is not installed on this machine, or the cluster does not respond.
-        """
-        if shutil.which("kubectl") is None:
-            raise ConfigError(
-                "hydra/launcher=kubernetes: kubectl is not installed on this machine; start the sweep where it is, or use "
-                "hydra.launcher.dry_run=true to see the manifests"
-            )
+    def known(self) -> dict[str, dict[str, Any]]:
         namespace = [f"--namespace={self.metadata['namespace']}"] if "namespace" in self.metadata else []
-        command = ["kubectl", "get", "trainjobs.trainer.kubeflow.org", "--output=json", *namespace]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise ConfigError(f"hydra/launcher=kubernetes: kubectl get trainjobs: {' '.join(done.stderr.split())}")
-        return {item["metadata"]["name"]: item for item in json.loads(done.stdout)["items"]}
+        answer = ask("kubernetes", ["kubectl", "get", "trainjobs.trainer.kubeflow.org", "--output=json", *namespace])
+        return {item["metadata"]["name"]: item for item in json.loads(answer)["items"]}
 
-    def _create(self, job: Job, there: dict[str, dict[str, Any]]) -> bool:
-        """Create the TrainJob of a job unless it is finished or running; return False if the cluster rejects it."""
+    def submit(self, job: Job, known: dict[str, dict[str, Any]]) -> bool:
         manifest = self.manifest(job)
         name = manifest["metadata"]["name"]
-        known = there.get(name)
-        state = state_of(known) if known else None
+        old = known.get(name)
+        state = state_of(old) if old else None
         # Another number of epochs is another argument.
-        complete = known and state == "Complete" and known["spec"]["trainer"].get("args") == manifest["spec"]["trainer"]["args"]
-        if is_finished(job) or complete or (known and state not in ENDED):
+        complete = old and state == "Complete" and old["spec"]["trainer"].get("args") == manifest["spec"]["trainer"]["args"]
+        if is_finished(job) or complete or (old and state not in ENDED):
             again = "finished" if is_finished(job) or complete else f"created: trainjob {name} {state}"
             print(f"[{job.name}] already {again}", flush=True)
             return True
-        there[name] = manifest  # the sweep may contain the same job twice
+        known[name] = manifest  # the sweep may contain the same job twice
         # A TrainJob is immutable: one that has ended is deleted and created again.
-        verb = ["replace", "--force"] if known else ["create"]
-        return self.submit(job, ["kubectl", *verb, "--filename=-"], json.dumps(manifest))
+        verb = ["replace", "--force"] if old else ["create"]
+        return self.run(job, ["kubectl", *verb, "--filename=-"], json.dumps(manifest))
 
 
 def plain(key: str, value: object) -> dict[str, Any]:

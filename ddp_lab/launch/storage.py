@@ -12,7 +12,7 @@ from torch import nn
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.preflight import Finding
 from ddp_lab.resilience.run_directory import find_launch
-from ddp_lab.training.optimizer import MakeOptimizer, state_of
+from ddp_lab.training.optimizer import MakeOptimizer, state_copies
 from ddp_lab.world.runtime import Runtime
 
 TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache the absence of a file
@@ -103,9 +103,8 @@ def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool = Fal
         model: The unsharded model.
         ema: Whether the weights are averaged.
     """
-    copies, _ = state_of(optimizer)
     parameters = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + copies * parameters
+    return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + state_copies(optimizer) * parameters
 
 
 def check_free_disk(root: Path, name: str | None, size: int, kept: int, required: bool) -> Finding:

@@ -2,10 +2,11 @@
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -96,38 +97,84 @@ class SweepLauncher(Launcher):
             jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, cfg.optimize, one_process))
         return jobs
 
-    def submit_all(self, jobs: list[Job], submit: Callable[[Job], bool]) -> Sequence[JobReturn]:
-        """Submit the jobs to a scheduler; a rejected job does not end the sweep.
+    def _config_dir(self) -> list[str]:
+        """Return the option --config-dir with which the sweep was started; nothing if it has none."""
+        sources = self.config.hydra.runtime.config_sources
+        folders = [source.path for source in sources if source.provider == "command-line"]
+        return ["--config-dir", *folders] if folders else []
+
+
+class SchedulerLauncher(SweepLauncher):
+    """A sweep launcher that submits the jobs to a scheduler, and does not wait for them.
+
+    Attributes:
+        dry_run: Whether to print the jobs instead.
+    """
+
+    dry_run: bool
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Submit the jobs that are neither finished nor known to the scheduler; a rejected job does not end the sweep.
 
         Args:
-            jobs: The jobs of the sweep.
-            submit: Submits a job, and returns False if the scheduler rejects it.
+            job_overrides: The Hydra overrides of each job.
+            initial_job_idx: Ignored; Hydra passes it.
 
         Raises:
+            ConfigError: A launcher option is wrong, or the scheduler is not installed or does not respond.
             SystemExit: The scheduler rejected a job; raised after the last job.
         """
+        self.check_options()
+        jobs = self.jobs(job_overrides)
+        if self.dry_run:
+            print(self.describe(jobs))
+            return list(map(job_return, jobs))
+        known = self.known()
         print(f"{len(jobs)} jobs in {self.runs_dir}", flush=True)
-        accepted = [submit(job) for job in jobs]
+        accepted = [self.submit(job, known) for job in jobs]
         if not all(accepted):
             sys.exit(1)
-        return self.results(jobs)
+        return list(map(job_return, jobs))
 
-    def submit(self, job: Job, command: list[str], text: str | None = None) -> bool:
+    def check_options(self) -> None:
+        """Check the launcher's options. Raises a ConfigError."""
+        raise NotImplementedError
+
+    def describe(self, jobs: list[Job]) -> str:
+        """Return what would be submitted."""
+        raise NotImplementedError
+
+    def known(self) -> dict[str, Any]:
+        """Return the jobs that the scheduler knows, by name. Raises what `ask` does."""
+        raise NotImplementedError
+
+    def submit(self, job: Job, known: dict[str, Any]) -> bool:
+        """Submit a job unless it is finished or among `known`, and add it there. Return whether that worked."""
+        raise NotImplementedError
+
+    def run(self, job: Job, command: list[str], text: str | None = None) -> bool:
         """Run the scheduler's command for a job, with `text` as its input, and print the answer. Return whether it worked."""
         done = subprocess.run(command, input=text, capture_output=True, text=True)
         answer = " ".join(f"{done.stdout} {done.stderr}".split())
         print(f"[{job.name}] {'not submitted: ' * bool(done.returncode)}{answer}", flush=True)
         return done.returncode == 0
 
-    def results(self, jobs: list[Job]) -> list[JobReturn]:
-        """Return what Hydra expects of every job."""
-        return [job_return(job) for job in jobs]
 
-    def _config_dir(self) -> list[str]:
-        """Return the option --config-dir with which the sweep was started; nothing if it has none."""
-        sources = self.config.hydra.runtime.config_sources
-        folders = [source.path for source in sources if source.provider == "command-line"]
-        return ["--config-dir", *folders] if folders else []
+def ask(scheduler: str, command: list[str]) -> str:
+    """Return the output of a scheduler's command.
+
+    Raises:
+        ConfigError: The scheduler is not installed on this machine, or does not respond.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"hydra/launcher={scheduler}: {command[0]} is not installed on this machine; start the sweep where it is, or use "
+            "hydra.launcher.dry_run=true to see the jobs"
+        )
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"hydra/launcher={scheduler}: {command[0]} failed: {' '.join(done.stderr.split())}")
+    return done.stdout
 
 
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:

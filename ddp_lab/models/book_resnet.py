@@ -16,11 +16,7 @@ class Residual(nn.Module):
     """A residual block: two 3x3 convolutions with BatchNorm, and a shortcut.
 
     The shortcut is the identity or, if the number of channels changes, a 1x1 convolution without BatchNorm.
-
-    Args:
-        in_channels: channels of the block's input.
-        out_channels: channels of the block's output.
-        stride: stride of the first convolution and of the shortcut's convolution.
+    The stride is that of the first convolution and of the shortcut's.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
@@ -43,15 +39,8 @@ def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std:
     It differs from `resnet18` in three things: every convolution has a bias, the shortcuts have no BatchNorm, and `init_std`
     applies to the weights only, so the biases keep torch's default initialisation.
 
-    Args:
-        in_channels: channels of an image.
-        image_size: height and width of an image, in pixels.
-        num_classes: number of logits.
-        init_std: standard deviation of the initial weights; null keeps the default initialisation.
-
     Raises:
-        ConfigError: the images are smaller than 9x9 pixels. The last blocks would then have activations of one pixel, and
-            BatchNorm cannot normalise a batch of one such sample.
+        ConfigError: the images are smaller than 9x9 pixels, as in `resnet18`.
     """
     require_image_size("book_resnet18", image_size, 9)
     stem = nn.Sequential(nn.Conv2d(in_channels, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())

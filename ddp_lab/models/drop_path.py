@@ -51,15 +51,12 @@ class DropPaths:
 
     def __init__(self, modules: Iterable[nn.Module], seed: int):
         self.seed = seed
-        self.layers: dict[torch.device, list[DropPath]] = {}
+        self.layers: list[DropPath] = []
         for module in modules:
             for layer in module.children():
                 if isinstance(layer, DropPath):
-                    self.layers.setdefault(next(module.parameters()).device, []).append(layer)
-        self.scales = {device: torch.ones(len(layers), device=device) for device, layers in self.layers.items()}
-        for device, layers in self.layers.items():
-            for layer, scale in zip(layers, self.scales[device], strict=True):
-                layer.scale = scale  # a view: one copy for each device changes all of them
+                    layer.scale = torch.ones((), device=next(module.parameters()).device)
+                    self.layers.append(layer)
 
     def prepare(self, step: int) -> None:
         """Draw which branches the next step drops.
@@ -67,6 +64,6 @@ class DropPaths:
         Args:
             step: number of the step since the beginning of the run.
         """
-        for device, layers in self.layers.items():
-            drawn = torch.tensor([layer.draw(self.seed, step) for layer in layers], dtype=self.scales[device].dtype)
-            self.scales[device].copy_(drawn, non_blocking=True)
+        for layer in self.layers:
+            if layer.scale is not None:
+                layer.scale.fill_(layer.draw(self.seed, step))  # in place: a CUDA graph reads it

@@ -28,14 +28,19 @@ class InitialWeights:
     """The initial weights of a chain, one block at a time: drawn by name, or given, for example by a file.
 
     Args:
-        chain: the model on the meta device. It may be changed afterwards.
+        chain: the model on the meta device, a Chain. It may be changed afterwards.
         seed: the run's seed.
 
     Raises:
-        ConfigError: the model has parameters or buffers that cannot be drawn again.
+        ConfigError: the model is no Chain, or has parameters or buffers that cannot be drawn again.
     """
 
-    def __init__(self, chain: Chain, seed: int):
+    def __init__(self, chain: nn.Module, seed: int):
+        if not isinstance(chain, Chain):
+            raise ConfigError(
+                f"{KEY}: needs a model made of blocks, got a {type(chain).__name__}. Use model.init=default, or return an "
+                "nn.Sequential or a Chain of blocks"
+            )
         self.blocks = {name: copy.deepcopy(block) for name, block in chain.named_children()}  # without memory
         self.initializers, self.seed = chain.initializers, seed
         self.given: dict[str, torch.Tensor] = {}

@@ -14,12 +14,6 @@ from ddp_lab.models.chain import Chain, init_normal, require_image_size
 def lenet(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
     """Return the network: 129,068 parameters for 1x28x28 images of 10 classes.
 
-    Args:
-        in_channels: channels of an image.
-        image_size: height and width of an image, in pixels.
-        num_classes: number of logits.
-        init_std: standard deviation of the initial weights; null keeps the default initialisation.
-
     Raises:
         ConfigError: the images are smaller than 14x14 pixels, too small for the two convolutions and poolings.
     """

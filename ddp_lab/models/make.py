@@ -20,6 +20,7 @@ from ddp_lab.models.torchvision_models import find_weights, from_torchvision, re
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.models.vit import vit
 from ddp_lab.models.weights import match_weights, read
+from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
 
@@ -61,7 +62,9 @@ def make_model(
     target, weights = node["_target_"], node.get("weights")
     of_torchvision, notes = get_object(target) is torchvision_model, list[str]()
     if node.get("init") == "by_block":
-        model, initial_weights = begin_on_meta(node, shape, seed)
+        with torch.device("meta"):
+            model = build_model(node, shape)
+        initial_weights = InitialWeights(model, seed)
     else:
         model, initial_weights = build_model(node, shape), None
     if weights is not None and with_weights:
@@ -84,28 +87,23 @@ def make_model(
     return BuiltModel(model, initial_weights, notes)
 
 
-def begin_on_meta(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], seed: int) -> tuple[Chain, InitialWeights]:
-    """Return the model on the meta device, and its initial weights by block. The arguments are as above.
+def model_to_plan(
+    node: DictConfig, shape: Mapping[str, Any], precision: str, seed: int, trial: Trial | None = None
+) -> nn.Module:
+    """Return the model of a planned run on the meta device, or on the CPU if its constructor or its forward pass needs values.
 
     Raises:
-        ConfigError: the model is not made of blocks, or cannot be constructed or drawn that way.
+        ConfigError: the model cannot be constructed, or does not accept the images.
     """
+    runtime = PlannedRuntime(1, 1, precision, kind="cpu")
     try:
         with torch.device("meta"):
             model = build_model(node, shape)
-    except ConfigError as error:
-        if not isinstance(error.__cause__, RuntimeError):
-            raise
-        raise ConfigError(
-            f"{KEY}: {node['_target_']} cannot be constructed on the meta device, which has shapes and no values: "
-            f"{describe_error(error.__cause__)}. Use model.init=default"
-        ) from None
-    if not isinstance(model, Chain):
-        raise ConfigError(
-            f"{KEY}: needs a model made of blocks, got {node['_target_']}, which returns a {type(model).__name__}. Use "
-            "model.init=default, or return an nn.Sequential or a Chain of blocks"
-        )
-    return model, InitialWeights(model, seed)
+        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
+            freeze_unused(model, trial or Trial.of_images(shape), runtime, key_of(node))
+    except ConfigError:
+        return make_model(node, shape, runtime, seed, with_weights=False, trial=trial).model
+    return model
 
 
 def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> nn.Module:
@@ -134,7 +132,9 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> 
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"model._target_={target}: cannot be constructed: {describe_error(error)}") from error
+        on_meta = isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"
+        where = f" on the meta device, which has no values, as {KEY} needs (use model.init=default)" if on_meta else ""
+        raise ConfigError(f"model._target_={target}: cannot be constructed{where}: {describe_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_={target}: must return a torch.nn.Module, got {type(model).__name__}")
     if lazy := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]:

@@ -72,22 +72,6 @@ class Partition:
         )
 
 
-def changes_input(blocks: Sequence[nn.Module], shape: torch.Size) -> bool:
-    """Return whether consecutive blocks change their input in place; False if they cannot run on the meta device.
-
-    Args:
-        blocks: in training mode.
-        shape: of one sample of the input.
-    """
-    activation = given = torch.empty(2, *shape, device="meta")
-    with suppress(Exception), torch.no_grad():
-        for block in blocks:
-            activation = meta_copy(block).train()(activation)
-            if activation is not given and activation._base is not given:
-                break
-    return given._version > 0
-
-
 def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
     """Trace the forward pass of one sample on the meta device, which computes shapes only.
 

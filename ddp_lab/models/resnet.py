@@ -14,12 +14,6 @@ def resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Posi
     The stem is a 3x3 convolution of stride 1 without max-pooling (He et al. 2015, arXiv:1512.03385, section 4.2): the
     original stem, a 7x7 convolution of stride 2 and pooling, would reduce a 28x28 image to 7x7 pixels before the first block.
 
-    Args:
-        in_channels: channels of an image.
-        image_size: height and width of an image, in pixels.
-        num_classes: number of logits.
-        init_std: standard deviation of the initial weights; null keeps the default initialisation.
-
     Raises:
         ConfigError: the images are smaller than 9x9 pixels. The last blocks would then have activations of one pixel, and
             BatchNorm cannot normalise a batch of one such sample.

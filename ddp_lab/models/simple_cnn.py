@@ -10,11 +10,6 @@ def simple_cnn(in_channels: int, image_size: int, num_classes: int) -> Chain:
 
     The weights have torch's default initialisation.
 
-    Args:
-        in_channels: channels of an image.
-        image_size: height and width of an image, in pixels.
-        num_classes: number of logits.
-
     Raises:
         ConfigError: the images are smaller than 2x2 pixels.
     """

@@ -35,9 +35,7 @@ def torchvision_model(in_channels: int, image_size: int, num_classes: int, name:
     made for images of `image_size`.
 
     Args:
-        in_channels: channels of an image, 1 or 3.
-        image_size: height and width of an image, in pixels.
-        num_classes: number of logits.
+        in_channels, image_size, num_classes: follow from the data; images have 1 or 3 channels.
         name: name of the model, as in torchvision.models.list_models.
         options: further arguments of the model's constructor.
 

@@ -49,14 +49,9 @@ class Norm(nn.LayerNorm):
 
 
 class Embed(nn.Module):
-    """The patch embedding: one linear map of every patch, a class token if there is one, and learned positions.
+    """The patch embedding: one linear map of each of the `patches` of an image, and learned positions.
 
-    Args:
-        in_channels: channels of an image.
-        patches: number of patches of an image.
-        patch_size: height and width of a patch, in pixels.
-        width: size of a token.
-        class_token: whether a learned token precedes those of the patches.
+    With `class_token`, a learned token precedes those of the patches.
     """
 
     def __init__(self, in_channels: int, patches: int, patch_size: int, width: int, class_token: bool):
@@ -85,11 +80,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with separate layers for query, key and value.
-
-    Args:
-        width: size of a token.
-        heads: number of heads; divides `width`.
+    """Multi-head self-attention with separate layers for query, key and value. The number of heads divides the width.
 
     Attributes:
         causal: whether a token sees itself and those before it only.
@@ -111,8 +102,7 @@ class Block(nn.Module):
     """A transformer block whose normalizations precede the layers.
 
     Args:
-        width: size of a token.
-        heads: number of heads of the attention.
+        width, heads: as in `Attention`.
         hidden: units of the layer between fc1 and fc2.
         drop_path: probability with which each of the two residual branches is dropped in training.
         name: name of the block.
@@ -160,13 +150,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last normalization, the mean of all tokens or the class token, and the linear layer that makes logits of it.
-
-    Args:
-        width: size of a token.
-        num_classes: number of logits.
-        pool: mean of all tokens, or the first one, the class token.
-    """
+    """The last normalization, the mean of all tokens or the first one, the class token, and a linear layer for the logits."""
 
     def __init__(self, width: int, num_classes: int, pool: Literal["mean", "token"]):
         super().__init__()
@@ -210,9 +194,7 @@ def vit(
     classes, and loads its weights.
 
     Args:
-        in_channels: channels of an image.
-        image_size: height and width of an image, in pixels.
-        num_classes: number of logits.
+        in_channels, image_size, num_classes: follow from the data.
         depth: number of blocks.
         width: size of a token.
         heads: number of attention heads; divides `width`.

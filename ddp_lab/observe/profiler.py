@@ -5,12 +5,10 @@ time_split.py makes the table and the diagnosis. The recorded steps are slower t
 costs the host time. Use the fractions of a step from here and the throughput from other epochs.
 """
 
-import gc
 import gzip
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -122,7 +120,10 @@ class Profiled:
             torch.cuda.synchronize()
         profiler.stop()
         self.folder.mkdir(exist_ok=True)
-        trace = save_trace(profiler, self.folder / f"rank{self.runtime.rank}.json.gz")
+        path = self.folder / f"rank{self.runtime.rank}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        with gzip.open(path) as file:
+            trace = json.load(file)
         self.profiler = None
         devices = {device: steps[1:] for device, steps in read(trace).items()}
         mine = {"devices": devices, "peak_memory_bytes": peak_memory_bytes()}
@@ -142,21 +143,6 @@ class Profiled:
         for line in diagnosis:
             log.info(line)
         self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
-
-
-def save_trace(profiler: profile, path: Path) -> dict[str, Any]:
-    """Write the trace of a profiler that has stopped to `path`, compressed, and return its content."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profiler.export_chrome_trace(file.name)
-        content = Path(file.name).read_bytes()
-    path.write_bytes(gzip.compress(content, compresslevel=1))  # level 9 takes several times as long
-    collected = gc.isenabled()
-    gc.disable()  # while objects are only made, collections find nothing; with them, loading 96 MB takes 5 s in place of 1.5
-    try:
-        return json.loads(content)
-    finally:
-        if collected:
-            gc.enable()
 
 
 def restore(step: list[Any]) -> StepTrace:

@@ -10,6 +10,16 @@ Span = tuple[float, float]  # start and end, in microseconds
 Event = dict[str, Any]  # an event of the trace, as JSON
 
 
+class Activity(NamedTuple):
+    """What a device did: `compute`, a `copy` from the host, or a `call` for communication. Times are in microseconds."""
+
+    kind: str
+    name: str
+    launched: float
+    start: float
+    end: float
+
+
 class Call(NamedTuple):
     """One rank's part in a collective or in a message.
 
@@ -53,23 +63,6 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
-    """Return the steps of every device of a rank, by the device's name. `trace` is the content of the trace file."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    steps, loading = spans_of_steps(events), host_ranges(events, DATA)
-    if not kernels:
-        return {"cpu": read_cpu(events, steps, loading)}
-    by_device: defaultdict[int, list[tuple[float, Event]]] = defaultdict(list)
-    # A kernel and the host's call that launched it have the same correlation id.
-    calls = [event for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")]
-    launched = {call["args"]["correlation"]: call["ts"] for call in calls}
-    for kernel in kernels:
-        device = kernel["args"].get("device", kernel["pid"])  # a copy between devices has no device in its args
-        by_device[device].append((launched.get(kernel["args"].get("correlation"), -1.0), kernel))
-    return {f"cuda:{device}": read_gpu(mine, steps, loading) for device, mine in sorted(by_device.items())}
-
-
 def span(event: Event) -> Span:
     """Return the start and end of an event, in microseconds."""
     return event["ts"], event["ts"] + event["dur"]
@@ -95,66 +88,59 @@ def spans_of_steps(events: list[Event]) -> list[Span]:
     return found
 
 
-def read_cpu(events: list[Event], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
-    """Return the steps of the CPU. Operations of ATen count as compute, those of gloo as communication."""
-    compute = [span(event) for event in events if event["cat"] == "cpu_op" and event["name"].startswith("aten::")]
-    calls = [
-        (f"{event['name']} {event['args'].get('Input Dims')}", *span(event))
-        for event in events
-        if event["name"].startswith("gloo:")
-    ]
-    found: list[StepTrace] = []
-    for asked, end in steps:
-        inside = [call for call in calls if asked <= call[1] < end]
-        found.append(StepTrace(asked, end, within(compute, asked, end), numbered(inside), within(loading, asked, end)))
-    return found
+def read(trace: dict[str, Any]) -> dict[str, list[StepTrace]]:
+    """Return the steps of every device of a rank, by the device's name. `trace` is the content of the trace file.
+
+    On the CPU, operations of ATen count as compute, those of gloo as communication. A rank that uses GPUs has no row for it.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    host, by_gpu = list[Activity](), defaultdict[int, list[Activity]](list)
+    # A kernel and the host's call that launched it have the same correlation id.
+    calls = [event for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")]
+    launched = {call["args"]["correlation"]: call["ts"] for call in calls}
+    for event in events:
+        name, category, args, (start, end) = event["name"], event["cat"], event.get("args", {}), span(event)
+        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kind = "call" if "nccl" in name.lower() or "PtoP" in name else "copy" if "HtoD" in name else "compute"
+            at = launched.get(args.get("correlation"), -1.0)
+            gpu = args.get("device", event["pid"])  # a copy between devices has no device in its args
+            by_gpu[gpu].append(Activity(kind, name + args.get("Process Group Ranks", ""), at, start, end))
+        elif category == "cpu_op" and name.startswith("aten::"):
+            host.append(Activity("compute", name, start, start, end))
+        elif name.startswith("gloo:"):
+            host.append(Activity("call", f"{name} {args.get('Input Dims')}", start, start, end))
+    steps, loading = spans_of_steps(events), host_ranges(events, DATA)
+    if not by_gpu:
+        return {"cpu": read_steps(host, steps, loading, on_host=True)}
+    return {f"cuda:{gpu}": read_steps(mine, steps, loading, on_host=False) for gpu, mine in sorted(by_gpu.items())}
 
 
-def read_gpu(kernels: list[tuple[float, Event]], steps: list[Span], loading: list[Span]) -> list[StepTrace]:
-    """Return the steps of one GPU.
+def read_steps(activities: list[Activity], steps: list[Span], loading: list[Span], on_host: bool) -> list[StepTrace]:
+    """Return the steps of one device.
 
-    The kernels of a step are those that the host launched in it, even if they run later. The step ends with the last of them.
-    A step without a kernel on this GPU is left out.
+    A step of a GPU consists of the kernels that the host launched in it, even if they run later, and ends with the last of
+    them; a step without a kernel on this GPU is left out.
 
     Args:
-        kernels: the GPU's kernels, each with the time of its launch.
+        activities: of the device.
         steps: the host's steps.
         loading: the times in which the loader worked.
+        on_host: whether the device is the CPU.
     """
     found: list[StepTrace] = []
     before = 0.0
-    for asked, launched_until in steps:
-        mine = [kernel for launched, kernel in kernels if asked <= launched < launched_until]
-        if not mine:
+    for asked, until in steps:
+        mine = sorted((each for each in activities if asked <= each.launched < until), key=lambda each: each.start)
+        if not mine and not on_host:
             continue
-        start, end = max(before, asked), max(span(kernel)[1] for kernel in mine)
-        kinds: dict[str, list[tuple[str, float, float]]] = {"compute": [], "copy": [], "call": []}
-        for kernel in mine:
-            ranks = kernel["args"].get("Process Group Ranks", "")
-            kinds[kind_of(kernel["name"])].append((kernel["name"] + ranks, *span(kernel)))
-        compute, copies = ([(begin, until) for _, begin, until in kinds[kind]] for kind in ("compute", "copy"))
-        found.append(StepTrace(start, end, union(compute), numbered(kinds["call"]), copies + within(loading, start, end)))
+        start, end = max(before, asked), until if on_host else max(each.end for each in mine)
+        seen, calls = Counter[str](), list[Call]()
+        for each in mine:
+            if each.kind == "call":
+                calls.append(Call(each.name, seen[each.name], each.start, each.end))
+                seen[each.name] += 1
+        compute, copies = (union((each.start, each.end) for each in mine if each.kind == kind) for kind in ("compute", "copy"))
+        data = union([*copies, *(each for each in loading if start < each[1] and each[0] < end)])
+        found.append(StepTrace(start, end, compute, calls, data))
         before = end
     return found
-
-
-def kind_of(name: str) -> str:
-    """Return whether a kernel is communication (`call`), a copy from the host (`copy`) or `compute`."""
-    if "nccl" in name.lower() or "PtoP" in name:
-        return "call"
-    return "copy" if "HtoD" in name else "compute"
-
-
-def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """Return the spans that overlap with [start, end], merged."""
-    return union(span for span in spans if start < span[1] and span[0] < end)
-
-
-def numbered(calls: Iterable[tuple[str, float, float]]) -> list[Call]:
-    """Return the calls in the order of their starts, each with its number among the calls of its name."""
-    seen: Counter[str] = Counter()
-    result: list[Call] = []
-    for name, start, end in sorted(calls, key=lambda call: call[1]):
-        result.append(Call(name, seen[name], start, end))
-        seen[name] += 1
-    return result

@@ -141,7 +141,8 @@ class Guard(Hooks):
         Raises:
             Preempted, TrainingError: on all ranks. If it is Preempted, the checkpoint is being written.
         """
-        weights = [local(tensor) for tensor in self.strategy.module.state_dict().values()]  # they are checked before
+        # Weights that are not finite must not be saved.
+        weights = [local(tensor) for tensor in self.strategy.module.state_dict().values()]
         leave = self._must_leave(progress.step, progress, weights)
         self.progress = progress
         self.watchdog.at("saving")

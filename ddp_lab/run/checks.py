@@ -25,7 +25,7 @@ NEEDED = {
     "test": ("test", "val_loss or val_accuracy, or add a test set"),
 }
 
-Settle = Callable[[DictConfig, Runtime, Path | None], str]
+ChooseBatch = Callable[[DictConfig, Runtime, Path | None], str]
 
 
 class Checked(NamedTuple):
@@ -43,14 +43,14 @@ class Checked(NamedTuple):
 
 
 def check_and_build(
-    cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[DictConfig, Job], object]
+    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
 ) -> Checked:
     """Construct a run and check everything that can be checked before its directory is created. Collective.
 
     Args:
         cfg: The config.
         runtime: The ranks.
-        settle_batch: Replaces batch_size=auto in the config by a number, given the directory of the run that is resumed, and
+        choose_batch: Replaces batch_size=auto in the config by a number, given the directory of the run that is resumed, and
             returns a line for the log. Collective.
         check_memory: Raises a ConfigError if the state of a job does not fit on its GPUs. Collective.
 
@@ -59,9 +59,9 @@ def check_and_build(
     """
     findings = check_network(runtime)
     source = agree_on_source(cfg, runtime)
-    settled = settle_batch(cfg, runtime, run_of(source) if source else None)
+    chosen = choose_batch(cfg, runtime, run_of(source) if source else None)
     job = build(cfg, runtime, with_weights=source is None)
-    job.notes.extend([settled] * bool(settled))
+    job.notes.extend([chosen] * bool(chosen))
     check_selection(cfg, job.dataset)
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)

@@ -20,16 +20,15 @@ class DataRecord:
         shape: the arguments of the model that follow from the data: in_channels, image_size and num_classes.
         classes: the names of the classes, in the order of the logits.
         digest: hash of the list of files; empty for datasets that are not lists of files.
-        held_out: how the validation set was chosen among the training samples, as `Dataset.held_out`; None: the version of
-            ddp_lab that trained did not record it.
+        held_out: how the validation set was chosen among the training samples, as `Dataset.held_out`.
         criterion: the metric of the validation set by which the best checkpoint is chosen; None: the last one is the result.
     """
 
     shape: dict[str, int]
     classes: list[str]
-    digest: str = ""
-    held_out: str | None = None
-    criterion: Criterion | None = "val_loss"
+    digest: str
+    held_out: str
+    criterion: Criterion | None
 
 
 def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None) -> None:
@@ -56,9 +55,7 @@ def read_data(folder: Path) -> DataRecord:
 def find_data(folder: Path) -> DataRecord | None:
     """Return the content of data.json; None if it is missing or damaged."""
     record = read_json(folder / DATA)
-    if not isinstance(record, dict) or not {"shape", "classes"} <= record.keys():
-        return None
-    return DataRecord(**{key: record[key] for key in DataRecord.__annotations__ if key in record})
+    return DataRecord(**record) if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys() else None
 
 
 def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
@@ -76,7 +73,9 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
         ConfigError: its classes are others, or have another order, so that its labels are not those of the model; or
             `resumes`, and it holds out other samples.
     """
-    record = find_data(folder) or DataRecord({}, dataset.classes)
+    record = find_data(folder)
+    if record is None:
+        return None
     pairs = zip_longest(record.classes, dataset.classes, fillvalue="missing")
     if different := [(number, then, now) for number, (then, now) in enumerate(pairs) if then != now]:
         number, then, now = different[0]
@@ -87,9 +86,8 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
     warnings: list[str] = []
     if record.digest and dataset.digest and record.digest != dataset.digest:
         warnings.append(f"{folder}: was trained on another list of files than these data, so the order of samples is another")
-    if (record.held_out or "") != dataset.held_out:
+    if record.held_out != dataset.held_out:
         given, recorded = (text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out))
-        recorded = "a validation set that it has not recorded" if record.held_out is None else recorded
         if resumes:
             raise ConfigError(
                 f"{given}: {folder} was trained with {recorded}, and a run cannot be resumed with another validation set. Use "

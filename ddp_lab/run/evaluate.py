@@ -1,6 +1,5 @@
 """The evaluation of a trained run under any strategy."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,52 +10,18 @@ from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.preflight import check_network
 from ddp_lab.observe.log import log
+from ddp_lab.observe.metrics_file import describe_metrics
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import checkpoint_of
-from ddp_lab.training.metrics import Evaluation, evaluate
+from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.precision import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 
-@dataclass(frozen=True)
-class EvaluatedRun:
-    """The metrics of a checkpoint on the test set or the validation set.
-
-    Attributes:
-        split: name of the set, test or val.
-        checkpoint: path of the file.
-        progress: its position in the training.
-        metrics: the sums over all samples, divided once.
-        where: number and kind of the devices.
-    """
-
-    split: str
-    checkpoint: str
-    progress: Progress
-    metrics: Evaluation
-    where: str
-
-    @property
-    def epoch(self) -> int:
-        """The last epoch that the checkpoint has been trained in, at least in part."""
-        return self.progress.epoch - (self.progress.samples == 0)
-
-    def __str__(self) -> str:
-        values = " ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.values.items())
-        found = f"{self.split} {values} on {self.metrics.samples:,} samples"
-        return f"{self.checkpoint}, epoch {self.epoch}: {found} ({self.where})"
-
-    def values(self) -> dict[str, Any]:
-        """Return the metrics under the names that they have in metrics.jsonl."""
-        metrics = self.metrics
-        values = {"checkpoint": self.checkpoint, "epoch": self.epoch, "step": self.progress.step, "samples": metrics.samples}
-        return values | metrics.metrics(self.split)
-
-
-def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None = None) -> EvaluatedRun:
+def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None = None) -> dict[str, Any]:
     """Evaluate a checkpoint on a set of the config's data. Collective.
 
     Args:
@@ -64,6 +29,10 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         folder: the run directory.
         checkpoint: as in `find_checkpoint`.
         split: val or test; None: test or, if there is no test set, val.
+
+    Returns:
+        The metrics under the names that they have in metrics.jsonl, the checkpoint with its epoch and step, the number of
+        samples, and the devices (where).
 
     Raises:
         ConfigError: the checkpoint, the data or the strategy cannot be used.
@@ -84,4 +53,15 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     saved.load_weights(job.strategy)
     with float32_matmul(cfg.float32_matmul):
         metrics = evaluate(job.strategy, job.loaders[split])
-    return EvaluatedRun(split, str(path), Progress.of(saved.state["progress"]), metrics, job.strategy.where)
+    progress = Progress.of(saved.state["progress"])
+    epoch = progress.epoch - (progress.samples == 0)  # the last one that it has been trained in, at least in part
+    found = {"checkpoint": str(path), "epoch": epoch, "step": progress.step, "samples": metrics.samples}
+    return found | metrics.metrics(split) | {"where": job.strategy.where}
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Return what `evaluate_run` has found in one line."""
+    return (
+        f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} on {found['samples']:,} images "
+        f"({found['where']})"
+    )

@@ -8,16 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
-from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.make import shape_of
 from ddp_lab.run.data_record import DataRecord
+from ddp_lab.run.trained import TrainedRun
 
 INPUT, OUTPUT = "images", "logits"
 BATCH = ({0: torch.export.Dim("batch")},)  # dimension 0 of the input may have any size
-Writer = Callable[[nn.Module, DataRecord, DictConfig, Path], None]
+Writer = Callable[[TrainedRun, Path], None]
 
 
 def find_writer(path: Path) -> Writer:
@@ -33,30 +32,31 @@ def find_writer(path: Path) -> Writer:
     return WRITERS[path.suffix]
 
 
-def describe_input(data: DataRecord, options: DictConfig) -> str:
+def describe_input(run: TrainedRun) -> str:
     """Return a line that tells how images, or other inputs, become the model's input."""
-    shape = f"input {['batch', *example(data).shape[1:]]}".replace("'", "")
-    if "image_size" not in data.shape:
+    shape = f"input {['batch', *example(run.data).shape[1:]]}".replace("'", "")
+    if "image_size" not in run.data.shape:
         return shape
-    return f"{shape}, (pixels / 255 - {list(options.mean)}) / {list(options.std)}; {len(data.classes)} classes"
+    mean, std = list(run.cfg.data.mean), list(run.cfg.data.std)
+    return f"{shape}, (pixels / 255 - {mean}) / {std}; {len(run.data.classes)} classes"
 
 
-def write_safetensors(model: nn.Module, data: DataRecord, options: DictConfig, path: Path) -> None:
+def write_safetensors(run: TrainedRun, path: Path) -> None:
     """Write parameters and buffers by name; the metadata have the classes and the normalisation as JSON."""
     from safetensors.torch import save_file
 
     # Copies, because tensors that share memory (tied weights) are not allowed in the file.
-    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
-    values = {"classes": data.classes, "mean": list(options.mean), "std": list(options.std)}
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in run.model.state_dict().items()}
+    values = {"classes": run.data.classes, "mean": list(run.cfg.data.mean), "std": list(run.cfg.data.std)}
     save_file(tensors, path, {"format": "pt", **{key: json.dumps(value) for key, value in values.items()}})
 
 
-def write_onnx(model: nn.Module, data: DataRecord, options: DictConfig, path: Path) -> None:
+def write_onnx(run: TrainedRun, path: Path) -> None:
     """Write the model as ONNX, in one file."""
     with exporting(path):
         torch.onnx.export(
-            model,
-            (example(data),),
+            run.model,
+            (example(run.data),),
             path,
             dynamo=True,
             external_data=False,
@@ -67,10 +67,10 @@ def write_onnx(model: nn.Module, data: DataRecord, options: DictConfig, path: Pa
         )
 
 
-def write_pt2(model: nn.Module, data: DataRecord, options: DictConfig, path: Path) -> None:
+def write_pt2(run: TrainedRun, path: Path) -> None:
     """Write the model as a program of torch.export."""
     with exporting(path):
-        torch.export.save(torch.export.export(model, (example(data),), dynamic_shapes=BATCH), path)
+        torch.export.save(torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH), path)
 
 
 @contextmanager

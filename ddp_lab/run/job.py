@@ -166,22 +166,6 @@ def make_trial(dataset: Dataset, task: Task) -> Trial:
     return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)))
 
 
-def make_mix(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan) -> Mix | None:
-    """Return mixup and CutMix of the training batches; None if both are off."""
-    if cfg.mixup == cfg.cutmix == 0:
-        return None
-    shape = dataset.model_shape()
-    return Mix(
-        cfg.mixup,
-        cfg.cutmix,
-        batch_size=plan.global_batch_size,
-        dp_size=strategy.dp_size,
-        image_size=shape["image_size"],
-        num_classes=shape["num_classes"],
-        seed=cfg.seed,
-    )
-
-
 def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel) -> Job:
     """Let the strategy decide who holds which part of the model, and return the job without loaders. Collective on GPUs.
 
@@ -190,7 +174,10 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     Raises:
         ConfigError: the model, the batch or the loss is not supported.
     """
-    task, mix = make_task(cfg, dataset), make_mix(cfg, strategy, dataset, plan)
+    task, mix, shape = make_task(cfg, dataset), None, dataset.model_shape()
+    if cfg.mixup > 0 or cfg.cutmix > 0:
+        sizes = plan.global_batch_size, strategy.dp_size, shape["image_size"], shape["num_classes"]
+        mix = Mix(cfg.mixup, cfg.cutmix, *sizes, seed=cfg.seed)
     schedule, optimizer = build_shape(cfg.scheduler, cfg.epochs), instantiate(cfg.optimizer)
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

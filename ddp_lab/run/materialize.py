@@ -11,9 +11,9 @@ from ddp_lab.run.job import Job
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.speed.options import configure_optimizer
-from ddp_lab.strategies.sharding import param_groups
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import Hooks, Parts, fit
+from ddp_lab.training.optimizer import param_groups
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import make_scheduler
 from ddp_lab.training.step import Step, StepOptions, TrainStep

@@ -9,13 +9,12 @@ from typing import NamedTuple, TextIO
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.images import SUFFIXES, ImageError, decode, evaluation_view, find_files
 from ddp_lab.data.loader import scale_and_offset
 from ddp_lab.data.sources import image_options
-from ddp_lab.run.data_record import DataRecord
+from ddp_lab.run.trained import TrainedRun
 from ddp_lab.world.runtime import Runtime
 
 
@@ -49,17 +48,16 @@ class Predictor:
     """A trained model with the transform of its test set.
 
     Args:
-        model: the complete model with its weights.
-        data: the config group `data`.
-        record: what the training data looked like.
+        run: the run.
         runtime: the device and the precision.
         top: number of classes of each prediction.
     """
 
-    def __init__(self, model: nn.Module, data: DictConfig, record: DataRecord, runtime: Runtime, top: int):
-        self.model, self.runtime, self.classes = model.to(runtime.device), runtime, record.classes
-        self.channels, self.image_size = record.shape["in_channels"], record.shape["image_size"]
-        self.top = min(top, len(record.classes))
+    def __init__(self, run: TrainedRun, runtime: Runtime, top: int):
+        shape, data, self.classes = run.data.shape, run.cfg.data, run.data.classes
+        self.model, self.runtime = run.model.to(runtime.device), runtime
+        self.channels, self.image_size = shape["in_channels"], shape["image_size"]
+        self.top = min(top, len(self.classes))
         self.short_side = short_side(data, self.image_size)
         self.scale, self.offset = scale_and_offset(data.mean, data.std, runtime.device)
 

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ddp_lab.checkpoints.files import is_sharded
-from ddp_lab.config.check import check
+from ddp_lab.config.check import check, validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
 from ddp_lab.launch.command_line import CONF, compose_config
@@ -62,10 +62,14 @@ def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | N
     try:
         cfg = OmegaConf.load(path)
         if not isinstance(cfg, DictConfig):
-            raise ConfigError(f"{path}: must be a config, got a list")
+            raise ConfigError("must be a config, got a list")
+        for key, value in AFTERWARDS.items():
+            OmegaConf.update(cfg, key, value)
+        validate(RunConfig, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True)))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
-    cfg = with_new_keys(cfg)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}. If another version of ddp_lab wrote it, use that version") from None
     if env_int("WORLD_SIZE", 1) == 1:
         cfg.strategy.update({key: value for key, value in IN_ONE_PROCESS.items() if key in cfg.strategy})
     groups = {entry.name for entry in CONF.iterdir() if entry.is_dir() and entry.name in cfg}
@@ -79,8 +83,6 @@ def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | N
         if override.is_delete() or override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: must be of the form key=value")
         OmegaConf.update(cfg, override.key_or_group, override.value(), force_add=True)
-    for key, value in AFTERWARDS.items():
-        OmegaConf.update(cfg, key, value)
     check(cfg)
     return cfg
 
@@ -100,26 +102,3 @@ def require_run(folder: Path) -> Path:
             f"{folder}: is not the directory of a run: there is no {path}. Use a directory in runs_dir, runs/NAME"
         )
     return path
-
-
-def with_new_keys(cfg: DictConfig) -> DictConfig:
-    """Return a config with the defaults of the keys that the version of ddp_lab that wrote it did not have."""
-    if "data" in cfg and "evaluate_test" not in cfg:
-        add_validation_keys(cfg.data)
-    keys = RunConfig.model_fields.keys() - ({"data", "model"} - cfg.keys())  # these two are never new
-    defaults = OmegaConf.masked_copy(cast("DictConfig", OmegaConf.load(CONF / "config.yaml")), list(keys))
-    if groups := keys - defaults.keys() - cfg.keys():
-        defaults = OmegaConf.merge(defaults, OmegaConf.masked_copy(compose_config([], None), list(groups)))
-    return cast("DictConfig", OmegaConf.merge(defaults, cfg))
-
-
-def add_validation_keys(data: DictConfig) -> None:
-    """Let a recorded group `data` of a version without validation sets hold out the same samples as then."""
-    for key in ("val_fraction", "val_seed"):
-        data.dataset.pop(key, None)
-    if "shift" in data:
-        data.crop_padding = data.pop("shift")  # its name then
-    if any(Path(data.root, name).is_dir() for name in ("val", "test")):
-        data.val_fraction = 0.0  # data=folder ignored the key if there was such a folder
-    missing = {"val_fraction": 0.0, "val_seed": 0} | ({"val_split": "val", "test_split": None} if "num_classes" in data else {})
-    data.update({key: value for key, value in missing.items() if key not in data})

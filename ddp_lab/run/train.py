@@ -21,7 +21,7 @@ from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.checks import Settle, check_and_build
+from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.materialize import Training, materialize
@@ -43,21 +43,21 @@ class Outcome(NamedTuple):
 
 
 def train(
-    cfg: DictConfig, runtime: Runtime, settle_batch: Settle, check_memory: Callable[[DictConfig, Job], object]
+    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
 ) -> Outcome:
     """Train according to the config. Collective.
 
     Args:
         cfg: The config.
         runtime: The ranks.
-        settle_batch, check_memory: As in `check_and_build`.
+        choose_batch, check_memory: As in `check_and_build`.
 
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
-    checked = check_and_build(cfg, runtime, settle_batch, check_memory)
+    checked = check_and_build(cfg, runtime, choose_batch, check_memory)
     job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
@@ -89,15 +89,15 @@ def train_guarded(
 ) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
     job, runtime = training.job, training.job.runtime
-    folder = run_dir.path / "checkpoints"
     state = State(job.strategy, training.optimizer, training.scheduler, job.shapes, training.ema, cfg.seed)
     best = criterion(cfg, job.dataset)
     sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
-    checkpoints = Checkpoints(folder, state, cfg.checkpoint.keep, best, sharded)
+    checkpoints = Checkpoints(run_dir.path / "checkpoints", state, cfg.checkpoint.keep, best, sharded)
     progress = checkpoints.resume(source, job.plan.steps_before)
+    if runtime.rank == 0:
+        record_data(run_dir.path, job.dataset, best)
     if is_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            record_data(run_dir.path, job.dataset, best)  # a run of an older version does not have it
             log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
             log_result(job, run_dir, progress, checkpoints)
         return watchdog.end("finished", progress)
@@ -105,14 +105,18 @@ def train_guarded(
     logger = Logger()
     if runtime.rank == 0:
         (run_dir.path / "config.yaml").write_text(to_record(cfg))
-        record_data(run_dir.path, job.dataset, best)
         logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
     step = training.compile(steps_left)
     if cfg.inject:
         training.step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
-    profile = profiled(training, steps_left, isinstance(step, GraphStep), logger, run_dir.path) if cfg.profile else None
+    profile = None
+    if cfg.profile and steps_left < NEEDED:
+        log.info(f"profile=true: disabled: {steps_left} steps are left, but the profiler needs {NEEDED}")
+    elif cfg.profile:
+        graph, folder = isinstance(step, GraphStep), run_dir.path / "profile"
+        training.step = profile = Profiled(training.step, runtime, logger, folder, graph, job.strategy.bubble)
     every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, at_steps)
     decisions.begin(progress.step, training.step.running_sums)
@@ -145,25 +149,6 @@ def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
         size: bytes of a checkpoint.
     """
     return choice == "sharded" or (choice == "auto" and ranks > 1 and size >= SHARDED_FROM)
-
-
-def profiled(training: Training, left: int, graph: bool, logger: Logger, run_dir: Path) -> Profiled | None:
-    """Wrap the training step in a profiler, and return the wrapped step; None if too few steps are left.
-
-    Args:
-        training: the job, with its step.
-        left: steps until the end of the run.
-        graph: whether the step replays a CUDA graph.
-        logger: of the run.
-        run_dir: the run directory.
-    """
-    job = training.job
-    if left < NEEDED:
-        log.info(f"profile=true: disabled: {left} steps are left, but the profiler needs {NEEDED}")
-        return None
-    step = Profiled(training.step, job.runtime, logger, run_dir / "profile", graph, job.strategy.bubble)
-    training.step = step
-    return step
 
 
 def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints) -> None:

@@ -1,7 +1,7 @@
-"""The model of a trained run, with the weights of one of its checkpoints."""
+"""A trained run: its config, what it has recorded of its data, and the model with the weights of one of its checkpoints."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig
 from torch import nn
@@ -10,7 +10,17 @@ from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.make import build_model
 from ddp_lab.run.data_record import DataRecord, find_data, read_data
+from ddp_lab.run.recorded_config import read_config
 from ddp_lab.world.runtime import Runtime
+
+
+class TrainedRun(NamedTuple):
+    """A trained run: its config, its data, the path of a checkpoint, and the full model in evaluation mode on the CPU."""
+
+    cfg: DictConfig
+    data: DataRecord
+    checkpoint: Path
+    model: nn.Module
 
 
 def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
@@ -19,6 +29,7 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
     Args:
         folder: the run directory.
         choice: as in `find_checkpoint`.
+        runtime: the ranks.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
@@ -26,7 +37,7 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
     if choice not in ("auto", "last", "best") and not Path(choice).exists():
         raise ConfigError(f"--checkpoint {choice}: must be auto, last, best or the path of a checkpoint; there is no such file")
     record = find_data(folder)
-    criterion = record.criterion if record else DataRecord.criterion
+    criterion = record.criterion if record else None
     found = find_checkpoint(folder / "checkpoints", choice, runtime, criterion, key="--checkpoint ")
     if found is None:
         name = "best" if choice == "best" else "step_*"
@@ -34,19 +45,20 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
     return found
 
 
-def load_model(folder: Path, cfg: DictConfig, path: Path) -> nn.Module:
-    """Return the full model of a run on the CPU in evaluation mode, with the weights of a checkpoint. It needs no data.
+def open_run(folder: Path, choice: str) -> TrainedRun:
+    """Open a trained run in one process. It needs no data.
 
     Args:
         folder: the run directory.
-        cfg: its config.
-        path: as from `checkpoint_of`.
+        choice: its checkpoint, as in `find_checkpoint`.
 
     Raises:
-        ConfigError: the file is not a checkpoint of this model.
+        ConfigError: the directory is not that of a run, or the file is not a checkpoint of its model.
     """
-    model = build_model(cast("dict[str, Any]", cfg.model), read_data(folder).shape)
+    cfg, data = read_config(folder), read_data(folder)
+    path = checkpoint_of(folder, choice, Runtime("cpu"))
+    model = build_model(cast("dict[str, Any]", cfg.model), data.shape)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
     model.load_state_dict(saved.weights())
-    return model.eval()
+    return TrainedRun(cfg, data, path, model.eval())

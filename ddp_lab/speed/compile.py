@@ -1,40 +1,47 @@
-"""torch.compile of a training step, for the shape of its full batches. Other batches and evaluation run in eager mode."""
+"""torch.compile of a training step, for the shape of its full batches. Other batches and evaluation run in eager mode.
+
+torch.compile keeps what it has compiled with the code of a function, and uses it again where the types, shapes and attributes
+are the same. The blocks of a Vision Transformer are equal, so all of them are compiled in the time of one. The complete model
+would be one graph of all blocks. Only a block's call is compiled: hooks of fully_shard run outside of it, and state dicts keep
+their names.
+"""
 
 import signal
 import time
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from ddp_lab.data.loader import DeviceLoader
+from ddp_lab.models.chain import Chain
 from ddp_lab.observe.log import log
 from ddp_lab.speed.convolution import pad_convolutions
-from ddp_lab.strategies.compilation import CompileFn, compile_passes
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.measure import measure
 from ddp_lab.training.step import Step
 from ddp_lab.world.process import REQUESTS
 
 # Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
 # Reductions are excluded, because with them a step took 3 % longer (docs/log/benchmarks.md).
 COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
-# With `compile=tuned`, torch.compile times kernels for matrix multiplications and convolutions, and block sizes of fused ones.
-TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 # Without this option Inductor returns to channels first if all convolutions that it compiles have at most 64 channels (LeNet,
 # or ResNet's first blocks), and copies the gradients of the largest activations.
 CHANNELS_LAST = {"force_layout_optimization": True}
 RECOMPILE_LIMIT = 64  # torch's default is 8; the pieces of a model (`compile_passes`) count as one function with other shapes
 
 
-def compile_step(step: Step, loader: DeviceLoader | None, mode: Literal[True, "tuned"], channels_last: bool) -> str:
+def compile_step(step: Step, loader: DeviceLoader | None, channels_last: bool) -> str:
     """Let torch.compile compile a step, except its collectives, when it is first called. On a GPU, pad convolutions.
 
     Args:
         step: the step to compile, in place.
         loader: loader of a step that will be captured. It is compiled, too, and so are the optimizer and the running sums
             (`Step.compile`). None: the step will be called with batches, and these three remain in eager mode.
-        mode: the config key `compile`; tuned times more kernels, which takes minutes.
         channels_last: whether the model is in the channels-last memory format.
 
     Returns:
@@ -43,15 +50,71 @@ def compile_step(step: Step, loader: DeviceLoader | None, mode: Literal[True, "t
     # With what earlier jobs of this process left, torch 2.11 failed to compile an optimizer with two parameter groups
     # ("SpeculationLog diverged").
     torch.compiler.reset()
-    options = COMBO | (TUNED if mode == "tuned" else {}) | (CHANNELS_LAST if channels_last else {})
-    compile_fn = cast(CompileFn, partial(torch.compile, dynamic=False, options=cast(dict[str, Any], options)))
+    options = COMBO | (CHANNELS_LAST if channels_last else {})
+    compile_fn: partial[Any] = partial(torch.compile, dynamic=False, options=cast("dict[str, Any]", options))
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
     what = compile_passes(step.strategy, compile_fn)
     if loader is not None:
         loader.compile(compile_fn)
         step.compile(compile_fn)
-    return f"compiling the training step (compile={str(mode).lower()}): {what}"
+    return f"compiling the training step: {what}"
+
+
+def why_not_compile(strategy: Strategy, model: nn.Module) -> str | None:
+    """Return why the passes of a strategy cannot be compiled, or None if they can. Called after `Strategy.partition`."""
+    if (strategy.compiled_by_block or strategy.bucket_sizes) and not isinstance(model, Chain):
+        return f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
+    return strategy.refusals.get("compile")
+
+
+def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
+    """Compile forward, loss and backward, in place. Called after `Strategy.setup`.
+
+    Where gradients are sent during the backward pass, the model is compiled in pieces: the gradients of a piece are complete
+    when its own backward pass ends, so a bucket can be sent while the next piece computes. Kernels are not fused across a cut,
+    which costs some time (docs/log/benchmarks.md).
+
+    Returns:
+        What of the model is compiled, for the log.
+    """
+    strategy.measure = compile_fn(measure)
+    model = strategy.module
+    if strategy.compiled_by_block or repeats(model):
+        blocks = [block for block in model.children() if any(True for _ in block.parameters())]
+        for block in blocks:
+            block.compile(**compile_fn.keywords)
+        where = f" on rank {strategy.runtime.rank}" if strategy.axes.get("pp", 1) > 1 else ""
+        return f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
+    if strategy.bucket_sizes:
+        assert isinstance(model, Chain)  # `why_not_compile`
+        pieces = model.pieces(*strategy.bucket_sizes)
+        model.execute_in(map(compile_fn, pieces))
+        return f"the model in {count(len(pieces), 'piece')}"
+    strategy.forward = compile_fn(model)
+    return "the complete model"
+
+
+def kind(block: nn.Module) -> Hashable:
+    """Return a value that is the same for blocks of one class with the same modules and shapes."""
+    modules = tuple((name, type(module)) for name, module in block.named_modules())
+    return modules, tuple(tensor.shape for tensor in block.state_dict().values())
+
+
+def repeats(model: nn.Module) -> bool:
+    """Return whether at least half of the model's blocks, and at least two, are of one kind.
+
+    This is the case for a Vision Transformer, but not for ResNet-18, whose complete model compiles in seconds and is faster.
+    """
+    if not isinstance(model, Chain):
+        return False
+    most = max(Counter(map(kind, model.children())).values())
+    return most >= 2 and 2 * most >= len(model)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, for example "1 block"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.observe.log import log
 from ddp_lab.speed.compile import compile_step, compiling
 from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
 from ddp_lab.speed.options import AUTO, PerformanceOptions, compiles_optimizer, set_fused
@@ -56,18 +55,20 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
         measured = measure(step, built, loader)
         seconds = runtime.agree("step", lambda: measured)
     pays, why = compile_pays_off(step, seconds, steps_left, cached)
-    if built is None and not pays:
-        options, built = build_captured(options, step, loader, None)
-    options._replace(compile=pays, reasons={**options.reasons, "compile": why}).log_choices(runtime.precision)
     if pays:
         built = None  # frees the memory of its graphs
         reset(step)
-        built = try_to_compile(options, step, loader, ALL if seconds * steps_left >= LONG else LIMITED)
-        if built is not None:
+        built, problem = try_to_compile(options, step, loader, ALL if seconds * steps_left >= LONG else LIMITED)
+        if built is None:
+            pays, why = False, f"the step cannot be compiled: {problem}"
+        else:
             with suppress(OSError):  # the directory may be read-only
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.write_text(repr(seconds))
-    return built or build_captured(options, step, loader, None)[1]
+    if built is None:
+        options, built = build_captured(options, step, loader, None)
+    options._replace(compile=pays, reasons={**options.reasons, "compile": why}).log_choices(runtime.precision)
+    return built
 
 
 def build_captured(
@@ -96,8 +97,8 @@ def build(options: PerformanceOptions, step: Step, loader: Loader, kernels: int 
     captured = loader if options.cuda_graph and isinstance(loader, DeviceLoader) else None
     with ExitStack() as first_steps:
         first_steps.enter_context(cudnn_benchmark(kernels))
-        if options.compile and options.compile != AUTO:
-            what = compile_step(step, captured, options.compile, options.channels_last)
+        if options.compile:
+            what = compile_step(step, captured, options.channels_last)
             first_steps.enter_context(compiling(what))
         if captured is not None:
             graph = GraphStep(step, captured)
@@ -110,19 +111,20 @@ def build(options: PerformanceOptions, step: Step, loader: Loader, kernels: int 
     return step
 
 
-def try_to_compile(options: PerformanceOptions, step: Step, loader: Loader, kernels: int) -> Step | GraphStep | None:
-    """Return the step compiled or, if it cannot be compiled, None. The arguments are those of `build`, without `compile`."""
+def try_to_compile(
+    options: PerformanceOptions, step: Step, loader: Loader, kernels: int
+) -> tuple[Step | GraphStep | None, str]:
+    """Return the step compiled or, if it cannot be compiled, None and the reason. The arguments are those of `build`."""
     automatic, compiled = "fused" in options.reasons, options._replace(compile=True)
     if options.cuda_graph and automatic and compiles_optimizer(step.optimizer):
         set_fused(step.optimizer, None)
     built, problem = attempt(step.strategy.runtime, lambda: build(compiled, step, loader, kernels))
     if built is None:
-        log.info(f"compile: off, because the step cannot be compiled: {problem}")
         reset(step)
         if automatic:
             set_fused(step.optimizer, options.fused)
         torch.compiler.set_stance("force_eager")  # parts of the step are compiled
-    return built
+    return built, problem
 
 
 def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ddp_lab.observe.log import log
+from ddp_lab.speed.compile import why_not_compile
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import why_not_compile
 from ddp_lab.training.optimizer import can_be_fused, has_shards
 from ddp_lab.world.runtime import Runtime
 
@@ -35,8 +35,7 @@ class PerformanceOptions(NamedTuple):
         cuda_graph: whether a step is captured as a CUDA graph.
         channels_last: whether images and convolutions use the channels-last memory format.
         fused: whether the optimizer uses torch's fused kernel; None leaves it to torch.
-        compile: whether a step is compiled by torch.compile; "tuned" also times more kernels, which takes minutes; "auto" is
-            decided by `build_step`, which has measured a step.
+        compile: whether a step is compiled by torch.compile; "auto" is decided by `build_step`, which has measured a step.
         reasons: by name of an option that speed=auto has chosen, why it is off, or what an option that is on depended on. The
             others have the config's value, or that of speed=off.
         disabled: for the log, the options that the config requires and that are not supported.
@@ -46,7 +45,7 @@ class PerformanceOptions(NamedTuple):
     cuda_graph: bool = False
     channels_last: bool = False
     fused: bool | None = None
-    compile: bool | Literal["tuned", "auto"] = False
+    compile: bool | Literal["auto"] = False
     reasons: Mapping[str, str] = {}
     disabled: tuple[str, ...] = ()
 
@@ -182,7 +181,7 @@ def configure_optimizer(
         options: of the run. The optimizer of a captured step is fused, too, unless it is compiled.
         device: the device of this rank.
     """
-    compiled = options.cuda_graph and options.compile in (True, "tuned") and compiles_optimizer(optimizer)
+    compiled = options.cuda_graph and options.compile is True and compiles_optimizer(optimizer)
     wanted = (options.cuda_graph or options.fused) and can_be_fused(optimizer)
     adamw = isinstance(optimizer, torch.optim.AdamW) and device.type == "cuda"
     for group in optimizer.param_groups:

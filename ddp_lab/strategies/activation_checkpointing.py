@@ -7,7 +7,7 @@ selective  also the results of matrix multiplications, attention and collectives
            computed again, such as normalizations and activation functions
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -15,32 +15,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.batch_norm import is_batch_norm
-
 Checkpointing = Literal["none", "block", "selective"]
 Run = Callable[[torch.Tensor], torch.Tensor]
 
-KEPT = (
-    ("aten", ("mm", "addmm", "bmm", "baddbmm", "convolution")),
-    (
-        "aten",
-        (
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-        ),
-    ),
-    ("_c10d_functional", ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")),
-)
+KEPT = {  # operations whose results `selective` keeps, by library
+    "aten": """mm addmm bmm baddbmm convolution _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention
+        _scaled_dot_product_fused_attention_overrideable""",
+    "_c10d_functional": "all_reduce all_gather_into_tensor reduce_scatter_tensor",
+}
 
 
 @cache
 def kept() -> list[Any]:
-    """Return the operations whose results `selective` keeps."""
-    return [getattr(getattr(torch.ops, library), name).default for library, names in KEPT for name in names]
+    """Return these operations."""
+    return [getattr(getattr(torch.ops, library), name).default for library, names in KEPT.items() for name in names.split()]
 
 
 def checkpointed(block: nn.Module, mode: Checkpointing) -> Run:
@@ -50,16 +39,3 @@ def checkpointed(block: nn.Module, mode: Checkpointing) -> Run:
     if mode == "block":
         return partial(checkpoint, block, use_reentrant=False)
     return partial(checkpoint, block, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept()))
-
-
-def require_no_batch_norm(modules: Iterable[nn.Module], mode: Checkpointing) -> None:
-    """Check that a second forward pass of the modules has no effect.
-
-    Raises:
-        ConfigError: BatchNorm would count every batch twice in its running statistics.
-    """
-    if mode != "none" and any(map(is_batch_norm, modules)):
-        raise ConfigError(
-            f"strategy.checkpoint_activations={mode}: is not supported by models with BatchNorm, whose statistics would "
-            "count every batch twice. Use strategy.checkpoint_activations=none"
-        )

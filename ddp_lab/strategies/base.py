@@ -1,12 +1,13 @@
 """The base class of all strategies: a training step as one device computes it, of which each strategy overrides what differs.
 
-What of it is compiled is in compilation.py, and what of it is saved in saved_state.py.
+What of it is compiled is in speed/compile.py, and what of it is saved in saved_state.py.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from ddp_lab.strategies.saved_state import SavedState
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification
-from ddp_lab.tasks.measure import add_up, measure
+from ddp_lab.tasks.measure import measure
 from ddp_lab.world.runtime import Runtime
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
@@ -179,7 +180,8 @@ class Strategy(SavedState, ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
-        known, left, micro_batches = self.task.per_sample is not None, self.real(count), []
+        known, left = self.task.per_sample is not None, self.real(count)
+        micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
             real = min(left, len(own))
             left -= real
@@ -187,13 +189,14 @@ class Strategy(SavedState, ABC):
             # their number must be the same on every rank.
             kept = slice(real if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
-        divisor = self.divisor(count)
+        # Summed over micro-batches and replicas, or averaged over replicas, the gradients are those of the GLOBAL mean.
+        divisor = count / self.dp_size if self.averages else count
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
         results.append(self.add_gradient(*last, divisor))
         self.reduce_gradients()
-        sums = add_up(results)
+        sums = reduce(torch.add, results)
         if not known:  # the stages of a pipeline but the last one never call the loss
             own = sums.new_tensor(float(self.task.per_sample is not False))
             self.task.per_sample = bool(self.runtime.all_reduce(own, dist.ReduceOp.MIN))
@@ -219,14 +222,6 @@ class Strategy(SavedState, ABC):
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 gradient.mul_(scale.to(gradient))
-
-    def divisor(self, count: int) -> float:
-        """Return what the loss of each micro-batch is divided by.
-
-        The gradients of all micro-batches and replicas, summed (or averaged: `averages`) over dp, are then the gradient of the
-        mean over the GLOBAL batch, which has `count` samples without padding.
-        """
-        return count / self.dp_size if self.averages else count
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""

@@ -2,12 +2,11 @@
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Positive
@@ -29,9 +28,6 @@ class DDP(Strategy):
         gradient_as_bucket_view: whether gradients are views of the buckets, which saves 4 bytes per parameter and the copy back
             from the buckets. The numbers are the same.
         static_graph: whether to promise that every step uses the same parameters in the same order, which saves bookkeeping.
-        comm_hook: what is sent: the gradients (none), the gradients rounded to bf16, or a low-rank approximation with error
-            feedback (PowerSGD, Vogels et al. 2019, arXiv:1905.13727; checkpoints do not contain the error). Both hooks
-            change the result.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
@@ -44,12 +40,9 @@ class DDP(Strategy):
         bucket_cap_mb: Positive,
         gradient_as_bucket_view: bool,
         static_graph: bool,
-        comm_hook: Literal["none", "bf16", "powersgd"],
     ):
         super().__init__(runtime)
-        self.batch_norm, self.comm_hook = batch_norm, comm_hook
-        if comm_hook != "none":
-            self.refusals["cuda_graph"] = f"strategy.comm_hook={comm_hook} was never captured"
+        self.batch_norm = batch_norm
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
@@ -63,11 +56,6 @@ class DDP(Strategy):
             static_graph=self.static_graph,
         )
         self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
-        if self.comm_hook == "bf16":
-            self.wrapper.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif self.comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
-            self.wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._rebuild_buckets(model)
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
@@ -136,6 +124,3 @@ class BucketsOnly(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Do nothing: what a hook sends in place of the gradients is not planned."""

@@ -9,7 +9,6 @@ gradients are summed and scattered, so that each rank gets the sum of its own sh
 arXiv:1910.02054). As under ddp, every rank computes its own local batch; only the memory is sharded.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -19,26 +18,15 @@ from torch.distributed.tensor import DTensor
 from ddp_lab.config.errors import ConfigError, listed
 from ddp_lab.config.types import ClassName
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed, require_no_batch_norm
+from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.all_reduce import gradients_of
-from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.fully_shard import (
-    HOST,
-    forget_order,
-    log_offload,
-    refused,
-    require_shardable,
-    shard,
-    tied_over,
-    units,
-    without_sync,
-)
-from ddp_lab.strategies.sharding import fill, local
+from ddp_lab.strategies.fully_shard import FullyShard
+from ddp_lab.strategies.sharding import fill, local, require_one_place
 from ddp_lab.world.runtime import Runtime
 
 
-class FSDP(Strategy):
+class FSDP(FullyShard):
     """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the complete model.
 
     Args:
@@ -54,9 +42,7 @@ class FSDP(Strategy):
             CPU, which takes less memory of the GPU and more time.
     """
 
-    sharded = has_dtensors = True
-    averages = compiled_by_block = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    sharded = averages = True
 
     def __init__(
         self,
@@ -67,38 +53,29 @@ class FSDP(Strategy):
         checkpoint_activations: Checkpointing = "none",
         offload: bool = False,
     ):
-        super().__init__(runtime)
-        self.reshard_after_forward, self.batch_norm, self.wrap = reshard_after_forward, batch_norm, wrap
-        self.checkpointing: Checkpointing = checkpoint_activations
-        self.offload = offload
-        self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
+        super().__init__(runtime, batch_norm, checkpoint_activations, offload)
+        self.reshard_after_forward, self.wrap = reshard_after_forward, wrap
 
     def partition(self, model: nn.Module, samples: int) -> None:
-        require_shardable(model, self.name, self.offload)
-        require_no_batch_norm(model.modules(), self.checkpointing)
+        super().partition(model, samples)
         if self.checkpointing != "none" and not isinstance(model, Chain):
             raise ConfigError(
                 f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a Chain of blocks, got "
                 f"{type(model).__name__}. Make it one (docs/your-own.md), or use strategy.checkpoint_activations=none"
             )
         found = {type(module).__name__ for module in model.modules()}
+        wrap = f"strategy.wrap={listed(self.wrap or [])}"
         if unknown := [name for name in self.wrap or [] if name not in found]:
-            raise ConfigError(
-                f"strategy.wrap={listed(self.wrap or [])}: the model has no module of class {unknown[0]}; it has "
-                f"{', '.join(sorted(found))}"
-            )
+            raise ConfigError(f"{wrap}: the model has no module of class {unknown[0]}; it has {', '.join(sorted(found))}")
         parts = units(model, self.wrap)
-        if names := tied_over(model, parts):
-            raise ConfigError(
-                f"strategy=fsdp: {' and '.join(names)} are the same parameter, in two units that are gathered and updated "
-                "separately. Use ddp, or set strategy.wrap to classes of which one contains both, or neither"
-            )
-        self.refusals = refused(self.checkpointing, self.offload)
+        paths = [f"{path}." for path, module in model.named_modules() if module in parts]
+
+        def unit_of(name: str) -> str:
+            return max((path for path in paths if name.startswith(path)), key=len, default="")
+
+        require_one_place(model, self.name, unit_of, "is in another unit, gathered and updated separately")
         if any(part not in set(model.children()) for part in parts):
-            self.refusals["compile"] = (
-                f"strategy.wrap={listed(self.wrap or [])} gathers modules within blocks, which would divide a compiled block "
-                "into many parts"
-            )
+            self.refusals["compile"] = f"{wrap} gathers modules within blocks, which would divide a compiled block"
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
@@ -106,24 +83,41 @@ class FSDP(Strategy):
         if self.initial_weights is None:
             model.to(self.device)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
-        log_offload(self.offload, self.device)
-        shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward, self.runtime.precision, self.offload)
+        self.shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
-            # Now that it is sharded, a rank allocates only its shards.
-            fill(model, self.initial_weights, HOST if self.offload else self.device)
+            fill(model, self.initial_weights, self.home)  # now that it is sharded, a rank allocates only its shards
         if isinstance(model, Chain) and self.checkpointing != "none":
             model.execute_in([checkpointed(block, self.checkpointing) for block in model])
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return without_sync(self.module)
-
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        logits = super().predict(inputs)
-        forget_order(self.module)
-        return logits
 
     def gradient_norm(self) -> torch.Tensor:
         if self.offload:  # torch would add up the ranks' norms on the host, and NCCL adds up on GPUs only
             squares = [local(gradient).double().square().sum() for gradient in gradients_of(self.parameters())]
             return self.runtime.all_reduce(torch.stack(squares).sum().to(self.device)).sqrt().to(torch.get_default_dtype())
         return cast(DTensor, super().gradient_norm()).full_tensor()
+
+
+def units(model: nn.Module, wrap: list[str] | None) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered together, inner modules before those that contain them.
+
+    Args:
+        wrap: names of their classes; None: the children of the model and of its lists of blocks that have parameters.
+    """
+    if wrap is not None:
+        found = [module for module in model.modules() if type(module).__name__ in wrap and module is not model]
+    else:
+        parents = [model, *filter(is_list, model.modules())]
+        found = [child for parent in parents for child in parent.children() if any(True for _ in child.parameters())]
+        found = [child for child in found if not is_list(child)]
+    depth = {module: name.count(".") for name, module in model.named_modules()}
+    return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
+
+
+def is_list(module: nn.Module) -> bool:
+    """Return whether a module is a list of blocks: a ModuleList, or an nn.Sequential with several blocks of one class.
+
+    A block has modules of its own and is no nn.Sequential. An nn.Sequential of such lists is a list, too.
+    """
+    if not isinstance(module, nn.Sequential):
+        return isinstance(module, nn.ModuleList)
+    blocks = [child for child in module.children() if not isinstance(child, nn.Sequential) and any(child.children())]
+    return len({type(block) for block in blocks}) < len(blocks) or any(map(is_list, module.children()))

@@ -1,4 +1,4 @@
-"""torch's `fully_shard` as `fsdp` and `mesh` use it: which modules are sharded, how, and what they need in a step.
+"""What `fsdp` and `mesh` have in common: torch's `fully_shard`, applied to parts of a model.
 
 With `strategy.offload=true` the shards, their gradients and the optimizer's state are in host memory:
 
@@ -9,8 +9,8 @@ It costs a copy of the rank's shards to the GPU for every gather, one of the gra
 leaves the GPU's memory to activations and one gathered block (Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840).
 """
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,129 +20,95 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map_only
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.log import log
 from ddp_lab.strategies.activation_checkpointing import Checkpointing
-from ddp_lab.strategies.batch_norm import is_batch_norm
-
-HOST = torch.device("cpu")
-
-
-def require_shardable(model: nn.Module, strategy: str, offload: bool) -> None:
-    """Check that the parameters of the model can be sharded and, with `offload`, kept in host memory.
-
-    Raises:
-        ConfigError: a parameter has no dimensions; or the model has buffers, which stay on the GPU: torch cannot load a state
-            whose tensors are on two devices.
-    """
-    if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
-        raise ConfigError(
-            f"strategy={strategy}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape [1], or "
-            "use another strategy, for example ddp"
-        )
-    if offload and (buffers := [name for name, _ in model.named_buffers()]):
-        raise ConfigError(
-            f"strategy.offload=true: is not supported by models with buffers, such as BatchNorm's statistics; this one has "
-            f"{buffers[0]}. Use strategy.offload=false"
-        )
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
+from ddp_lab.world.runtime import Runtime
 
 
-def units(model: nn.Module, wrap: list[str] | None) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together, inner modules before those that contain them.
+class FullyShard(Strategy):
+    """A strategy whose `setup` calls `shard`. Its parameters are DTensors.
 
     Args:
-        wrap: names of their classes; None: the children of the model and of its lists of blocks that have parameters.
+        runtime: of this rank.
+        batch_norm, checkpoint_activations, offload: as described by the strategies.
+
+    Attributes:
+        home: device of the shards, their gradients and the optimizer's state.
     """
-    if wrap is not None:
-        found = [module for module in model.modules() if type(module).__name__ in wrap and module is not model]
-    else:
-        parents = [model, *filter(is_list, model.modules())]
-        found = [child for parent in parents for child in parent.children() if any(True for _ in child.parameters())]
-        found = [child for child in found if not is_list(child)]
-    depth = {module: name.count(".") for name, module in model.named_modules()}
-    return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
 
+    has_dtensors = compiled_by_block = True
+    performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
-def is_list(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks: a ModuleList, or an nn.Sequential with several blocks of one class.
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing, offload: bool):
+        super().__init__(runtime)
+        self.batch_norm, self.offload = batch_norm, offload
+        self.checkpointing: Checkpointing = checkpoint_activations
+        self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
+        if checkpoint_activations != "none":
+            self.refusals["cuda_graph"] = (
+                f"strategy.checkpoint_activations={checkpoint_activations} keeps the random generators' state on the host"
+            )
+        if checkpoint_activations == "selective":
+            self.refusals["compile"] = "strategy.checkpoint_activations=selective keeps what a compiled block fuses; use block"
+        if offload:
+            self.refusals["cuda_graph"] = "with strategy.offload=true the optimizer's step is on the CPU"
 
-    A block has modules of its own and is no nn.Sequential. An nn.Sequential of such lists is a list, too.
-    """
-    if not isinstance(module, nn.Sequential):
-        return isinstance(module, nn.ModuleList)
-    blocks = [child for child in module.children() if not isinstance(child, nn.Sequential) and any(child.children())]
-    return len({type(block) for block in blocks}) < len(blocks) or any(map(is_list, module.children()))
+    @property
+    def home(self) -> torch.device:
+        return torch.device("cpu") if self.offload else self.device
 
+    def partition(self, model: nn.Module, samples: int) -> None:
+        if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
+            raise ConfigError(
+                f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape "
+                "[1], or use another strategy, for example ddp"
+            )
+        if self.offload and (buffers := [name for name, _ in model.named_buffers()]):  # they stay on the GPU
+            raise ConfigError(
+                "strategy.offload=true: is not supported by models with buffers, such as BatchNorm's statistics; this one has "
+                f"{buffers[0]}. Use strategy.offload=false"
+            )
+        if self.checkpointing != "none" and any(map(is_batch_norm, model.modules())):
+            raise ConfigError(
+                f"strategy.checkpoint_activations={self.checkpointing}: is not supported by models with BatchNorm, whose "
+                "statistics would count every batch twice. Use strategy.checkpoint_activations=none"
+            )
 
-def tied_over(model: nn.Module, units: list[nn.Module]) -> list[str]:
-    """Return two names of a parameter that belongs to modules of two units, and so would be in two shards; [] if none does.
+    def shard(self, parts: Sequence[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+        """Shard the parameters of each part over the ranks of `mesh`, in place.
 
-    Args:
-        units: as returned by `units`; a module belongs to the innermost unit that contains it, or to the model itself.
-    """
-    unit_of: dict[nn.Module, nn.Module] = {}
-    for unit in [*units, model]:
-        for module in unit.modules():
-            unit_of.setdefault(module, unit)
-    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False):
-            unit, other = first.setdefault(parameter, (unit_of[module], name))
-            if unit is not unit_of[module]:
-                return [other, name]
-    return []
+        Args:
+            parts: inner modules before those that contain them; the last one contains all others.
+            mesh: of one dimension; or of two, along the first of which the shards are replicated.
+            reshard_after_forward: whether to free a part's gathered parameters between its forward and its backward pass.
+        """
+        policy = MixedPrecisionPolicy()
+        if self.runtime.precision == "bf16":  # in which the parts compute, with float32 shards and sums of gradients
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
+            for layer in filter(is_batch_norm, parts[-1].modules()):
+                keep = MixedPrecisionPolicy(cast_forward_inputs=False)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
+        # Pinned memory lets copies overlap with computation.
+        where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.offload else OffloadPolicy()
+        copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))  # not at the top: it loads torch.compile in 1 s
+        for part in parts:
+            part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=where)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        return without_sync(self.forward)
 
-def shard(parts: list[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool, precision: str, offload: bool) -> None:
-    """Shard the parameters of each part over the ranks of `mesh`, in place.
-
-    Args:
-        parts: inner modules before those that contain them; the last one contains all others.
-        mesh: of one dimension; or of two, along the first of which the shards are replicated.
-        reshard_after_forward: whether to free a part's gathered parameters between its forward and its backward pass.
-        precision: float32 or bf16, in which the parts then compute, with float32 shards and sums of gradients.
-        offload: whether the shards are in host memory: of a GPU in pinned memory, so that copies overlap with computation.
-    """
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
-        for layer in filter(is_batch_norm, parts[-1].modules()):
-            keep = MixedPrecisionPolicy(cast_forward_inputs=False)
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
-    on_gpu = mesh.device_type == "cuda"
-    where = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
-    copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))  # not at the top: it loads torch.compile in 1 s
-    for part in parts:
-        part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=where)
-
-
-def log_offload(offload: bool, device: torch.device) -> None:
-    """Log that `strategy.offload` has no effect if the device is the CPU."""
-    if offload and device.type == "cpu":
-        log.info("strategy.offload=true has no effect: the device is the CPU, whose memory is that of the host")
-
-
-def copy_views(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """Return the output of a part with copies of the tensors that are views.
-
-    torch gathers a part for its backward pass in a hook on its output. If the output is a view, for example the last output of
-    an LSTM, and is then changed in place, torch drops this hook, and the backward pass fails or is wrong. torch only warns.
-    """
-    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor._base is None else tensor.clone(), output)
-
-
-def sharded_in(module: nn.Module) -> list[FSDPModule]:
-    """Return the parts of `module`, and the module itself, that `shard` has sharded."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits = super().predict(inputs)
+        forget_order(self.module)
+        return logits
 
 
 @contextmanager
 def without_sync(module: nn.Module) -> Generator[None]:
-    """Let backward passes of a sharded module leave its gradients unsharded, until a pass outside of this context.
-
-    Every rank keeps unsharded gradients meanwhile, so gradient accumulation costs the memory that sharding them saves.
-    """
+    """Let backward passes leave the gradients unsharded meanwhile, which costs the memory that sharding them saves."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
     try:
@@ -162,18 +128,15 @@ def forget_order(module: nn.Module) -> None:
         part._get_fsdp_state()._comm_ctx.post_forward_order.clear()  # pyright: ignore[reportPrivateUsage]
 
 
-def refused(checkpointing: Checkpointing, offload: bool) -> dict[str, str]:
-    """Return why options of a sharded model exclude performance options (`Strategy.refusals`)."""
-    reasons: dict[str, str] = {}
-    if checkpointing != "none":
-        reasons["cuda_graph"] = (
-            f"strategy.checkpoint_activations={checkpointing} keeps the state of the random generators on the host"
-        )
-    if checkpointing == "selective":
-        reasons["compile"] = (
-            "strategy.checkpoint_activations=selective keeps results of single operations, which a compiled block fuses; use "
-            "block"
-        )
-    if offload:
-        reasons["cuda_graph"] = "with strategy.offload=true the optimizer's step is on the CPU"
-    return reasons
+def sharded_in(module: nn.Module) -> list[FSDPModule]:
+    """Return the parts of `module`, and the module itself, that `FullyShard.shard` has sharded."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def copy_views(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Return the output of a part with copies of the tensors that are views.
+
+    torch gathers a part for its backward pass in a hook on its output. If the output is a view, for example the last output of
+    an LSTM, and is then changed in place, torch drops this hook, and the backward pass fails or is wrong. torch only warns.
+    """
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor._base is None else tensor.clone(), output)

@@ -15,7 +15,6 @@ Every parameter is therefore a DTensor of the same mesh, which optimizers, clipp
 """
 
 import math
-from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, cast
 
@@ -28,24 +27,14 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, require_no_batch_norm
+from ddp_lab.strategies.activation_checkpointing import Checkpointing
 from ddp_lab.strategies.all_reduce import gradients_of
-from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
-from ddp_lab.strategies.fully_shard import (
-    HOST,
-    forget_order,
-    log_offload,
-    refused,
-    require_shardable,
-    shard,
-    sharded_in,
-    without_sync,
-)
+from ddp_lab.strategies.fully_shard import FullyShard, forget_order, sharded_in
 from ddp_lab.strategies.mesh_layout import arrange, describe_layout
 from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
-from ddp_lab.strategies.sharding import PresentWeights, fill, local, tied_parameters
-from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_by_stage, boundaries_of
+from ddp_lab.strategies.sharding import fill, local, require_one_place
+from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, boundaries_of, make_stages
 from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, token_layouts
 from ddp_lab.world.runtime import Runtime
 
@@ -53,7 +42,7 @@ from ddp_lab.world.runtime import Runtime
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
 
 
-class Mesh(Strategy):
+class Mesh(FullyShard):
     """A mesh of pp x dp x tp ranks. With pp above 1 a pipeline executes its stages.
 
     Args:
@@ -78,9 +67,7 @@ class Mesh(Strategy):
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
     """
 
-    needs_chain = compiled_by_block = True
-    has_dtensors = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    needs_chain = True
 
     def __init__(
         self,
@@ -98,29 +85,20 @@ class Mesh(Strategy):
         checkpoint_activations: Checkpointing = "none",
         offload: bool = False,
     ):
-        super().__init__(runtime)
+        super().__init__(runtime, batch_norm, checkpoint_activations, offload)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
         self.dp_rank = runtime.rank // tp % self.dp_size
         self.sharded = self.axes["shard"] > 1
         self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
-        self.sequence_parallel, self.batch_norm = sequence_parallel, batch_norm
-        self.checkpointing: Checkpointing = checkpoint_activations
-        self.offload = offload
-        self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
-        self.refusals = refused(self.checkpointing, offload)
+        self.sequence_parallel = sequence_parallel
         if pp > 1:
             self.refusals["cuda_graph"] = f"the stages of a pipeline (strategy.pp={pp}) were never captured"
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
-        require_shardable(model, self.name, self.offload)
-        for first, name, *_ in tied_parameters(model):
-            raise ConfigError(
-                f"strategy=mesh: {name} is the same parameter as {first}, which torch does not always update if it is sharded "
-                "(pytorch#176076). Use a copy, or another strategy, for example ddp"
-            )
-        require_no_batch_norm(model.modules(), self.checkpointing)
+        super().partition(model, samples)
+        require_one_place(model, self.name, str, "torch does not always update if it is sharded (pytorch#176076)")
         tp, pp = self.axes["tp"], self.axes["pp"]
         if pp > 1:
             self.plan = self.options.plan(model, pp, samples, self.name)
@@ -130,9 +108,7 @@ class Mesh(Strategy):
                 "strategy.num_stages and strategy.cut: are only used if strategy.pp is above 1, got strategy.pp=1"
             )
         else:
-            self.plan = PipelinePlan(
-                "gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())), model.input_dtype
-            )
+            self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
         shapes = self.plan.parts.shapes
         if tp > 1 or self.sequence_parallel:
             check_plans(model, shapes, tp, self.sequence_parallel)
@@ -143,17 +119,18 @@ class Mesh(Strategy):
         ]
 
     def setup(self, model: nn.Module) -> None:
-        log_offload(self.offload, self.device)
+        assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
-        boundaries = boundaries_of(self.plan, self.shapes, self.plan.input_dtype, self.runtime.precision)
-        stages: dict[int, nn.Module] = {}
-        for index, own in blocks_by_stage(model, self.plan, dist.get_rank(self.pp_group)).items():
-            stages[index] = self._place(Stage(own, nullcontext, boundaries[index + 1].dtype, self.checkpointing))
-        self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
+        boundaries = boundaries_of(self.plan, self.shapes, model.input_dtype, self.runtime.precision)
+        rank = dist.get_rank(self.pp_group)
+        stages = make_stages(model, self.plan, rank, boundaries, nullcontext, self.checkpointing)
+        for stage in stages.values():
+            self._place(stage)
+        self.module = blocks_of(stages)
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
-        self.pipeline = None
+        self.executor = None
         if self.pp_group is not None and self.axes["pp"] > 1:
-            self.pipeline = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.task, self.device)
+            self.executor = PipelineExecutor(self.plan, stages, self.pp_group, self.task, self.device)
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
 
@@ -166,40 +143,42 @@ class Mesh(Strategy):
         else:
             self.dp_group = self.mesh.get_group("shard" if self.sharded else "replicate")
 
-    def _place(self, stage: Stage) -> nn.Module:
-        """Divide a stage over the ranks of its pp. Every rank has the complete stage only on the CPU."""
-        tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
-        weights = self.initial_weights or PresentWeights(stage)
-        set_batch_norm(stage.to("meta"), self.batch_norm, self.dp_group)
+    def _place(self, stage: Stage) -> None:
+        """Divide a stage over the ranks of its pp."""
+        if self.initial_weights is None:
+            stage.to(self.device)
+        set_batch_norm(stage, self.batch_norm, self.dp_group)
         if self.axes["tp"] > 1:
+            tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
             for name, block in stage.named_children():
                 parallelize(block, self.mesh["tp"], *tokens[name])
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
-        shard([*stage.children(), stage], along_dp, self.axes["pp"] == 1, self.runtime.precision, self.offload)
+        self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         for part in sharded_in(stage):
             part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
-        fill(stage, weights, HOST if self.offload else self.device)
-        return stage
+        if self.initial_weights is not None:
+            fill(stage, self.initial_weights, self.home)
 
     def describe(self) -> str:
         lines = f"mesh on {self.where}:\n{describe_layout(self.axes, self.plan.parts)}"
-        return lines if self.pipeline is None else f"{lines}\n{self.plan.describe()}"
+        return lines if self.executor is None else f"{lines}\n{self.plan.describe()}"
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
-        execute = super().add_gradient if self.pipeline is None else self.pipeline.add_gradient
-        return execute(inputs, targets, real, divisor)
+        if self.executor is None:
+            return super().add_gradient(inputs, targets, real, divisor)
+        return self.executor.add_gradient(inputs, targets, real, divisor)
 
-    @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        execute = super().predict if self.pipeline is None else self.pipeline.predict
-        logits = execute(inputs)
+        if self.executor is None:
+            return super().predict(inputs)
+        logits = self.executor.predict(inputs)
         forget_order(self.module)
         return logits
 
     def no_sync(self) -> AbstractContextManager[None]:
         # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.
-        return without_sync(self.forward) if self.pipeline is None else nullcontext()
+        return super().no_sync() if self.executor is None else nullcontext()
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.

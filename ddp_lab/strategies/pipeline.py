@@ -9,7 +9,6 @@ torch.distributed.pipelining runs the schedule, which decides when each micro-ba
 that of gpipe. schedules.py describes the schedules, and stages.py runs them.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping
 
 import torch
@@ -21,7 +20,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.schedules import PipelineOptions, Schedule
 from ddp_lab.strategies.sharding import to_device
-from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_by_stage, boundaries_of
+from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, boundaries_of, make_stages
 from ddp_lab.world.runtime import Runtime
 
 
@@ -65,15 +64,16 @@ class Pipeline(Strategy):
         self.bubble = self.plan.bubble
 
     def setup(self, model: nn.Module) -> None:
+        assert isinstance(model, Chain)  # `needs_chain`
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
-        boundaries = boundaries_of(self.plan, self.plan.parts.shapes, self.plan.input_dtype, self.runtime.precision)
-        stages: dict[int, nn.Module] = {}
-        for index, own in blocks_by_stage(model, self.plan, dist.get_rank(self.pp_group)).items():
-            stage = Stage(own, self.runtime.autocast, boundaries[index + 1].dtype, "none")
-            stages[index] = to_device(stage, self.device, self.initial_weights)
-        self.module = nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
-        self.executor = PipelineExecutor(self.plan, stages, boundaries, self.pp_group, self.task, self.device)
+        boundaries = boundaries_of(self.plan, self.plan.parts.shapes, model.input_dtype, self.runtime.precision)
+        rank = dist.get_rank(self.pp_group)
+        stages = make_stages(model, self.plan, rank, boundaries, self.runtime.autocast, "none")
+        for stage in stages.values():
+            to_device(stage, self.device, self.initial_weights)
+        self.module = blocks_of(stages)
+        self.executor = PipelineExecutor(self.plan, stages, self.pp_group, self.task, self.device)
         self.is_metric_rank = self.executor.has_loss
 
     def describe(self) -> str:
@@ -83,7 +83,6 @@ class Pipeline(Strategy):
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         return self.executor.add_gradient(inputs, targets, real, divisor)
 
-    @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.executor.predict(inputs)
 

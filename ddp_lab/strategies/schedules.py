@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import nn
-
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.partition import Partition, changes_input
+from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.sharding import require_one_place
 
@@ -33,45 +30,6 @@ def has_one_stage(schedule: Schedule) -> bool:
     return schedule in ("gpipe", "1f1b")
 
 
-def count_stages(schedule: Schedule, ranks: int, num_microbatches: int, num_stages: int | None, samples: int) -> int:
-    """Return the number of stages of a pipeline.
-
-    Args:
-        ranks: number of ranks of the pipeline.
-        num_stages: as requested; None: one per rank, or two per rank if the schedule supports several.
-        samples: number of samples that the pipeline gets at once.
-
-    Raises:
-        ConfigError: the schedule does not support this number of ranks, stages or micro-batches.
-    """
-    rounds = max(1, num_microbatches // ranks)
-    if ranks == 1 and not has_one_stage(schedule):
-        raise ConfigError(
-            f"strategy.schedule={schedule}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
-            "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
-        )
-    if schedule == "1f1b" and num_microbatches < ranks:
-        raise ConfigError(
-            f"strategy.num_microbatches={num_microbatches}: strategy.schedule=1f1b needs at least one for each of the "
-            f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
-        )
-    if "interleaved" in schedule and num_microbatches % rounds:
-        raise ConfigError(
-            f"strategy.num_microbatches={num_microbatches}: strategy.schedule={schedule} on {ranks} ranks "
-            f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
-        )
-    if num_microbatches > samples:
-        raise ConfigError(
-            f"strategy.num_microbatches={num_microbatches}: must not exceed the {samples} samples that a pipeline "
-            f"gets at once (local batch size / accumulate); use at most {samples}"
-        )
-    stages = num_stages or (ranks if has_one_stage(schedule) else 2 * ranks)
-    if stages % ranks or (has_one_stage(schedule) and stages != ranks):
-        needs = f"{ranks} stages, one for each" if has_one_stage(schedule) else f"a multiple of {ranks} stages"
-        raise ConfigError(f"strategy.num_stages={stages}: strategy.schedule={schedule} on {ranks} ranks needs {needs}")
-    return stages
-
-
 @dataclass(frozen=True)
 class PipelinePlan:
     """The stages of a pipeline and how they run.
@@ -82,7 +40,6 @@ class PipelinePlan:
         num_microbatches: number of micro-batches that a batch is divided into, m.
         parts: the blocks of each stage.
         has_batch_norm: whether the model has BatchNorm.
-        input_dtype: `Chain.input_dtype`.
     """
 
     schedule: Schedule
@@ -90,7 +47,6 @@ class PipelinePlan:
     num_microbatches: int
     parts: Partition
     has_batch_norm: bool
-    input_dtype: torch.dtype | None
 
     @property
     def num_stages(self) -> int:
@@ -152,29 +108,40 @@ class PipelineOptions:
             ConfigError: the schedule does not support this number of ranks, stages or micro-batches, or the model cannot be
                 cut into the stages.
         """
-        stages = count_stages(self.schedule, ranks, self.num_microbatches, self.num_stages, samples)
+        stages = self.count_stages(ranks, samples)
         parts = Partition(model, stages, None if self.cut is None else [str(name) for name in self.cut])
-        require_one_place(model, {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}, strategy)
-        require_unchanged_inputs(model, parts)
-        return PipelinePlan(
-            self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())), model.input_dtype
-        )
+        stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
+        require_one_place(model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage")
+        return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())))
 
-
-def require_unchanged_inputs(model: nn.Module, parts: Partition) -> None:
-    """Check that no stage changes what it receives in place: torch's pipelines receive into leaves of autograd.
-
-    Raises:
-        ConfigError: one does.
-    """
-    blocks = list(model.children())
-    for number, part in enumerate(parts.parts[1:], start=2):
-        if changes_input([blocks[i] for i in part], parts.shapes[part.start]):
+    def count_stages(self, ranks: int, samples: int) -> int:
+        """Return the number of stages. The arguments and errors are those of `plan`."""
+        rounds = max(1, self.num_microbatches // ranks)
+        if ranks == 1 and not has_one_stage(self.schedule):
             raise ConfigError(
-                f"stage {number} of the pipeline, which begins with block {parts.names[part.start]}, changes its input in "
-                "place; torch's pipelines do not allow that. Use inplace=False in the first layers of this stage, or other "
-                "first blocks of the stages by strategy.cut"
+                f"strategy.schedule={self.schedule}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
+                "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
             )
+        if self.schedule == "1f1b" and self.num_microbatches < ranks:
+            raise ConfigError(
+                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule=1f1b needs at least one for each of the "
+                f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
+            )
+        if "interleaved" in self.schedule and self.num_microbatches % rounds:
+            raise ConfigError(
+                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule={self.schedule} on {ranks} ranks "
+                f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
+            )
+        if self.num_microbatches > samples:
+            raise ConfigError(
+                f"strategy.num_microbatches={self.num_microbatches}: must not exceed the {samples} samples that a pipeline "
+                f"gets at once (local batch size / accumulate); use at most {samples}"
+            )
+        stages = self.num_stages or (ranks if has_one_stage(self.schedule) else 2 * ranks)
+        if stages % ranks or (has_one_stage(self.schedule) and stages != ranks):
+            needs = f"{ranks} stages, one for each" if has_one_stage(self.schedule) else f"a multiple of {ranks} stages"
+            raise ConfigError(f"strategy.num_stages={stages}: strategy.schedule={self.schedule} on {ranks} ranks needs {needs}")
+        return stages
 
 
 def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:

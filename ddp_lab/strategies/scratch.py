@@ -99,14 +99,12 @@ class Scratch(Strategy):
         Raises:
             TrainingError: a parameter got no gradient.
         """
-        if any(parameter.grad is None for parameter in self.parameters()):
-            unused = next(
-                name for name, tensor in self.module.named_parameters() if tensor.requires_grad and tensor.grad is None
-            )
-            rank = self.runtime.rank
-            raise TrainingError(
-                f"strategy=scratch: the parameter {unused} got no gradient in a step on rank {rank}. If only some steps use a "
-                "parameter, use strategy=fsdp or strategy=single, which support it",
-                "exception",
-                rank,
-            )
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                rank = self.runtime.rank
+                raise TrainingError(
+                    f"strategy=scratch: the parameter {name} got no gradient in a step on rank {rank}. If only some steps use "
+                    "a parameter, use strategy=fsdp or strategy=single, which support it",
+                    "exception",
+                    rank,
+                )

@@ -1,11 +1,10 @@
 """Shards: this rank's part of a tensor, full tensors of shards, and weights for the blocks and shards that a rank holds.
 
-fully_shard.py shards a model, and training/on_shards.py lets an optimizer update the shards. DTensor is imported where it is
+fully_shard.py shards a model, and training/optimizer.py lets an optimizer update the shards. DTensor is imported where it is
 used, because that loads 500 modules.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -16,7 +15,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.initial_weights import InitialWeights, tensors_of
 
 Module = TypeVar("Module", bound=nn.Module)
-Weights: TypeAlias = "InitialWeights | PresentWeights | ShapesOnly"
+Weights: TypeAlias = "InitialWeights | ShapesOnly"
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,25 +35,6 @@ def sharded_as(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(shard, full.device_mesh, full.placements, shape=full.shape, stride=full.stride())
 
 
-def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
-    """Return the parameters that a rank trains in the form that optimizers accept.
-
-    Args:
-        parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do not support.
-        decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with fewer than two
-            dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every rank
-            has both groups, which may be empty.
-    """
-    parameters = list(parameters)
-    kinds = {hasattr(parameter, "to_local") for parameter in parameters}
-    options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
-    if decay_norms_and_biases:
-        return [{"params": parameters, **options}]
-    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
-    others = [parameter for parameter in parameters if parameter.dim() <= 1]
-    return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
-
-
 def shard_like(full: Any, tensor: torch.Tensor) -> Any:
     """Return this rank's shard of a full tensor, as a DTensor of the layout of `tensor`. Not collective.
 
@@ -65,8 +45,7 @@ def shard_like(full: Any, tensor: torch.Tensor) -> Any:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(tensor, DTensor)
-    shard = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-    return sharded_as(tensor, shard.to(tensor.to_local().device))
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def full_state(state: Any, keep: bool) -> Any:
@@ -142,21 +121,6 @@ def fill(blocks: nn.Module, weights: Weights, device: torch.device) -> None:
             local(tensor).copy_(local(shard_like(full.pop(key), tensor)))
 
 
-class PresentWeights:
-    """The weights that blocks have, for blocks that are then moved to the meta device.
-
-    Args:
-        blocks: its children are blocks of the model under their names.
-    """
-
-    def __init__(self, blocks: nn.Module):
-        self.blocks = {name: tensors_of(block) for name, block in blocks.named_children()}
-
-    def of(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of a block by their names within the block, once."""
-        return self.blocks.pop(name)
-
-
 class ShapesOnly:
     """Fake tensors in place of weights, for a step that is only planned (advise/plan.py).
 
@@ -169,12 +133,10 @@ class ShapesOnly:
 
     def allocate(self, blocks: nn.Module, device: torch.device) -> None:
         """Allocate a module that is on the meta device. Tied parameters stay tied."""
-        names = defaultdict[nn.Parameter, list[str]](list)
-        for name, parameter in blocks.named_parameters(remove_duplicate=False):
-            names[parameter].append(name)
+        tied = tied_parameters(blocks)
         with self.fake:
             blocks.to_empty(device=device)
-        for first, *others in names.values():
+        for first, *others in tied:
             for path in others:
                 module, _, name = path.rpartition(".")
                 setattr(blocks.get_submodule(module), name, blocks.get_parameter(first))
@@ -191,20 +153,21 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [each for each in names.values() if len(each) > 1]
 
 
-def require_one_place(model: nn.Module, place_of: Mapping[str, Hashable], strategy: str) -> None:
+def require_one_place(model: nn.Module, strategy: str, place_of: Callable[[str], Hashable], why: str) -> None:
     """Check that each parameter is in one place only; in each of several it would be a parameter of its own.
 
     Args:
-        place_of: the stage or device of each block, by name.
-        strategy: name of the strategy, for the message.
+        strategy: for the message.
+        place_of: returns the place of a parameter by name: its stage, device or unit.
+        why: what is wrong with the same parameter elsewhere, for the message.
 
     Raises:
-        ConfigError: a parameter belongs to blocks in different places.
+        ConfigError: a parameter has names in different places.
     """
     for first, *others in tied_parameters(model):
         for name in others:
-            if place_of[name.split(".")[0]] != place_of[first.split(".")[0]]:
+            if place_of(name) != place_of(first):
                 raise ConfigError(
-                    f"strategy={strategy}: {name} is the same parameter as {first}, which is in another stage; each would "
-                    "train its own. Use a copy, another number of stages or strategy.cut, or another strategy, for example ddp"
+                    f"strategy={strategy}: {name} is the same parameter as {first}, which {why}. Use a copy, or another "
+                    "strategy, for example ddp"
                 )

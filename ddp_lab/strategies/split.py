@@ -14,6 +14,7 @@ BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its 
 
 from collections import OrderedDict
 from copy import deepcopy
+from functools import reduce
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import require_one_place, to_device
-from ddp_lab.tasks.measure import add_up, measure
+from ddp_lab.tasks.measure import measure
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -62,7 +63,8 @@ class Split(Strategy):
             self.num_devices = len(set(self.devices))
         self.parts = Partition(model, len(self.devices))
         places = zip(self.parts.parts, self.devices, strict=True)
-        require_one_place(model, {self.parts.names[i]: device for part, device in places for i in part}, self.name)
+        device_of = {self.parts.names[i]: device for part, device in places for i in part}
+        require_one_place(model, self.name, lambda name: device_of[name.split(".")[0]], "is on another device")
 
     def setup(self, model: nn.Module) -> None:
         self.module = model
@@ -103,6 +105,6 @@ class Split(Strategy):
             loss, sums = measure(self.task_on_last, self._through_stages(micro_batch), expected, own, divisor)
             losses.append(loss)
             results.append(sums)
-        add_up(losses).backward()
+        reduce(torch.add, losses).backward()
         self.task.per_sample = self.task_on_last.per_sample
-        return add_up(results).to(self.device, non_blocking=True)
+        return reduce(torch.add, results).to(self.device, non_blocking=True)

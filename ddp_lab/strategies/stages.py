@@ -4,9 +4,10 @@ torch's pipelining is imported where it is used, because that takes 1.2 s (it im
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from functools import reduce
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,7 @@ from torch import nn
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
 from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.measure import add_up, measure, width
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-TorchSchedule: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
+from ddp_lab.tasks.measure import measure, width
 
 
 class Stage(nn.Sequential):
@@ -28,20 +24,22 @@ class Stage(nn.Sequential):
 
     Args:
         blocks: the blocks by name.
+        inputs, outputs: what it gets and returns for one sample, on the meta device. The next rank has allocated its receive
+            buffers accordingly.
         autocast: returns the context of the forward pass.
-        dtype: dtype of the output, in which the next rank has allocated its receive buffers.
         checkpointing: which activations are computed again in the backward pass.
     """
 
     def __init__(
         self,
         blocks: OrderedDict[str, nn.Module],
+        inputs: torch.Tensor,
+        outputs: torch.Tensor,
         autocast: Callable[[], AbstractContextManager[object]],
-        dtype: torch.dtype,
         checkpointing: Checkpointing,
     ):
         super().__init__(blocks)
-        self.autocast, self.dtype = autocast, dtype
+        self.inputs, self.outputs, self.autocast = inputs, outputs, autocast
         self.checkpointing: Checkpointing = checkpointing
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -49,48 +47,50 @@ class Stage(nn.Sequential):
             output = input
             for block in self:
                 output = checkpointed(block, self.checkpointing)(output)
-            output = output.to(self.dtype).contiguous()  # as sending requires
+            output = output.to(self.outputs.dtype).contiguous()  # as sending requires
             # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own input.
             return output.clone() if output is input else output
 
 
-def blocks_by_stage(model: nn.Module, plan: PipelinePlan, rank: int) -> dict[int, OrderedDict[str, nn.Module]]:
-    """Return the blocks of each stage of a rank of the pipeline, by the stage's index."""
-    blocks = list(model.named_children())
-    own = range(rank, plan.num_stages, plan.ranks)
-    return {index: OrderedDict(blocks[i] for i in plan.parts.parts[index]) for index in own}
+def boundaries_of(
+    plan: PipelinePlan, shapes: list[torch.Size], inputs: torch.dtype | None, precision: str
+) -> list[torch.Tensor]:
+    """Return what each stage of a pipeline gets for one sample, and what the last one returns, on the meta device.
 
-
-class Boundary(NamedTuple):
-    """The activations between two stages, or before the first or after the last one.
-
-    Attributes:
-        shape: shape of one sample's activation.
-        dtype: its dtype.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def example(self, size: int, requires_grad: bool) -> torch.Tensor:
-        """Return the activation of a micro-batch of `size` samples on the meta device."""
-        return torch.empty(size, *self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
-
-
-def boundaries_of(plan: PipelinePlan, shapes: list[torch.Size], inputs: torch.dtype | None, precision: str) -> list[Boundary]:
-    """Return the boundaries of all stages: what each gets, and what the last one returns.
 
     Args:
         plan: of the pipeline.
         shapes: shape of one sample's activation before each block and after the last one.
-        inputs: dtype of the model's input; None: torch's default.
+        inputs: dtype of the model's inputs; None: torch's default.
         precision: float32, in which all activations are sent; or bf16, in which all but the inputs and the outputs are.
     """
     outside = torch.get_default_dtype()
     between = torch.bfloat16 if precision == "bf16" else outside
     at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
     dtypes = [inputs or outside, *[between] * (len(at) - 2), outside]
-    return [Boundary(shape, dtype) for shape, dtype in zip(at, dtypes, strict=True)]
+    return [torch.empty(1, *shape, dtype=dtype, device="meta") for shape, dtype in zip(at, dtypes, strict=True)]
+
+
+def make_stages(
+    model: nn.Module,
+    plan: PipelinePlan,
+    rank: int,
+    boundaries: list[torch.Tensor],
+    autocast: Callable[[], AbstractContextManager[object]],
+    checkpointing: Checkpointing,
+) -> dict[int, Stage]:
+    """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`."""
+    blocks = list(model.named_children())
+    stages: dict[int, Stage] = {}
+    for index in range(rank, plan.num_stages, plan.ranks):
+        own = OrderedDict(blocks[i] for i in plan.parts.parts[index])
+        stages[index] = Stage(own, boundaries[index], boundaries[index + 1], autocast, checkpointing)
+    return stages
+
+
+def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
+    """Return a module of all blocks of the stages, by their names in the model."""
+    return nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
 
 
 class MicroBatchLoss:
@@ -124,7 +124,6 @@ class PipelineExecutor:
     Args:
         plan: of the pipeline.
         stages: this rank's stages by their index in the pipeline, on the device.
-        boundaries: of all stages.
         group: the ranks of the pipeline.
         task: with the training loss.
         device: of this rank.
@@ -133,21 +132,20 @@ class PipelineExecutor:
     def __init__(
         self,
         plan: PipelinePlan,
-        stages: dict[int, nn.Module],
-        boundaries: list[Boundary],
+        stages: Mapping[int, Stage],
         group: dist.ProcessGroup,
         task: Task,
         device: torch.device,
     ):
-        self.plan, self.stages, self.boundaries, self.group, self.device = plan, stages, boundaries, group, device
+        self.plan, self.stages, self.group, self.device = plan, stages, group, device
         self.loss = MicroBatchLoss(task)
         self.has_loss = plan.num_stages - 1 in stages
-        self._schedules: dict[tuple[int, bool], TorchSchedule] = {}
+        self._schedules: dict[tuple[int, bool], Any] = {}
 
     @property
     def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
         """When each rank computes what, as in schedules.py, by the schedule of the first training step."""
-        schedule: Any = next(made for (_, training), made in self._schedules.items() if training)
+        schedule = next(made for (_, training), made in self._schedules.items() if training)
         order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
         return time_slots({rank: [str(action) for action in actions] for rank, actions in order.items()})
 
@@ -157,19 +155,20 @@ class PipelineExecutor:
         self.loss.divisor, self.loss.left, self.loss.results = divisor, real, []
         schedule.step(*arguments, target=targets[rows] if self.has_loss else None, return_outputs=False)
         if self.has_loss:
-            return add_up(self.loss.results)
+            return reduce(torch.add, self.loss.results)
         return torch.zeros(width(self.loss.task), dtype=torch.float64, device=self.device)
 
+    @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
         schedule, rows, arguments = self._prepare(inputs, training=False)
         logits = schedule.step(*arguments)
         if logits is None:  # on all ranks but the last
-            logits = torch.empty(len(rows), *self.boundaries[-1].shape, device=self.device)
+            logits = torch.empty(len(rows), *self.plan.parts.shapes[-1], device=self.device)
         dist.broadcast(logits, group=self.group, group_src=self.plan.ranks - 1)
         return logits[: len(inputs)]
 
-    def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[TorchSchedule, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Pad a batch, [b, channels, height, width], so that it can be divided into equal micro-batches.
 
         Returns:
@@ -182,22 +181,22 @@ class PipelineExecutor:
             self._schedules[size, training] = self._make_schedule(size, training)
         return self._schedules[size, training], rows, (inputs[rows],) if 0 in self.stages else ()
 
-    def _make_schedule(self, size: int, training: bool) -> TorchSchedule:
-        """Return the schedule for micro-batches of `size` samples."""
+    def _make_schedule(self, size: int, training: bool) -> Any:
+        """Return torch's schedule for micro-batches of `size` samples."""
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         stages = [
             PipelineStage(
-                module,
+                stage,
                 index,
                 self.plan.num_stages,
                 self.device,
-                input_args=self.boundaries[index].example(size, requires_grad=index > 0),
-                output_args=self.boundaries[index + 1].example(size, requires_grad=True),
+                input_args=stage.inputs.new_empty(size, *stage.inputs.shape[1:], requires_grad=index > 0),
+                output_args=stage.outputs.new_empty(size, *stage.outputs.shape[1:], requires_grad=True),
                 group=self.group,
             )
-            for index, module in self.stages.items()
+            for index, stage in self.stages.items()
         ]
         make_schedule = cast("Callable[..., Any]", get_schedule_class(self.plan.schedule))
         return make_schedule(

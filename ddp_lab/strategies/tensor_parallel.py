@@ -190,11 +190,10 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
     for path, word in plan.items():
         if path not in modules:
             raise ConfigError(f"{key}: {name} has no module {path}; it has {', '.join(filter(None, modules))}")
-        if word not in WORDS:
-            raise ConfigError(f"{key}: {path} must be one of {', '.join(WORDS)}, got {word}")
-        if word in ("column", "heads", "row") and not isinstance(modules[path], nn.Linear):
-            kind = type(modules[path]).__name__
-            raise ConfigError(f"{key}: {path} is {word}, which must be a Linear, got {kind}; use tokens, or remove the plan")
+        linear = isinstance(modules[path], nn.Linear)
+        if word not in (WORDS if linear else WORDS[-2:]):
+            allowed = f"one of {', '.join(WORDS)}" if linear else "tokens or gather, because it is no nn.Linear"
+            raise ConfigError(f"{key}: {path} must be {allowed}, got {word}")
     covered = tuple(f"{path}." for path, word in plan.items() if word != "gather")
     if missing := [path for path, _ in block.named_parameters() if not path.startswith(covered)]:
         raise ConfigError(f"{key}: must name the module of the parameter {missing[0]}, as one of {', '.join(WORDS[:-1])}")

@@ -26,12 +26,12 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.trial import read_outside, some
+from ddp_lab.models.trial import some
 from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.sharding import local, tied_parameters, to_device
+from ddp_lab.strategies.sharding import local, require_one_place, to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -70,15 +70,15 @@ class ShardedConv2d(nn.Module):
         return DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False).full_tensor(grad_placements=[Replicate()])
 
 
-def can_be_sharded(layer: nn.Conv2d | nn.Linear) -> bool:
+def can_be_sharded(layer: nn.Module) -> bool:
     """Return whether a rank can compute some of a layer's output channels or units, as torch does, from all of its inputs.
 
-    That excludes groups, other padding than zeros, the forward pass of a subclass but Patches, and computed weights.
+    That excludes groups, other padding than zeros, weights that are computed, and subclasses, which may compute something else
+    or, as the out_proj of nn.MultiheadAttention, never be called.
     """
-    if isinstance(layer, nn.Conv2d) and (layer.groups > 1 or layer.padding_mode != "zeros"):
+    if type(layer) not in (nn.Conv2d, nn.Linear, Patches) or not isinstance(layer.weight, nn.Parameter):
         return False
-    plain = type(layer).forward in (nn.Conv2d.forward, nn.Linear.forward, Patches.forward)
-    return plain and isinstance(layer.weight, nn.Parameter)
+    return not isinstance(layer, nn.Conv2d) or (layer.groups == 1 and layer.padding_mode == "zeros")
 
 
 class TP(Strategy):
@@ -87,8 +87,8 @@ class TP(Strategy):
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
         plan: shard or replicate, by name of the block. Every rank computes the complete block if it is replicated. Blocks that
-            are not named are sharded, but for layers whose weights other modules read, as nn.MultiheadAttention does, and
-            layers that are not computed like torch's plain ones: with groups, other padding than zeros, computed weights.
+            are not named are sharded, but for layers that are not computed like torch's plain ones: with groups, other
+            padding than zeros, computed weights, or a class of their own.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
 
@@ -128,26 +128,21 @@ class TP(Strategy):
             for path, layer in block.named_modules()
             if isinstance(layer, nn.Conv2d | nn.Linear)
         }
-        read = read_outside(model, layers)
-        self.layers = {name: layer for name, layer in layers.items() if name not in read and can_be_sharded(layer)}
-        self.whole = [name for name in layers if name not in self.layers]
-        for first, *others in tied_parameters(model):
-            if any(name.rpartition(".")[0] in self.layers for name in (first, *others)):
-                raise ConfigError(
-                    f"strategy=tp: {others[0]} is the same parameter as {first}; sharded, they would be two. Use a copy, "
-                    "replicate their blocks by strategy.plan, or use another strategy, for example ddp"
-                )
+        self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer)}
+        self.replicated = [name for name, placement in self.plan.items() if placement == "replicate"]
+        self.replicated += [name for name in layers if name not in self.layers]
+        require_one_place(
+            model,
+            self.name,
+            lambda name: name if name.rpartition(".")[0] in self.layers else None,
+            "would be another one if it is sharded",
+        )
         self.has_dtensors = bool(self.layers)
-        indivisible = {path: layer.weight.size(0) for path, layer in self.layers.items() if layer.weight.size(0) % size}
-        if indivisible:
-            widths = ", ".join(
-                f"the {width} {'channels' if isinstance(self.layers[path], nn.Conv2d) else 'units'} of {path}"
-                for path, width in indivisible.items()
-            )
-            names = dict.fromkeys(path.split(".")[0] for path in indivisible)
-            plan = " ".join(f"++strategy.plan.{name}=replicate" for name in names)
+        if indivisible := [name for name, layer in self.layers.items() if layer.weight.size(0) % size]:
+            sizes = ", ".join(f"the {self.layers[name].weight.size(0)} channels or units of {name}" for name in indivisible)
+            plan = " ".join(f"++strategy.plan.{name}=replicate" for name in dict.fromkeys(n.split(".")[0] for n in indivisible))
             raise ConfigError(
-                f"strategy.tp={size}: {widths} are not divisible by {size}. Use a tp that divides them, or replicate those "
+                f"strategy.tp={size}: {sizes} are not divisible by {size}. Use a tp that divides them, or replicate those "
                 f"blocks: {plan}"
             )
 
@@ -163,10 +158,9 @@ class TP(Strategy):
                 model.set_submodule(path, ShardedConv2d(layer, mesh["tp"]))
 
     def describe(self) -> str:
-        replicated = [name for name, placement in self.plan.items() if placement == "replicate"] + self.whole
         return (
             f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
-            f"channels and units, {some(replicated) or 'no block'} replicated"
+            f"channels and units, {some(self.replicated) or 'no block'} replicated"
         )
 
     @torch.no_grad()

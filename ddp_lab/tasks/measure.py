@@ -40,8 +40,3 @@ def measure(
     dtype = sum_dtype(outputs.device)
     sums = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]
     return loss_sum / divisor, torch.stack([each.to(dtype) for each in sums])
-
-
-def add_up(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of one or more tensors of the same shape, added in their order."""
-    return sum(tensors[1:], tensors[0])

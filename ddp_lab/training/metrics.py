@@ -6,12 +6,13 @@ So the host never waits for the loss of a step, and every sample counts once, wh
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import CompileFn
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.measure import in_float32, sum_dtype, width
 
@@ -102,7 +103,7 @@ class RunningSums:
         self._losses.zero_()
         self._place.fill_(step % LONGEST)
 
-    def compile(self, compile_fn: CompileFn) -> None:
+    def compile(self, compile_fn: partial[Any]) -> None:
         """Compile `add` with `compile_fn`."""
         self._add = compile_fn(self._add_eagerly)
 

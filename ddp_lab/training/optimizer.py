@@ -6,7 +6,7 @@ Optimizers that update each element by itself get the same result from the shard
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,6 +22,25 @@ from ddp_lab.strategies.sharding import local, sharded_as
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
 UNSUPPORTED = (Adafactor, Rprop)  # fail on DTensors in their first step (torch 2.14); all others of torch.optim do not
+
+
+def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
+    """Return the parameters that a rank trains in the form that optimizers accept.
+
+    Args:
+        parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do not support.
+        decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with fewer than two
+            dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every rank
+            has both groups, which may be empty.
+    """
+    parameters = list(parameters)
+    kinds = {hasattr(parameter, "to_local") for parameter in parameters}
+    options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
+    if decay_norms_and_biases:
+        return [{"params": parameters, **options}]
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
+    return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
 
 
 def require_support(optimizer: torch.optim.Optimizer, strategy: Strategy, key: str) -> None:
@@ -105,10 +124,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tens
                 yield parameter, key, value
 
 
-def state_of(make_optimizer: MakeOptimizer) -> tuple[int, int]:
-    """Return the number of tensors of the parameter's shape, and the bytes of all other tensors, such as a step counter.
-
-    They are found by a step with a parameter of two elements.
+def state_copies(make_optimizer: MakeOptimizer) -> int:
+    """Return how many tensors of a parameter's shape an optimizer keeps for it, found by a step with two elements.
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.
@@ -117,9 +134,7 @@ def state_of(make_optimizer: MakeOptimizer) -> tuple[int, int]:
     probe.grad = torch.zeros(2)
     optimizer = for_cpu(make_optimizer([probe]))
     optimizer.step()
-    tensors = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
-    copies = [tensor for tensor in tensors if tensor.shape == probe.shape]
-    return len(copies), sum(tensor.nbytes for tensor in tensors) - sum(tensor.nbytes for tensor in copies)
+    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in optimizer.state[probe].values())
 
 
 def match_strides(optimizer: torch.optim.Optimizer) -> None:

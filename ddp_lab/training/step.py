@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +15,6 @@ from ddp_lab.data.loader import Loader
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.strategies.all_reduce import gradient_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import CompileFn
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.metrics import RunningSums
@@ -97,7 +97,7 @@ class Step:
         self._optimize = step_of(optimizer)
         self.lr = 0.0
 
-    def compile(self, compile_fn: CompileFn) -> None:
+    def compile(self, compile_fn: partial[Any]) -> None:
         """Compile the running sums, with `compile_fn`, and the optimizer's step but the first, with torch.compile's defaults.
 
         An optimizer with a fused kernel or with shards is not compiled. The learning rate of others must be a tensor: a number

@@ -9,12 +9,13 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 # Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a launch.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -73,12 +74,12 @@ def launch_id() -> str:
 def start_time(pid: int) -> str:
     """Return the start time of a process, which distinguishes processes with the same id; empty if it cannot be read."""
     try:
-        if sys.platform == "linux":
-            return _stat(pid)[19]  # in clock ticks since boot. psutil adds the boot time, which changes when the clock is set.
-        import psutil
-
+        if (
+            sys.platform == "linux"
+        ):  # in clock ticks since boot. psutil adds the boot time, which changes when the clock is set.
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         return str(psutil.Process(pid).create_time())
-    except Exception:  # psutil's own errors, or OSError
+    except (psutil.Error, OSError):
         return ""
 
 
@@ -95,39 +96,16 @@ def is_alive(pid: int) -> bool:
     except OSError:
         pass  # the process exists and belongs to another user
     try:
-        if sys.platform == "linux":
-            return _stat(pid)[0] not in ("Z", "X")  # every rank asks twice a second, and psutil takes several times as long
-        import psutil
-
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except Exception:  # psutil's own errors, or OSError: /proc may be missing or not show the process
+    except (psutil.Error, OSError):  # /proc may be missing or not show the process
         return True
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third one, the state, on; the name before them may contain spaces."""
-    file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-    try:
-        return os.read(file, 4096).rpartition(b")")[2].decode().split()
-    finally:
-        os.close(file)
-
-
 def die_with_torchrun() -> None:
-    """Arrange for this rank to be killed when its agent dies; otherwise it would survive a SIGKILL of the agent."""
-    if run_id() is None:
-        return
-    if sys.platform == "linux":
+    """Arrange for this rank to be killed when its agent dies, on Linux; otherwise it would survive a SIGKILL of the agent."""
+    if run_id() is not None and sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        threading.Thread(target=_die_with, args=(os.getppid(),), name="parent", daemon=True).start()
-
-
-def _die_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def show(message: str, timestamp: int | None = None) -> None:

@@ -63,8 +63,11 @@ class Runtime(Ranks):
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         first = find_device(name)
-        if name == "mps":
-            self._check_mps()
+        if name == "mps" and self.world_size > 1:
+            raise ConfigError(
+                f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
+                "support its tensors. Start one process (ddp-lab train device=mps), or set device=cpu"
+            )
         if name in ("cpu", "mps"):
             return [first]
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if name == "cuda" else [first]
@@ -76,17 +79,6 @@ class Runtime(Ranks):
                 + ("" if name == "cuda" else ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda")
             )
         return devices
-
-    def _check_mps(self) -> None:
-        if self.world_size > 1:
-            raise ConfigError(
-                f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
-                "support its tensors. Start one process (ddp-lab train device=mps), or set device=cpu"
-            )
-        if self.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
-            raise NodeError(
-                "precision=bf16: is not supported by device=mps before macOS 14. Use precision=float32, or a newer macOS"
-            )
 
     @contextmanager
     def side_stream(self) -> Generator[None, None, None]:

@@ -7,18 +7,17 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from shutil import which
 
 import pytest
 import torch
-from launches import launch, refusal_in_world
+from launches import refusal_in_world
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import run_world
 
 from ddp_lab.advise.advisor import Advisor, Row
-from ddp_lab.advise.devices import GiB, card_called, find_devices
+from ddp_lab.advise.devices import GiB, find_devices
 from ddp_lab.advise.report import as_json, page, table
 from ddp_lab.commands import advise
 from ddp_lab.config.errors import ConfigError
@@ -54,10 +53,10 @@ def own_model(name: str) -> list[str]:
     return ["model=own", f"model._target_=own_models.{name}", "data=digits", "batch_size=256"]
 
 
-def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
+def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command):
     files = f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png --html {tmp_path}/advice.html"
-    code, output = launch(f"python -m ddp_lab advise --gpus 2xH100 batch_size=256 strategy=ddp {files}")
-    assert code == 0, output
+    code, output, errors = command(advise.main, *f"--gpus 2xH100 batch_size=256 strategy=ddp {files}".split())
+    assert code == 0, errors
     lines = output.splitlines()
     assert lines[0] == "2 x H100 (79.1 GiB); 129,068 parameters, images 1x28x28, batch_size=256, float32"
     assert lines[-2] == "Recommended: ddp, the simplest that fits and uses all GPUs, in the order of the table"
@@ -66,7 +65,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
     found = json.loads((tmp_path / "advice.json").read_text())
     assert {"single", "ddp", "fsdp", "pipeline", "scratch", "split", "tp tp=2"} <= {row["name"] for row in found["rows"]}
     row = found["rows"][1]
-    (rank,) = row["ranks"]
+    (rank,) = row["plans"]
     assert rank["held"]["parameters"] == 4 * 129_068
     assert rank["allocated"] == pytest.approx(sum(rank["peak"].values()))
     assert rank["total"] == rank["allocated"] + rank["outside"]
@@ -75,9 +74,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path):
         lines[-1].strip() == row["launch"] == "torchrun --standalone --nproc_per_node=2 -m ddp_lab batch_size=256 strategy=ddp"
     )
     assert found["recommended"] == ["strategy=ddp"]
-    shown = (tmp_path / "advice.html").read_text()
-    assert "<td>ddp</td>" in shown
-    assert row["launch"] in shown
+    assert row["launch"] in (tmp_path / "advice.html").read_text()
 
 
 def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path):
@@ -124,19 +121,6 @@ def test_pipelines_wait_for_their_input_and_idle_as_the_bubble_says():
     assert time_slots(halves)[0] == [(0, 1, "F", 0), (3, 1, "I", 0), (4, 1, "W", 0)]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble"])
-def test_schedule_of_each_pipeline_is_that_of_torch(schedule):
-    row = planned(f"pipeline schedule={schedule}", *VIT, "model.depth=4")
-    stages = 2 if schedule in ("gpipe", "1f1b") else 4
-    passes = [(kind, number) for boxes in row.plans[0].order.values() for _, _, kind, number in boxes]
-    backward = "I" if "zero" in schedule else "B"
-    for number in range(8):
-        assert passes.count(("F", number)) == stages
-        assert passes.count((backward, number)) == stages
-    for boxes in row.plans[0].order.values():
-        assert all(start + length <= after for (start, length, *_), (after, *_) in pairwise(boxes))
-
-
 def test_flops_are_those_of_torch():
     with FlopCounterMode(display=False) as counter:
         lenet(1, 28, 10, None)(torch.zeros(64, 1, 28, 28)).sum().backward()
@@ -148,7 +132,7 @@ def test_every_stage_of_a_pipeline_is_planned_and_groups_that_cross_machines_are
     found = advisor(*VIT, nodes=2)
     found.rows = [found.plan(["strategy=ddp_pipeline", "strategy.pp=2"])]
     assert [plan.rank for plan in found.rows[0].plans] == [0, 1]
-    crossing = {each["name"]: each["crosses_machines"] for each in as_json(found)["rows"][0]["ranks"][0]["collectives"]}
+    crossing = {each["name"]: each["crosses_machines"] for each in as_json(found)["rows"][0]["plans"][0]["collectives"]}
     assert crossing == {"send": False, "recv": False, "allreduce": True}
 
 
@@ -157,13 +141,6 @@ def test_thousands_of_ranks_are_planned():
     assert row.devices == 4096
     assert {len(group.ranks) for group in row.fullest.calls} == {4096}
     assert row.bound == pytest.approx(sum(row.fullest.sent.values()) / 50e9), "all of it crosses machines"
-
-
-def test_shards_and_checkpointing_take_less_memory():
-    strategies = "fsdp checkpoint_activations=block", "fsdp", "ddp", "single"
-    memory = [planned(strategy, *VIT, "optimizer=adamw", "batch_size=1024").fullest.allocated for strategy in strategies]
-    assert memory == sorted(memory)
-    assert len({*memory}) == 4
 
 
 def test_warm_up_before_a_capture_copies_weights_and_momenta():
@@ -209,10 +186,8 @@ def test_strategy_of_the_user_is_planned_without_a_method_for_it(tmp_path):
 def test_what_cannot_be_laid_out_is_listed_with_the_reason_and_others_briefly():
     shown = table(advised(("single", "mesh tp=3"), *VIT, "strategy=mesh", "strategy.tp=3"))
     assert "\nnot in the table: mesh tp=3: strategy.tp=3: cannot lay 2 ranks on a mesh" in shown
-    names = "single", "pipeline", "split", "tp tp=2"
-    brief = table(advised(names, "model=torchvision", "model.name=resnet18", "data=cifar10", "speed=off"))
-    line = "not in the table: pipeline, split, tp tp=2: needs a model made of blocks, but model.name=resnet18 is a ResNet\n"
-    assert line in brief
+    brief = table(advised(("single", "pipeline"), "model=torchvision", "model.name=resnet18", "data=cifar10", "speed=off"))
+    assert "\nnot in the table: pipeline: needs a model made of blocks, but model.name=resnet18 is a ResNet\n" in brief
     assert "Use single" not in brief, "nobody has chosen them"
     with pytest.raises(ConfigError, match=r"single: a step on tensors without values failed: DataDep"):
         advised(("single", "ddp"), *own_model("Waiting"), gpus="1xH100")
@@ -236,32 +211,30 @@ def test_nothing_that_does_not_fit_is_recommended():
     assert "does not fit" in table(small)
 
 
-def test_batches_larger_than_the_dataset_are_planned_with_a_note():
-    found = advised(("ddp",), "data=digits", "batch_size=719", "scaling=weak", gpus="2xcpu")
-    assert found.notes == ["batches of 1,438 are planned, but the dataset has 1,437 samples: real steps are smaller"]
-
-
-def test_cards_are_found_by_the_name_that_torch_reports():
-    names = {"NVIDIA A100-SXM4-40GB": "A100-80", "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA GeForce RTX 4090": "RTX4090"}
-    assert {name: card_called(name) for name in names} == names
-    assert card_called("NVIDIA T4") is None
+def test_card_is_found_by_the_name_that_torch_reports(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**34))
+    names = {
+        **{"NVIDIA A100-SXM4-40GB": "A100-80", "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA GeForce RTX 4090": "RTX4090"},
+        "NVIDIA T4": None,
+    }
+    for name, card in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert find_devices("here").card == card
 
 
 CARD = "must be here, or a number up to 9999 and a card such as 2xH100. Cards: B200, H200"
 REFUSED = {
     "--gpus 2xH900": f"--gpus 2xH900: {CARD}",
-    "--gpus 0xH100": f"--gpus 0xH100: {CARD}",
     "--gpus 10000xH100": f"--gpus 10000xH100: {CARD}",
     "--gpus 2xH100 --nodes 0": "--nodes 0: must be a number above 0",
-    "--gpus 2xH100 --link nan": "--link nan: must be a number above 0",
     "--gpus 2xH100 --picture a.xyz": "--picture a.xyz: must be the name of a .png file",
     "--gpus 2xH100 --html a.png": "--html a.png: must be the name of a .html file",
     "--gpus 2xH100 device=cpu": "device and strategy.devices: plans are made for all devices that --gpus names; leave them out",
-    "--gpus 2xH100 strategy=split strategy.devices=[cuda:0]": "device and strategy.devices: plans are made",
     "--gpus 2xH100 batch_size=auto": "batch_size=auto: is chosen when training starts; use a number for plans",
     "--gpus 2xH100 --config-dir /nope": "--config-dir /nope: there is no such directory. Use the directory of your own yaml",
     "--gpus 2xH100 --measure": "--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of 2xH100",
-    "--gpus 2xcpu --measure --minutes 0": "--minutes 0: must be a number above 0",
     "--gpus 2xH100 --json /no/such/file.json": "--json /no/such/file.json: cannot be written: /no/such does not exist",
     **(
         {}

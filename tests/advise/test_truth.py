@@ -17,34 +17,35 @@ from worlds import once, run_world
 from ddp_lab.advise.advisor import Advisor
 from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
-from ddp_lab.advise.planned import PlannedRuntime
 from ddp_lab.launch.command_line import compose_config
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
+from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
 EMA = {"ema": 0.8}
 VIT = SMALL_VIT | {"batch_size": 192, "samples": 384}  # activations that the sums of the loss are small beside
 # Convolutions of the CPU and DDP's reducer allocate memory of their own, which counts in models as small as these.
-ON_FOUR = [
+ON_FOUR = (
     scratch(**EMA),
-    scratch("bucketed"),
     ddp(**VIT),
-    ddp(view=False, **VIT | ADAMW),
     fsdp(**VIT | ADAMW | EMA),  # shards of unequal size
     fsdp(checkpointing="block", **VIT),
-    fsdp(reshard=False, **VIT),
     pipeline("1f1b", **VIT),
-    ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
     tp(2, **EMA),
+    mesh(pp=2, tp=2, **EMA | VIT),
+)
+SECOND = (  # second examples, which are slow tests
+    scratch("bucketed"),
+    ddp(view=False, **VIT | ADAMW),
+    fsdp(reshard=False, **VIT),
+    ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
     mesh(shard=None, **EMA | VIT),
     mesh(shard=2, **VIT | ADAMW),
     mesh(tp=4, sequence=True, **VIT),
-    mesh(pp=2, tp=2, **EMA | VIT),
-]
-SLOW = [1, 3, 6, 8, 10, 11, 12]  # second examples, by their places in the list
+)
 ALONE = [Case(Single), Case(Single, **VIT | ADAMW | EMA)]
 
 
@@ -105,14 +106,14 @@ def growth(step: Callable[[], object]) -> int:
     return max(accumulate(event.nbytes() for event in sorted(records, key=lambda event: event.start_ns())))
 
 
-def measure_all(cases: list[Case]) -> dict[Case, Real]:
+def measure_all(cases: tuple[Case, ...]) -> dict[Case, Real]:
     with Runtime("cpu", timeout=60) as runtime:
         return {case: measure(runtime, case) for case in cases}
 
 
 @once
-def world(slow: bool) -> list[dict[Case, Real]]:
-    return run_world(4, measure_all, [case for place, case in enumerate(ON_FOUR) if (place in SLOW) == slow])
+def world(cases: tuple[Case, ...]) -> list[dict[Case, Real]]:
+    return run_world(4, measure_all, cases)
 
 
 def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
@@ -122,12 +123,10 @@ def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
         return plan_rank(cfg, job.dataset, job.model, runtime.of_rank(rank))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name(case), marks=[pytest.mark.slow] * (i in SLOW)) for i, case in enumerate(ON_FOUR)]
-)
+@pytest.mark.parametrize("case", [*ON_FOUR, *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND)], ids=name)
 def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
     for rank in (0, 3):
-        (planned,), real = plan(case, 4, rank), world(ON_FOUR.index(case) in SLOW)[rank][case]
+        (planned,), real = plan(case, 4, rank), world(SECOND if case in SECOND else ON_FOUR)[rank][case]
         assert planned.held == real.held, f"rank {rank}"
         assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
 

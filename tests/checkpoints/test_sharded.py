@@ -14,7 +14,7 @@ from worlds import run_world
 
 from ddp_lab.checkpoints import sharded
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.files import find_damage, finish_interrupted_save
+from ddp_lab.checkpoints.files import find_damage, remove_partial
 from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 from ddp_lab.checkpoints.state import State
 from ddp_lab.resilience.fault_injection import fill_disk
@@ -120,6 +120,6 @@ def test_rank_that_cannot_write_its_shards_fails_the_checkpoint(tmp_path):
 def test_rank_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
     with pytest.raises(AssertionError, match="rank 1: died"):
         run_world(2, die_while_saving, tmp_path)
-    finish_interrupted_save(tmp_path)
+    remove_partial(tmp_path)
     assert find_damage(tmp_path / "step_00000001.sharded") is None
     assert names(tmp_path) == ["step_00000001.sharded"]

@@ -6,7 +6,7 @@ from configs import CONF, config
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from ddp_lab.config.build import build, descriptions
+from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.sources import make_source
@@ -69,96 +69,54 @@ def test_help_names_every_strategy():
     [
         ("seed=-1", "seed=-1: must be an integer from 0 to"),
         ("epochs=0", "epochs=0: must be an integer of at least 1"),
-        ("epochs=2.5", "epochs=2.5: must be an integer of at least 1"),
-        ("batch_size=abc", "batch_size=abc: must be an integer of at least 1"),
-        ("batch_size=true", "batch_size=True: must be an integer of at least 1"),
         ("batch_size=null", "batch_size=null: must be an integer of at least 1"),
-        ("scaling=big", "scaling=big: must be strong or weak"),
-        ("lr_scaling=cubic", "lr_scaling=cubic: must be none or linear or sqrt"),
-        ("lr_base_batch_size=0", "lr_base_batch_size=0: must be"),
-        ("warmup_epochs=-1", "warmup_epochs=-1: must be a number of at least 0"),
-        ("accumulate=0", "accumulate=0: must be an integer of at least 1"),
-        ("max_grad_norm=0", "max_grad_norm=0: must be a number above 0 or null"),
-        ("decay_norms_and_biases=0", "decay_norms_and_biases=0: must be true or false"),
         ("scheduler=multi_step scheduler.milestones=[0]", "scheduler.milestones=[0]: must be a list, each a number above 0"),
-        ("scheduler=one_cycle scheduler.pct_start=1", "scheduler.pct_start=1: must be a number from 0 to below 1"),
-        ("mixup=-0.1", "mixup=-0.1: must be a number of at least 0"),
-        ("cutmix=true", "cutmix=True: must be a number of at least 0"),
         ("device=gpu", "device=gpu: must be auto or mps or cpu, cuda or cuda:N"),
         ("precision=fp8", "precision=fp8: must be float32 or bf16"),
-        ("float32_matmul=medium", "float32_matmul=medium: must be highest or high"),
-        ("timeout=0", "timeout=0: must be a number above 0"),
         ("name=a/b", "name=a/b: must be a plain directory name"),
-        ("name=..", "name=..: must be a plain directory name"),
-        ("runs_dir=3", "runs_dir=3: must be a string"),
         ("resume=3", "resume=3: must be auto, never or the path of an existing checkpoint"),
-        ("data.loader=fast", "data.loader=fast: must be auto or device or workers"),
-        ("data.num_workers=-1", "data.num_workers=-1: must be an integer of at least 0"),
-        ("data.crop_padding=-1", "data.crop_padding=-1: must be an integer of at least 0"),
-        ("data.crop_padding=0.5", "data.crop_padding=0.5: must be an integer of at least 0"),
-        ("data.flip=0.5", "data.flip=0.5: must be true or false"),
         ("data=folder data.image_size=null", "data.image_size=null: must be an integer of at least 1"),
-        ("data=own data.channels=null", "data.channels=null: must be 1 or 3"),
         ("data.std=[0]", "data.std=[0]: must be a list, each a number above 0"),
-        ("data.mean=0.5", "data.mean=0.5: must be a list, each a number"),
-        ("model.init_std=0", "model.init_std=0: must be a number above 0 or null"),
-        ("optimizer.lr=0", "optimizer.lr=0: must be a number above 0"),
         ("optimizer.lr=nan", "optimizer.lr=nan: must be a number above 0"),
-        ("optimizer.lr=fast", "optimizer.lr=fast: must be a number above 0"),
         ("optimizer.momentum=1", "optimizer.momentum=1: must be a number from 0 to below 1"),
         ("optimizer.nesterov=true optimizer.momentum=0", "optimizer: ValueError: Nesterov momentum requires a momentum"),
         (
             "strategy=scratch strategy.algorithm=magic",
             "strategy.algorithm=magic: must be star or per_tensor or flat or ",
         ),
-        ("strategy=split strategy.num_microbatches=0", "strategy.num_microbatches=0: must be"),
         ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be null or a list, each cpu, cuda or cuda:N"),
-        ("strategy=ddp strategy.batch_norm=global", "strategy.batch_norm=global: must be local or sync"),
         (
             "strategy=pipeline strategy.schedule=zigzag",
             "strategy.schedule=zigzag: must be gpipe or 1f1b or interleaved1f1b or loopedbfs or interleavedzerobubble",
         ),
-        ("strategy=pipeline strategy.num_stages=0", "strategy.num_stages=0: must be an integer of at least 1 or null"),
         ("strategy=pipeline strategy.cut=fc1", "strategy.cut=fc1: must be null or a list, each the name of a block"),
         ("strategy=fsdp strategy.wrap=[3]", "strategy.wrap=[3]: must be null or a list, each the name of a class"),
-        ("strategy=ddp_pipeline strategy.pp=0", "strategy.pp=0: must be an integer of at least 1"),
         (
             "strategy=mesh strategy.schedule=interleavedzerobubble",
             "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
         ),
-        ("loss.label_smoothing=1", "loss.label_smoothing=1: must be a number from 0 to below 1"),
-        ("strategy=tp strategy.tp=0", "strategy.tp=0: must be an integer of at least 1 or null"),
         (
             "strategy=tp strategy.plan={conv1:half}",
             "strategy.plan={'conv1': 'half'}: must be null or of the form {name: value}, each value shard or replicate",
         ),
-        ("strategy=fsdp strategy.reshard_after_forward=3", "strategy.reshard_after_forward=3: must be true or false"),
-        ("data=synthetic data.dataset.channels=0", "data.dataset.channels=0: must be"),
         ("+colour=red", "colour=red: there is no such key"),
         ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: none"),
         ("model=book_resnet18 ~model.init_std", "model.init_std: is missing; it must be a number above 0 or null"),
-        ("+model.in_channels=7", "model.in_channels=7: there is no such key"),
         ("~seed", "seed: is missing; it must be an integer from 0"),
         ("strategy._target_=ddp_lab.nothing", "strategy._target_=ddp_lab.nothing: must be the name of a class or function"),
-        ("+data.dataset.colour=red", "data.dataset.colour=red: there is no such key"),
         ("+batchsize=32", "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,"),
-        ("~data.root", "data.root: is missing; it must be a string"),
-        ("~optimizer.lr", "optimizer.lr: is missing; it must be a number above 0"),
         ("max_grad_norm=inf", "max_grad_norm=inf: must be a number above 0 or null"),
         ("checkpoint.keep=1", "checkpoint.keep=1: must be an integer of at least 2"),
-        ("compile=fast", "compile=fast: must be true or false or tuned"),
+        ("compile=fast", "compile=fast: must be true or false or auto"),
         ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, segfault,"),
-        ("optimizer=adamw +optimizer.betas=3", "optimizer.betas=3: must be a list"),
         (
             "optimizer=adamw +optimizer.betas=[a,b]",
             "optimizer: TypeError: '<=' not supported between instances of 'float' and 'str'; it was given lr=0.001, ",
         ),
-        ("optimizer=adamw +optimizer.betas=[0.9]", "optimizer: ConfigIndexError: list index out of range "),
         (
             "optimizer=adamw +optimizer.foreach=true +optimizer.fused=true",
             "optimizer: RuntimeError: `fused` and `foreach` cannot be `True` together; it was given lr=0.001, ",
         ),
-        ("optimizer=adamw +optimizer.momentum=0.9", "optimizer.momentum=0.9: there is no such key"),
         *(
             (
                 f"{OPTIMIZER}{name} ~optimizer.momentum ~optimizer.nesterov{more}",
@@ -171,7 +129,6 @@ def test_help_names_every_strategy():
             )
         ),
         ("epochs=0 ~data.root", "data.root: is missing"),
-        ("epochs=0 batch_size=0", "epochs=0: must be"),
         ("strategy._target_=ddp_lab.nothing optimizer.lr=0", "optimizer.lr=0: must be"),
     ],
 )
@@ -206,43 +163,9 @@ def test_check_returns_plain_frozen_values():
         checked.epochs = 3
 
 
-def test_check_accepts_a_list_for_a_tuple_of_torch():
-    assert check(config("optimizer=adamw", "+optimizer.betas=[0.9,0.99]")).optimizer["betas"] == [0.9, 0.99]
-
-
 def test_configuration_document_is_up_to_date():
     written = configuration.FILE.read_text()
     assert written == configuration.render(), "docs/configuration.md is out of date: run `python scripts/configuration.py`"
-
-
-def test_configuration_document_has_every_key_with_its_meaning():
-    lines = configuration.FILE.read_text().splitlines()
-    meanings = {line.split(" | ")[-4].strip("| `"): line.split(" | ")[-1] for line in lines if line.count(" | ") >= 3}
-    assert {"seed", "checkpoint.keep", "data.std", "data.dataset.channels", "model.init_std", "strategy.pp"} <= meanings.keys()
-    assert [key for key, meaning in meanings.items() if key != "key" and not meaning.endswith(". |")] == []
-
-
-def test_descriptions_of_a_class_include_those_of_its_bases():
-    class Base:
-        """Summary.
-
-        Args:
-            first: one line.
-            second: the text
-                of two lines.
-
-        Raises:
-            ValueError: never.
-        """
-
-    class Derived(Base):
-        """Summary.
-
-        Args:
-            first: another line.
-        """
-
-    assert descriptions(Derived) == {"first": "Another line.", "second": "The text of two lines."}
 
 
 def plan(world: int, replicas: int, *overrides: str) -> Plan:
@@ -258,7 +181,6 @@ def test_plan_describes_itself_in_one_line():
 @pytest.mark.parametrize(
     ("scaling", "lr_scaling", "batch", "lr"),
     [
-        ("strong", "none", 256, 0.1),
         ("strong", "linear", 256, 0.1),
         ("weak", "none", 1024, 0.1),
         ("weak", "linear", 1024, 0.4),
@@ -276,11 +198,7 @@ def test_scaling_determines_global_batch_and_learning_rate(scaling, lr_scaling, 
     ("gpus", "overrides", "batch", "lr"),
     [
         (1, (), 256, 0.1),
-        (2, (), 512, 0.2),
         (4, (), 1024, 0.4),
-        (1, ("batch_size=512",), 512, 0.2),
-        (1, ("batch_size=1024",), 1024, 0.4),
-        (2, ("scaling=strong", "batch_size=512"), 512, 0.2),
         (2, ("scaling=strong", "batch_size=1024"), 1024, 0.4),
     ],
 )
@@ -295,11 +213,6 @@ def test_book_resnet18_has_the_book_batch_sizes_and_learning_rates(gpus, overrid
 def test_lenet_has_the_book_initial_weights_only_in_its_experiments():
     chosen = ([], ["experiment=book_lenet"], ["experiment=speed_lenet"], ["model.init_std=0.01"])
     assert [config(*overrides).model.init_std for overrides in chosen] == [None, 0.01, 0.01, 0.01]
-
-
-@pytest.mark.parametrize("experiment", ["speed_lenet", "speed_resnet18"])
-def test_speed_experiments_compile_without_tuning(experiment):
-    assert config(f"experiment={experiment}").compile is True
 
 
 @pytest.mark.parametrize(("batch", "advice"), [(2, "use 4, or"), (63, "use 60 or 64, or")])

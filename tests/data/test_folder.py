@@ -79,31 +79,20 @@ def break_file(root: Path) -> None:
         (lambda root: (root / "test" / "class 0").mkdir(parents=True), r"no image in test; expected .* Remove the folder, or"),
         (lambda root: (root / "val" / "new").mkdir(), r"train and val must have the same classes, but new is in val only"),
         (lambda root: (root / "val").rename(root / "Valid"), r"the folder Valid would not be used. Rename it to val, or move"),
-        (
-            lambda root: (root / "val" / "class 0" / "loop.png").symlink_to("loop.png"),
-            r"1 of 17 files cannot be decoded: .*class 0/loop.png: cannot be decoded",
-        ),
+        (lambda root: (root / "val" / "class 0" / "a.png").symlink_to("a.png"), r"1 of 17 files cannot be decoded: .*/a.png: "),
         (break_file, r"1 of 16 files cannot be decoded: .*class 1/.*png: cannot be decoded .*use data.on_corrupt=skip"),
-    ],
-)
-def test_folders_that_cannot_be_used_are_refused(tmp_path, damage, message):
-    root = write_folder(tmp_path / "images", {"train": 12, "val": 4})
-    damage(root)
-    with pytest.raises(NodeError, match=message):
-        dataset(root)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
         ("data.resize=20", r"data.resize=20: must be at least data.image_size=24"),
         ("data.crop_scale=[0.5]", r"data.crop_scale=\[0.5\]: must be null or the smallest and the largest area"),
         ("data.crop_scale=[0.5,2.0]", r"data.crop_scale=\[0.5, 2.0\]: must be null"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(root, override, message):
+def test_folders_and_options_that_cannot_be_used_are_refused(tmp_path, damage, message):
+    root = write_folder(tmp_path / "images", {"train": 12, "val": 4})
+    overrides = [damage] if isinstance(damage, str) else []
+    if not overrides:
+        damage(root)
     with pytest.raises(ConfigError, match=message):
-        dataset(root, override)
+        dataset(root, *overrides)
 
 
 def test_corrupt_files_are_left_out_the_same_with_and_without_a_cache(tmp_path):

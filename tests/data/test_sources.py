@@ -59,7 +59,7 @@ def test_float_images_are_those_of_uint8_and_images_to_test_on_are_not_augmented
             ["+data.dataset.size=0"],
             r"must be a map-style dataset, with __len__, __getitem__ and at least one sample$",
         ),
-        ("Tensors", ["data.num_classes=null"], r"has no attribute classes \(the names\); set data.num_classes"),
+        ("Tensors", ["data.num_classes=null"], r"has no attribute classes, a list of names; set data.num_classes"),
         ("Single", [], r"sample 0 must be \(image, label\), got Tensor"),
         ("Iterable", [], r"Iterable: must be a map-style dataset, with __len__, __getitem__ and at least one sample$"),
         ("NoSplit", [], r"must have a parameter split, which is train, data.val_split=val or data.test_split=None, or a"),

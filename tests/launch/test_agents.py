@@ -91,9 +91,8 @@ def test_rank_that_crashes_is_restarted_with_the_ranks_of_the_other_agent(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_restart_over_two_agents_ends_with_the_same_weights(rank, undisturbed, tmp_path):
-    fault = f"crash@rank={rank},step=8"
+def test_restart_over_two_agents_ends_with_the_same_weights(undisturbed, tmp_path):
+    fault = "crash@rank=0,step=8"
     run = Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=(fault, fault)).finish()
     assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(run).items())
 

@@ -7,82 +7,70 @@ import pytest
 from launches import (
     NARROW,
     SMALL,
-    finish,
     launch,
     launch_on_terminal,
     main_in_world,
     only_run,
     read_metrics,
     refusal_in_world,
-    start,
 )
 from run_checks import check_run
 from worlds import once, run_world
 
-LINES = [  # command, strategy, ranks, replicas, an excerpt of the log
-    ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, 4, "ddp on 4 x cpu"),
-    ("python train.py", "single", 1, 1, "single on 1 x cpu"),
-    ("python train.py strategy=dp", "dp", 1, 1, "dp on the CPU: no GPU"),
-    ("python train.py strategy=split", "split", 1, 1, "conv2 fc1 fc2 on cpu"),
-    (
-        "torchrun --standalone --nproc_per_node=4 train.py strategy=ddp_pipeline",
-        "ddp_pipeline",
-        4,
-        2,
-        "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+p-1) = 11% of the time, p=2",
-    ),
-    (
-        "torchrun --standalone --nproc_per_node=2 train.py strategy=tp",
-        "tp",
-        2,
-        1,
-        "tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded",
-    ),
-    ("python -m ddp_lab train --nproc 2 strategy=fsdp", "fsdp", 2, 2, "fsdp on 2 x cpu"),
-    (
-        "torchrun --nproc_per_node=4 train.py strategy=mesh strategy.pp=2 strategy.tp=2 model=vit",
-        "mesh",
-        4,
-        1,
-        "pp 2 x dp 1 x tp 2, dp = replicate 1 x shard 1\n  pp 0  ranks 0 to 1  embed .. block",
-    ),
+LINES = [  # command, strategy, ranks, an excerpt of the log
+    ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, "ddp on 4 x cpu"),
+    ("python train.py", "single", 1, "single on 1 x cpu"),
+    ("python -m ddp_lab train --nproc 2 strategy=fsdp", "fsdp", 2, "fsdp on 2 x cpu"),
 ]
 
 
-COLD = ("fsdp", "single")  # strategies that are started in new interpreters
-SLOW = ("dp", "split", "tp")
-STARTS = [
-    pytest.param(*line, line[1] in COLD, id=line[1], marks=[pytest.mark.slow] if line[1] in SLOW else []) for line in LINES
-]
-
-
-@pytest.mark.parametrize(("line", "strategy", "world_size", "replicas", "logged", "cold"), STARTS)
-def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, replicas, logged, cold, tmp_path):
-    small = ["model.depth=2", "model.width=16", "model.heads=2", "strategy.num_microbatches=2"] if strategy == "mesh" else []
-    code, output = launch(line, *small, "epochs=1", f"runs_dir={tmp_path}/runs", cold=cold)
+@pytest.mark.parametrize(("line", "strategy", "world_size", "logged"), LINES, ids=[line[1] for line in LINES])
+def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, logged, tmp_path):
+    code, output = launch(line, "epochs=1", f"runs_dir={tmp_path}/runs", cold=strategy != "ddp")
     assert code == 0, output
     assert output.count(logged) == 1, "it must be logged once, not once per rank"
     plural = "s" * (world_size > 1)
-    assert f"{world_size} rank{plural}, global batch 64 = {replicas} x {64 // replicas}, 23 steps an epoch, lr 0.1" in output
+    batch = f"{world_size} rank{plural}, global batch 64 = {world_size} x {64 // world_size}, 23 steps an epoch, lr 0.1"
+    assert batch in output
     assert output.splitlines()[-1].startswith("result: epoch 1 (last), test loss ")
     assert "arning" not in output.replace("OMP_NUM_THREADS", ""), output
     check_run(only_run(tmp_path / "runs"), epochs=1, strategy=strategy, world_size=world_size)
-    if not small:  # LeNet, from the default initial weights
-        assert read_metrics(only_run(tmp_path / "runs"))[0]["test_accuracy"] > 0.5
+    assert read_metrics(only_run(tmp_path / "runs"))[0]["test_accuracy"] > 0.5
 
 
-def test_pipeline_logs_its_stages_balance_and_bubble(tmp_path):
-    """The blocks of each rank, the balance, the bubble and the note on BatchNorm are logged once each."""
-    run_world(2, main_in_world, *SMALL, *NARROW, "strategy=pipeline", "epochs=1", f"runs_dir={tmp_path}")
-    written = (only_run(tmp_path) / "train.log").read_text()
-    for logged in (
-        "pipeline: stem layer1 on pp rank 0 (60% of the FLOPs), layer2 head on pp rank 1 (40% of the FLOPs), "
-        "balance 83% (mean rank / busiest)",
-        "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+p-1) = 11% of the time, p=2",
-        "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches",
-    ):
-        assert written.count(logged) == 1, written
-    assert written.count("expected bubble") == written.count("balance") == written.count("BatchNorm") == 1
+BUBBLE = "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+p-1) = 11% of the time, p=2"
+LAYOUTS = {  # ranks, and by overrides excerpts of the log
+    1: {"strategy=dp": ["dp on the CPU: no GPU"], "strategy=split": ["conv2 fc1 fc2 on cpu"]},
+    2: {
+        "strategy=tp": ["tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded"],
+        f"strategy=pipeline {' '.join([*SMALL, *NARROW])}": [
+            "pipeline: stem layer1 on pp rank 0 (60% of the FLOPs), layer2 head on pp rank 1 (40% of the FLOPs), "
+            "balance 83% (mean rank / busiest)",
+            BUBBLE,
+            "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches",
+        ],
+    },
+    4: {
+        "strategy=ddp_pipeline": [BUBBLE, "4 ranks, global batch 64 = 2 x 32, 23 steps an epoch"],
+        f"{' '.join(SMALL)} strategy=mesh strategy.pp=2 strategy.tp=2 strategy.num_microbatches=2 model=vit model.depth=2 "
+        "model.width=16 model.heads=2": [
+            "pp 2 x dp 1 x tp 2, dp = replicate 1 x shard 1\n  pp 0  ranks 0 to 1  embed .. block0"
+        ],
+    },
+}
+
+
+def train_each(lines: list[str], folder: Path) -> None:
+    for i, line in enumerate(lines):
+        main_in_world(*line.split(), "epochs=1", f"runs_dir={folder}", f"name=run{i}")
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_layout_of_a_strategy_is_logged_once(ranks, tmp_path):
+    run_world(ranks, train_each, list(LAYOUTS[ranks]), tmp_path)
+    for i, excerpts in enumerate(LAYOUTS[ranks].values()):
+        written = (tmp_path / f"run{i}" / "train.log").read_text()
+        assert [written.count(excerpt) for excerpt in excerpts] == [1] * len(excerpts), written
 
 
 @pytest.mark.slow
@@ -92,18 +80,6 @@ def test_default_run_learns_in_the_first_epoch_and_reaches_95_percent_accuracy(t
     first, *_, last = (metrics["test_accuracy"] for metrics in read_metrics(only_run(tmp_path)))
     assert first > 0.4
     assert last >= 0.95
-
-
-def test_concurrent_launches_get_separate_directories(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"
-    launches = [start(line, *SMALL, "epochs=1", f"runs_dir={tmp_path}/runs") for _ in range(2)]
-    for process in launches:
-        code, output = finish(process, timeout=240)
-        assert code == 0, output
-    run_dirs = list((tmp_path / "runs").iterdir())
-    assert len(run_dirs) == 2
-    for run_dir in run_dirs:
-        check_run(run_dir, epochs=1, strategy="ddp", world_size=2)
 
 
 def test_progress_bar_is_shown_on_a_terminal_and_not_in_the_log(tmp_path):
@@ -133,31 +109,24 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp model=null": "a group cannot be null or a list",
     "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, mesh, pipeline, "
     "scratch, single, split, tp\n",
-    "group=magic": "group=magic: there is no such key",
     "batch_size": "batch_size: overrides look like key=value",
-    "batch_size=": "batch_size=: must be an integer of at least 1",
     "batch_size=many": "batch_size=many: must be an integer of at least 1",
-    "batch_size=0": "batch_size=0: must be an integer of at least 1",
     "strategy=ddp batch_size=1": "batch_size=1: is the global batch and must be divisible by the 2 replicas that share it; "
     "use 2, or",
     "strategy=ddp batch_size=7": "use 6 or 8, or scaling=weak to give every replica 7",
     "name=${nobody}": "Interpolation key 'nobody' not found",
     "strategy=ddp device=cuda:7": "device=cuda:7: there is no such device",
     "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `ddp-lab train strategy=single`",
-    "strategy=dp": "strategy=dp: runs in one process",
-    "strategy=split": "strategy=split: runs in one process",
     "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 is not "
     "divisible by 3; use 1 or 2, or start a multiple of 3 ranks",
-    "strategy=tp strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of dp x tp, because 2 is not divisible by 3",
     "strategy=tp strategy.plan={conv9:replicate}": "strategy.plan.conv9=replicate: the model has no such block; it has conv1, "
     "conv2, fc1, fc2",
-    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 units of fc2 are not divisible by 2. Use a "
-    "tp that divides them, or replicate those blocks: ++strategy.plan.fc2=replicate",
+    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 channels or units of fc2 are not divisible "
+    "by 2. Use a tp that divides them, or replicate those blocks: ++strategy.plan.fc2=replicate",
     "strategy=mesh strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is "
     "not divisible by 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
     "strategy=mesh strategy.tp=2": "strategy.tp=2: no block of the model has a plan for tensor parallelism. Give the class",
     "strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=1f1b on 2 ranks needs 2 stages,",
-    "strategy=pipeline strategy.schedule=gpipe strategy.num_stages=4": "strategy.num_stages=4: strategy.schedule=gpipe on 2",
     "strategy=pipeline strategy.schedule=loopedbfs strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=loopedbfs "
     "on 2 ranks needs a multiple of 2 stages",
     "strategy=pipeline strategy.cut=[fc9]": "strategy.cut=[fc9]: must be blocks of the model in their order, the first "
@@ -181,11 +150,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
     "strategy=ddp patience=3": "patience=3: needs a validation set, which these data do not have. Use data.val_fraction=0.1",
-    "strategy=ddp checkpoint.best=val_accuracy": "checkpoint.best=val_accuracy: needs a validation set",
-    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: the test set chooses nothing. Use "
-    "checkpoint.best=val_accuracy with a validation set: data.val_fraction=0.1, or with data=folder a folder val/",
+    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: must be auto or val_loss or val_accuracy or null",
     "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
-    "optimize=test_loss": "optimize=test_loss: the test set chooses nothing. Use optimize=val_loss with a",
     "data.val_fraction=1": "data.val_fraction=1: must be a number from 0 to below 1 or null",
     "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 samples to train on and 0 to",
     "-m strategy=ddp seed=1,2": "--multirun: is not supported by several ranks, where all jobs would share one process group",
@@ -221,13 +187,6 @@ def test_user_error_is_reported_once_with_exit_code_2(line, tmp_path):
     assert REJECTED[line] in printed
     assert printed.count("\n") == 1, printed
     assert not left, "a rejected run left a directory"
-
-
-def test_python_prints_only_the_message():
-    code, output = launch("python train.py device=cuda:7")
-    assert code == 2
-    assert output.startswith("error: device=cuda:7: there is no such device on ")
-    assert output.count("\n") == 1
 
 
 def test_mistake_that_the_ranks_find_is_printed_once(tmp_path):

@@ -124,13 +124,6 @@ def test_closed_pipe_stops_the_run_with_one_line(tmp_path):
     assert len(list(tmp_path.glob("runs/*/checkpoints/step_*.pt"))) == 1
 
 
-def test_strategy_of_several_ranks_on_one_rank_warns_with_the_line_to_use(tmp_path):
-    code, output = launch("python train.py strategy=ddp epochs=1", *SMALL, f"runs_dir={tmp_path}")
-    assert code == 0, output
-    line = "`ddp-lab train --nproc 2 strategy=ddp`"
-    assert output.count(f"strategy=ddp: has one rank, so nothing is distributed. Use, for example, {line}") == 1
-
-
 @pytest.mark.parametrize(
     ("nnodes", "variables", "refused"),
     [

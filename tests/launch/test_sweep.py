@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launch.command_line import quote
+from ddp_lab.launch.slurm import SlurmLauncher
 from ddp_lab.launch.sweep import LONGEST, Job, directory_name, is_finished
 from ddp_lab.launch.torchrun import TorchrunLauncher
 from ddp_lab.resilience.run_directory import write_status
@@ -103,28 +104,6 @@ def test_slurm_dry_run_prints_the_script_and_the_commands(tmp_path):
     assert all(f"train.sbatch --config-dir {tmp_path} " in row for row in submitted)
 
 
-def test_sbatch_options_that_are_not_a_list_are_rejected(tmp_path):
-    line = ["hydra.launcher.dry_run=true", "hydra.launcher.sbatch='--time=60'", "strategy=ddp,fsdp"]
-    code, output = launch("python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), *line)
-    assert code == 2, output
-    assert output == "error: hydra.launcher.sbatch=--time=60: must be a list: ['--gpus-per-node=4','--time=60']\n"
-
-
-def test_missing_sbatch_is_reported_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    code, output = launch("python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), "strategy=ddp,fsdp")
-    assert (code, output.count("\n")) == (2, 1), output
-    assert output.startswith("error: hydra/launcher=slurm: sbatch is not installed on this machine; ")
-
-
-def test_sweep_directory_that_cannot_be_created_is_reported_in_one_line(tmp_path):
-    (tmp_path / "file").touch()
-    where = f"{tmp_path}/file/sweep"
-    code, output = launch(f"python train.py -m hydra/launcher=slurm strategy=ddp,fsdp hydra.sweep.dir={where}")
-    assert code == 2, output
-    assert output == f"error: hydra.sweep.dir={where}: cannot write to it (Not a directory); use another directory\n"
-
-
 @pytest.mark.parametrize(
     ("status", "epoch", "finished"),
     [("finished", 3, True), ("finished", 2, False), ("preempted", 3, False)],
@@ -134,12 +113,6 @@ def test_job_is_finished_when_its_status_is_and_all_epochs_are_done(status, epoc
     assert not is_finished(job)
     write_status(tmp_path, status, epoch, 15)
     assert is_finished(job) is finished
-
-
-def test_max_parallel_of_zero_is_rejected():
-    code, output = launch(SWEEP, "hydra.launcher.max_parallel=0", "strategy=ddp,fsdp")
-    assert code == 2
-    assert output.strip() == "error: hydra.launcher.max_parallel=0: must be an integer of at least 1"
 
 
 def slots(nproc_per_node: int, max_parallel: int, device: str = "auto") -> list[str | None]:
@@ -161,6 +134,25 @@ def test_concurrent_jobs_get_separate_gpus_or_are_rejected(monkeypatch):
         "lower max_parallel or nproc_per_node, or set device=cpu"
     )
     assert slots(2, 3, device="cpu") == [None, None, None]
+
+
+def test_options_and_programs_that_a_launcher_cannot_use_are_named(tmp_path, monkeypatch):
+    def refusal(function, *args) -> str:
+        with pytest.raises(ConfigError) as error:
+            function(*args)
+        return str(error.value)
+
+    sbatch = "hydra.launcher.sbatch=--time=60: must be a list: ['--gpus-per-node=4','--time=60']"
+    assert refusal(SlurmLauncher("--time=60", dry_run=True).check_options) == sbatch
+    assert refusal(slots, 1, 0) == "hydra.launcher.max_parallel=0: must be an integer of at least 1"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = "hydra/launcher=slurm: squeue is not installed on this machine; "
+    assert refusal(SlurmLauncher([], dry_run=False).known).startswith(missing)
+    (tmp_path / "file").touch()
+    where = f"{tmp_path}/file/sweep"
+    launcher, config = TorchrunLauncher(1, 1), OmegaConf.create({"hydra": {"sweep": {"dir": where}}})
+    reported = refusal(lambda: launcher.setup(hydra_context=None, task_function=None, config=config))
+    assert reported == f"hydra.sweep.dir={where}: cannot write to it (Not a directory); use another directory"
 
 
 @pytest.mark.parametrize("value", ["a b", "a'b", "a\\b", "a\\", "a\\'b", "a\\\\b'\\\\", '$(x) `y` "z", {k: v} [1]=#'])

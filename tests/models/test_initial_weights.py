@@ -1,19 +1,15 @@
 """Initial weights by block name, `model.init=by_block`."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from configs import config
 from torch import nn
 
-from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.models.make import make_model
-from ddp_lab.strategies.sharding import PresentWeights, fill
+from ddp_lab.strategies.sharding import fill
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
 
@@ -57,8 +53,6 @@ def test_draw_depends_on_seed_and_name_only():
     ("name", "options"),
     [
         ("lenet", {"init_std": None}),
-        ("lenet", {"init_std": 0.05}),
-        ("simple_cnn", {}),
         ("resnet18", {"init_std": None}),
         ("book_resnet18", {"init_std": 0.05}),
     ],
@@ -137,11 +131,6 @@ def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["1.scale"]
     assert 1 <= model.get_parameter("1.scale").min() < model.get_parameter("1.scale").max() <= 2
     assert model.get_buffer("1.order").tolist() == [1, 2, 3]
-    before = model.get_parameter("1.scale").clone()
-    present = PresentWeights(model)
-    fill(model.to("meta"), present, CPU)
-    assert model.get_buffer("1.order").tolist() == [1, 2, 3]
-    assert torch.equal(model.get_parameter("1.scale"), before)
 
 
 @pytest.mark.parametrize(
@@ -149,23 +138,20 @@ def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled
     [
         (
             f"{__name__}.bare",
-            "1.1 (Bare) has scale, but no method reset_parameters, which would draw the initial weights again.",
+            "init=by_block: 1.1 (Bare) has scale, but no method reset_parameters, which would draw the initial",
         ),
-        (f"{__name__}.reads", f"{__name__}.reads cannot be constructed on the meta device, which has shapes and no values: R"),
+        (f"{__name__}.reads", f"_target_={__name__}.reads: cannot be constructed on the meta device, which has no values, as"),
         (
             f"{__name__}.tied",
-            "1.weight and 2.0.weight are the same parameter, but would be allocated separately. Use model.init",
+            "init=by_block: 1.weight and 2.0.weight are the same parameter, but would be allocated separately.",
         ),
-        (
-            "torch.nn.Flatten",
-            "needs a model made of blocks, got torch.nn.Flatten, which returns a Flatten. Use model.init=defa",
-        ),
+        ("torch.nn.Flatten", "init=by_block: needs a model made of blocks, got a Flatten. Use model.init=default, or return"),
     ],
 )
 def test_models_that_cannot_be_drawn_by_block_are_refused(target, message):
     with pytest.raises(ConfigError) as error:
         made({"_target_": target})
-    assert str(error.value).startswith(f"model.init=by_block: {message}")
+    assert str(error.value).startswith(f"model.{message}")
 
 
 @pytest.mark.parametrize(("left_out", "dtype"), [("order", torch.int64), ("scale", torch.float32), ("scale", torch.complex64)])
@@ -197,34 +183,3 @@ def test_file_of_weights_takes_precedence_block_by_block(tmp_path, monkeypatch):
         assert torch.equal(tensor, expected), name
     monkeypatch.setattr(initial_weights, "_draw", None)
     initial_weights.of("block1")  # does not draw what the file has
-
-
-class Watched(InitialWeights):
-    """Count the complete blocks that are in memory when another one is drawn."""
-
-    def __init__(self, chain: Chain, seed: int):
-        super().__init__(chain, seed)
-        self.drawn: list[weakref.ref] = []
-        self.alive: list[int] = []
-
-    def of(self, name: str) -> dict[str, torch.Tensor]:
-        gc.collect()
-        self.alive.append(sum(tensor() is not None for tensor in self.drawn))
-        state = super().of(name)
-        self.drawn += map(weakref.ref, state.values())
-        return state
-
-
-def test_one_complete_block_at_a_time_is_in_memory():
-    model = made(group("vit")).model
-    weights = Watched(model, 3)
-    fill(model, weights, CPU)
-    assert weights.alive == [0] * 6
-    assert len(weights.drawn) == len(model.state_dict())
-
-
-def test_option_is_checked_and_only_vision_transformers_use_it_by_default():
-    assert check(config("model=lenet")).model["init"] == "default"
-    assert check(config("model=vit")).model["init"] == "by_block"
-    with pytest.raises(ConfigError, match=r"model\.init=block: must be default or by_block"):
-        check(config("model=lenet", "model.init=block"))

@@ -14,7 +14,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.torchvision_models import download, find_weights, rename, torchvision_model
-from ddp_lab.strategies.fully_shard import units
+from ddp_lab.strategies.fsdp import units
 from ddp_lab.world.runtime import Runtime
 
 TARGET = "ddp_lab.models.torchvision_models.torchvision_model"

@@ -14,10 +14,7 @@ from worlds import run_world
 
 EPOCHS, FEW, MANY = 5, 200, 2000  # steps of the two runs
 BETWEEN = 900, 1900  # steps of the longer run, in which what is held is counted: four epochs begin or end before the first
-CASES = {
-    "workers": ["data.loader=workers", "data.num_workers=1"],
-    "averages and shards": ["ema=0.9", "checkpoint.format=sharded"],
-}
+OPTIONS = ["data.loader=workers", "data.num_workers=1", "ema=0.9", "checkpoint.format=sharded"]
 
 
 class MallInfo(ctypes.Structure):
@@ -52,21 +49,21 @@ class Counting(nn.Module):
         return self.layer(inputs.flatten(1))
 
 
-def train(runs_dir: Path, overrides: list[str]) -> list[tuple[int, int, int, int]]:
+def train(runs_dir: Path) -> list[tuple[int, int, int, int]]:
     """Train twice for the same number of epochs. Return the counts."""
     small = ["data.dataset.channels=1", "data.dataset.image_size=4", "data.dataset.num_classes=4", "data.dataset.test_size=16"]
     options = [*small, "data=synthetic", "model=own", f"model._target_={__name__}.Counting", "batch_size=4"]
     for steps in (FEW, MANY):
         size = f"data.dataset.train_size={4 * steps // EPOCHS}"
-        main_in_world(*options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}", *overrides)
+        main_in_world(*options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}", *OPTIONS)
     return Counting.counts
 
 
-@pytest.fixture(scope="module", params=CASES)
-def trained(request, tmp_path_factory) -> tuple[Path, list[tuple[int, int, int, int]]]:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[tuple[int, int, int, int]]]:
     """Return the directory of the two runs, and the counts."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_world(1, train, folder, CASES[request.param])[0]
+    return folder, run_world(1, train, folder)[0]
 
 
 def test_memory_does_not_grow_with_the_number_of_steps(trained):

@@ -79,8 +79,8 @@ def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(attempts):
     [
         (set(), [GRAPH, BOTH], "compile         on      1,000,000 steps of 1 ms are left: compiling saves about 180 s of"),
         ({"cuda_graph"}, [GRAPH, EAGER, COMPILED], "off     the step cannot be captured: cuda_graph is impossible"),
-        ({"compile"}, [GRAPH, BOTH, GRAPH], "compile: off, because the step cannot be compiled: compile is impossible"),
-        ({"cuda_graph", "compile"}, [GRAPH, EAGER, COMPILED, EAGER], "because the step cannot be compiled"),
+        ({"compile"}, [GRAPH, BOTH, GRAPH], "compile         off     the step cannot be compiled: compile is impossible"),
+        ({"cuda_graph", "compile"}, [GRAPH, EAGER, COMPILED, EAGER], "off     the step cannot be compiled"),
     ],
     ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else None,
 )

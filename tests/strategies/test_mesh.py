@@ -1,6 +1,5 @@
 """The strategy mesh: its layout, the plans for tensor parallelism, and what each rank holds."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -106,7 +105,7 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
         (tied(), {}, "block1.norm1.weight is the same parameter as block0.norm1.weight, which torch does not always update if"),
         (planned(fc3="row"), {"tp": 2}, "Changed.tensor_parallel: block1 has no module fc3; it has norm1, attn, "),
         (planned(fc2="rows"), {"tp": 2}, "fc2 must be one of column, heads, row, tokens, gather, got rows"),
-        (planned(norm1="column"), {"tp": 2}, "norm1 is column, which must be a Linear, got Norm"),
+        (planned(norm1="column"), {"tp": 2}, "norm1 must be tokens or gather, because it is no nn.Linear, got column"),
         (planned(norm2=None), {"tp": 2}, "must name the module of the parameter norm2.weight, as one of column"),
         (with_block(nn.Sequential(Counting())), {"tp": 2}, "does not support models with buffers, got block1.0.count"),
     ],
@@ -154,12 +153,10 @@ def test_ranks_hold_every_parameter_once_and_layers_are_divided_by_the_plan(monk
     assert held == {name: parameter.numel() for name, parameter in complete.items()}
 
 
-def test_log_names_the_ranks_of_each_stage_and_an_offload_without_effect(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "ddp_lab")
-    strategy, _ = held_by(monkeypatch, 0, shard=2, pp=2, num_stages=4, schedule="interleaved1f1b", offload=True)
+def test_log_names_the_ranks_and_blocks_of_each_stage(monkeypatch):
+    strategy, _ = held_by(monkeypatch, 0, shard=2, pp=2, num_stages=4, schedule="interleaved1f1b")
     assert strategy.describe().splitlines()[1:4] == [
         "pp 2 x dp 4 x tp 1, dp = replicate 2 x shard 2",
         "  pp 0  ranks 0 to 3  embed and block1",
         "  pp 1  ranks 4 to 7  block0 and head",
     ]
-    assert caplog.messages == ["strategy.offload=true has no effect: the device is the CPU, whose memory is that of the host"]

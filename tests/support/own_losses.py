@@ -36,10 +36,6 @@ def number(logits, targets):
     return 1.0
 
 
-def alone(logits):
-    return logits.sum(1)
-
-
 def failing(logits, targets):
     raise KeyError("weights")
 

@@ -147,17 +147,16 @@ class SeveralTypes(nn.Module):
 
 
 class Attention(nn.Module):
-    """A stock attention, which reads the weight of its out_proj, and a layer whose weight the block reads, too."""
+    """A stock attention, which reads the weight of its out_proj, and an MLP."""
 
     def __init__(self, width):
         super().__init__()
-        self.attention, self.again = nn.MultiheadAttention(width, 4, batch_first=True), nn.Linear(width, width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, tokens):
         tokens = tokens.to(self.mlp[0].weight.dtype)
         tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
-        tokens = tokens + nn.functional.linear(self.again(tokens), self.again.weight.T)
         return tokens + self.mlp(tokens)
 
 

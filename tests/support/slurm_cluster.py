@@ -1,8 +1,6 @@
 """A Slurm cluster of two nodes on this machine, for the tests: real daemons with their own directory, on the loopback device.
 
-The programs are found on the PATH (Debian's packages slurm-wlm and munge), or in the folder DDP_LAB_SLURM_ROOT, into which the
-packages slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, munge, libmunge2, libhwloc15 and liblua5.1-0 were unpacked
-(`dpkg -x PACKAGE FOLDER`). They need no root privileges, no systemd and no control groups.
+The programs are those of Debian's packages slurm-wlm and munge. They need no root privileges, systemd or control groups.
 """
 
 import getpass
@@ -30,7 +28,6 @@ SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
 CredType=cred/munge
-{plugins}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -111,16 +108,9 @@ class Cluster:
 
     def __init__(self, folder: Path, path: Path):
         self.folder = folder
-        root = os.environ.get("DDP_LAB_SLURM_ROOT")
-        system = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-        search = f"{root}/usr/bin:{root}/usr/sbin:{system}" if root else system
+        search = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         self.env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "TORCH"))}
         self.env |= {"PATH": f"{path}:{search}", "SLURM_CONF": f"{folder}/slurm.conf", "CUDA_VISIBLE_DEVICES": ""}
-        self.plugins = ""
-        if root:
-            plugins = next(Path(root).glob("usr/lib/*/slurm-wlm"))
-            self.env["LD_LIBRARY_PATH"] = f"{plugins.parent}:{plugins}"
-            self.plugins = f"PluginDir={plugins}"
         names = ("slurmctld", "slurmd", "slurmstepd", "munged", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
         self.programs = {name: find(name, search) for name in names}
         self.daemons: dict[str, subprocess.Popen] = {}
@@ -149,7 +139,6 @@ class Cluster:
             user=getpass.getuser(),
             folder=self.folder,
             ports=[*ports[:4], ports[-1]],
-            plugins=self.plugins,
             lost=LOST,
         )
         (self.folder / "slurm.conf").write_text(conf)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -180,19 +180,9 @@ class Case:
 
     def reference(self) -> "Case":
         """Return the run on one device whose results this one must equal."""
-        loader = "workers" if self.files else "device"
-        return replace(
-            self,
-            strategy=Single,
-            options=(),
-            loader=loader,
-            accumulate=1,
-            save="",
-            save_at=0,
-            resume=None,
-            start=0,
-            performance=OFF,
-        )
+        usual = ("options", "accumulate", "save", "save_at", "resume", "start", "performance")
+        changed = {field.name: field.default for field in fields(Case) if field.name in usual}
+        return replace(self, strategy=Single, loader="workers" if self.files else "device", **changed)
 
 
 @dataclass
@@ -244,6 +234,11 @@ def data_of(case: Case, root: str) -> dict[str, Any]:
     return {"dataset": dataset, "num_workers": 1}
 
 
+# Fields of Case that are keys of the config, and of its group `data`.
+KEYS = ("epochs", "batch_size", "accumulate", "max_grad_norm", "ema", "decay_norms_and_biases", "mixup", "cutmix")
+DATA_KEYS = ("val_fraction", "loader", "crop_padding", "flip")
+
+
 def config_of(case: Case, root: str = "") -> DictConfig:
     """Return the config with which train.py would run the case. Most keys that change numbers differ from their defaults.
 
@@ -255,16 +250,9 @@ def config_of(case: Case, root: str = "") -> DictConfig:
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     return OmegaConf.create(
         {
+            **{key: getattr(case, key) for key in KEYS},
             "seed": SEED,
-            "epochs": case.epochs,
-            "batch_size": case.batch_size,
             "scaling": "strong",
-            "accumulate": case.accumulate,
-            "max_grad_norm": case.max_grad_norm,
-            "ema": case.ema,
-            "decay_norms_and_biases": case.decay_norms_and_biases,
-            "mixup": case.mixup,
-            "cutmix": case.cutmix,
             "lr_scaling": "linear",
             "lr_base_batch_size": case.batch_size,
             "warmup_epochs": 2 / -(-case.samples // case.batch_size),  # two steps
@@ -278,11 +266,8 @@ def config_of(case: Case, root: str = "") -> DictConfig:
             **case.performance._asdict(),
             "data": {
                 **data_of(case, root),
-                "val_fraction": case.val_fraction,
+                **{key: getattr(case, key) for key in DATA_KEYS},
                 "val_seed": SEED,
-                "loader": case.loader,
-                "crop_padding": case.crop_padding,
-                "flip": case.flip,
                 "mean": [0.5],
                 "std": [0.2],
             },

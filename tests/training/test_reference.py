@@ -13,8 +13,9 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from launches import NARROW, launch, read_metrics
+from launches import NARROW, main_in_world, read_metrics
 from training import MODELS, largest_difference
+from worlds import run_world
 
 from ddp_lab.data.datasets import Synthetic
 
@@ -145,22 +146,17 @@ def train_by_hand(
 
 
 @pytest.mark.parametrize(
-    ("line", "model", "overrides", "shape_of"),
+    ("ranks", "model", "overrides", "shape_of"),
     [
+        (1, "lenet", ["model.init_std=0.1", f"batch_size={BATCH}", "scheduler=constant"], lambda progress, epoch: 1.0),
         (
-            "python train.py",
+            2,
             "lenet",
-            ["model.init_std=0.1", f"batch_size={BATCH}", "scheduler=constant"],
-            lambda progress, epoch: 1.0,
-        ),
-        (
-            "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp",
-            "lenet",
-            ["model.init_std=0.1", "scaling=weak", f"batch_size={BATCH // 2}", "data.loader=workers"],
+            ["strategy=ddp", "model.init_std=0.1", "scaling=weak", f"batch_size={BATCH // 2}", "data.loader=workers"],
             lambda progress, epoch: (1 + math.cos(math.pi * progress)) / 2,
         ),
         (
-            "python train.py",
+            1,
             "narrow",
             [
                 *NARROW,
@@ -175,10 +171,9 @@ def train_by_hand(
     ],
     ids=["lenet", "lenet-ddp", "batch_norm"],
 )
-def test_train_equals_a_loop_written_by_hand(line, model, overrides, shape_of, tmp_path):
+def test_train_equals_a_loop_written_by_hand(ranks, model, overrides, shape_of, tmp_path):
     largest_norm = LARGEST_NORM[model]
-    code, output = launch(line, *CHANGED, *overrides, f"max_grad_norm={largest_norm}", f"runs_dir={tmp_path}", "name=run")
-    assert code == 0, output
+    run_world(ranks, main_in_world, *CHANGED, *overrides, f"max_grad_norm={largest_norm}", f"runs_dir={tmp_path}", "name=run")
     make, _, size = MODELS[model]
     dataset = Synthetic(101, 53, 3, size, 10).load()
     torch.manual_seed(SEED)

@@ -42,17 +42,6 @@ def test_agree_per_node_runs_once_per_node_and_the_other_ranks_wait(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["by_rank_0", "by_rank_2"]
 
 
-def choose_run_dir(runs_dir) -> str:
-    with on_two_nodes() as runtime:
-        return str(RunDir(runtime, runs_dir, name=None, resume="auto", label="label").path)
-
-
-def test_all_nodes_use_the_same_run_directory(tmp_path):
-    chosen = {name for _ in range(3) for name in set(run_world(4, choose_run_dir, tmp_path))}
-    assert len(chosen) == 3, "each launch must have exactly one directory"
-    assert chosen == {str(path) for path in tmp_path.iterdir()}
-
-
 def test_launches_of_the_same_second_get_different_directories(tmp_path, monkeypatch):
     noon = datetime(2026, 1, 2, 12)
     monkeypatch.setattr(run_directory, "datetime", SimpleNamespace(now=lambda: noon))
@@ -75,21 +64,14 @@ def test_launch_whose_first_node_was_replaced_keeps_its_directory(tmp_path):
     assert len(paths) == 1
 
 
-def test_find_launch_finds_a_launch_of_which_some_nodes_were_replaced(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LAUNCH_FILE).write_text("node1-1-10\nnode2-1-10")
-    launches = ["node2-1-10", "node2-1-10\nnode3-1-30", "node1-1-50", "node"]
-    assert [find_launch(tmp_path, launch) for launch in launches] == ["run", "run", None, None]
-
-
-def test_find_launch_returns_the_directory_of_this_launch_alone(tmp_path):
-    for name, launch in (("one", "host-1-10"), ("two", "host-2-20")):
+def test_find_launch_returns_the_directory_of_a_launch_also_if_some_nodes_were_replaced(tmp_path):
+    for name, launch in (("one", "node1-1-10\nnode2-1-10"), ("two", "host-2-20")):
         (tmp_path / name).mkdir()
         (tmp_path / name / LAUNCH_FILE).write_text(launch)
     (tmp_path / "unreadable" / LAUNCH_FILE).mkdir(parents=True)  # for root, too, whom permissions do not stop
-    found = [find_launch(tmp_path, launch) for launch in ("host-1-10", "host-2-20", "host-3-30")]
-    assert found == ["one", "two", None]
-    assert find_launch(tmp_path / "none-yet", "host-1-10") is None
+    launches = ["node2-1-10", "node2-1-10\nnode3-1-30", "host-2-20", "node1-1-50", "node"]
+    assert [find_launch(tmp_path, launch) for launch in launches] == ["one", "one", "two", None, None]
+    assert find_launch(tmp_path / "none-yet", "host-2-20") is None
 
 
 def fail_to_agree(port: int | None) -> str:

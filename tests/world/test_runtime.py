@@ -2,11 +2,12 @@
 
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from launches import NARROW, SMALL, main_in_world, only_run, read_metrics
+from launches import NARROW, SMALL, main_in_world, read_metrics
 from worlds import run_world
 
 from ddp_lab.config.errors import NodeError
@@ -84,37 +85,25 @@ def test_rank_missing_from_a_mesh_group_is_detected_at_the_timeout():
     assert "rank 1: " not in str(error.value), "must not be named: its pipeline is complete"
 
 
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory) -> float:
-    """Return the training loss in float32, which is the same under every strategy."""
-    folder = tmp_path_factory.mktemp("float32")
-    run_world(1, main_in_world, *SMALL, "strategy=single", "epochs=1", f"runs_dir={folder}")
-    return read_metrics(only_run(folder))[-1]["train_loss"]
+IN_BF16 = {  # ranks: overrides of runs
+    1: ["strategy=dp", "strategy=split"],
+    2: ["strategy=ddp", "strategy=scratch", "strategy=pipeline", "strategy=tp", f"strategy=fsdp {' '.join(NARROW)}"],
+}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        ("ddp", 2),
-        ("pipeline", 2),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("scratch", "tp")),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dp", "split")),
-    ],
-)
-def test_bf16_loss_is_close_to_float32(strategy, ranks, exact, tmp_path):
-    overrides = [*SMALL, f"strategy={strategy}", "epochs=1", "precision=bf16", "name=bf16"]
-    run_world(ranks, main_in_world, *overrides, f"runs_dir={tmp_path}")
-    rough = read_metrics(tmp_path / "bf16")[-1]["train_loss"]
-    assert rough != exact, "nothing was computed in bf16"
-    assert rough == pytest.approx(exact, rel=0.05)
+def train_in_both(lines: list[str], folder: Path) -> None:
+    for i, line in enumerate(lines):
+        for precision in ("float32", "bf16"):
+            given = [*line.split(), "epochs=1", f"precision={precision}", f"name={precision}{i}", f"runs_dir={folder}"]
+            main_in_world(*SMALL, *given)
 
 
-def test_fsdp_trains_batch_norm_in_bf16(tmp_path):
+@pytest.mark.parametrize("ranks", IN_BF16)
+def test_bf16_loss_is_close_to_float32(ranks, tmp_path):
     """BatchNorm's parameters stay in float32: its kernels do not support bf16 parameters with float32 statistics."""
-    overrides = [*SMALL, *NARROW, "strategy=fsdp", "epochs=1", f"runs_dir={tmp_path}"]
-    for precision in ("float32", "bf16"):
-        run_world(2, main_in_world, *overrides, f"precision={precision}", f"name={precision}")
-    exact, rough = (read_metrics(tmp_path / name)[-1] for name in ("float32", "bf16"))
-    assert math.isfinite(rough["test_loss"])
-    assert rough["train_loss"] != exact["train_loss"], "nothing was computed in bf16"
-    assert rough["train_loss"] == pytest.approx(exact["train_loss"], rel=0.05)
+    run_world(ranks, train_in_both, IN_BF16[ranks], tmp_path)
+    for i, line in enumerate(IN_BF16[ranks]):
+        exact, rough = (read_metrics(tmp_path / f"{precision}{i}")[-1] for precision in ("float32", "bf16"))
+        assert math.isfinite(rough["test_loss"]), line
+        assert rough["train_loss"] != exact["train_loss"], f"nothing was computed in bf16: {line}"
+        assert rough["train_loss"] == pytest.approx(exact["train_loss"], rel=0.05), line

@@ -1,4 +1,4 @@
-"""The rank of a launch that is only planned: its place among the others, a fake process group, bf16 as on a GPU, the model."""
+"""The rank of a launch that is only planned: its place among the others, a fake process group, and bf16 as on a GPU."""
 
 import copy
 from collections.abc import Callable, Generator
@@ -9,17 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from omegaconf import DictConfig
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.dataset import Dataset
-from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import build_model, key_of, make_model
-from ddp_lab.models.trial import freeze_unused
-from ddp_lab.run.job import make_task, make_trial
 from ddp_lab.world.ranks import Answer
 from ddp_lab.world.runtime import Runtime
 
@@ -86,21 +78,3 @@ class Float32Norms(TorchFunctionMode):
         if func in self.functions:
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.float(), (args, kwargs))
         return func(*args, **kwargs or {})
-
-
-def plan_model(cfg: DictConfig, dataset: Dataset) -> nn.Module:
-    """Return the model on the meta device, or on the CPU if its constructor or its forward pass needs values.
-
-    Raises:
-        ConfigError: the model cannot be constructed, or does not accept the images.
-    """
-    node, shape, runtime = cfg.model, dataset.model_shape(), PlannedRuntime(1, 1, cfg.precision, kind="cpu")
-    trial = make_trial(dataset, make_task(cfg, dataset))
-    try:
-        with torch.device("meta"):
-            model = build_model(node, shape)
-        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain):
-            freeze_unused(model, trial, runtime, key_of(node))
-    except ConfigError:
-        return make_model(node, shape, runtime, cfg.seed, with_weights=False, trial=trial).model
-    return model

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import training
 from cases import CLIPPED, SHORT, VIT, assert_equal, ddp, ddp_pipeline, fsdp, mesh, name, pipeline, scratch
+from configs import config
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,68 +18,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import Case, Outcome, Performance, make_model, run_cases
 from worlds import once, run_world
 
-from ddp_lab.models.chain import Chain
+from ddp_lab.config.build import build
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
+from ddp_lab.speed.compile import repeats, why_not_compile
 from ddp_lab.speed.convolution import pad_convolutions
-from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.compilation import compile_passes, repeats, why_not_compile
-from ddp_lab.strategies.fsdp import FSDP
-from ddp_lab.strategies.pipeline import Pipeline
-from ddp_lab.strategies.single import Single
-from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 
 COMPILED = Performance(compile=True)
-SIZES = {"width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4, "pool": "mean"}
-
-
-def deep_vit(drop_path: float = 0.0, depth: int = 6) -> Chain:
-    return vit(3, 16, 10, depth=depth, drop_path=drop_path, **SIZES)
-
-
-@pytest.mark.parametrize(
-    ("make", "graphs", "compiled"),
-    [
-        (lambda runtime: Single(runtime), 4, "8 blocks of 3 kinds"),
-        (lambda runtime: Split(runtime, ["cpu", "cpu"], 2), 3, "8 blocks of 3 kinds"),
-    ],
-    ids=["single", "split"],
-)
-def test_equal_blocks_share_one_compilation(make: Callable[[Runtime], Strategy], graphs, compiled):
-    """The graphs are those of the embedding, of all blocks, of the head and, under single, of the loss."""
-    torch._dynamo.reset()
-    images, targets = torch.randn(4, 3, 16, 16), torch.arange(4)
-    model = deep_vit()
-    names, strategy = list(model.state_dict()), make(Runtime("cpu"))
-    strategy.partition(model, 4)
-    strategy.setup(model)
-    eager = gradients_of(strategy, images, targets)
-    counter = CompileCounterWithBackend("aot_eager")
-    assert compile_passes(strategy, partial(torch.compile, backend=counter, dynamic=False)) == compiled
-    assert all(torch.equal(gradient, eager[name]) for name, gradient in gradients_of(strategy, images, targets).items())
-    assert counter.frame_count == graphs
-    assert list(strategy.module.state_dict()) == names
-
-
-def gradients_of(strategy: Strategy, images: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    strategy.module.zero_grad()
-    strategy.forward_backward(images, targets, len(targets))
-    return {name: parameter.grad.clone() for name, parameter in strategy.module.named_parameters()}
+VIT_OF_ONE_BLOCK = vit(3, 16, 10, depth=1, width=16, heads=4, mlp_ratio=2.0, patch_size=4, pool="mean", drop_path=0.0)
 
 
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (deep_vit(), True),
-        (deep_vit(drop_path=0.1), True),
-        (deep_vit(depth=1), False),
+        (make_model("vit", 0), True),
+        (VIT_OF_ONE_BLOCK, False),
         (lenet(1, 28, 10, None), False),
         (resnet18(1, 28, 10, None), False),
         (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), False),
     ],
-    ids=["vit", "vit_drop", "vit of one block", "lenet", "resnet18", "no chain"],
+    ids=["vit", "vit of one block", "lenet", "resnet18", "no chain"],
 )
 def test_models_of_equal_blocks_are_compiled_by_block(model, expected):
     assert repeats(model) == expected
@@ -95,27 +56,19 @@ def test_sharded_convolutions_are_not_replaced():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "model", "reason"),
+    ("options", "model", "reason"),
     [
-        (
-            partial(Pipeline, schedule="interleavedzerobubble", num_microbatches=4, num_stages=None, cut=None),
-            "vit",
-            "cuts the ",
-        ),
-        (partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=["Linear"]), "vit", "strategy.wrap=[Linear] "),
-        (
-            partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=None, checkpoint_activations="selective"),
-            "vit",
-            "strategy.checkpoint_activations=selective keeps ",
-        ),
-        (partial(FSDP, reshard_after_forward=True, batch_norm="local", wrap=None), None, "strategy=fsdp compiles a model in "),
+        ("fsdp strategy.wrap=[Linear]", "vit", "strategy.wrap=[Linear] gathers "),
+        ("fsdp strategy.checkpoint_activations=selective", "vit", "strategy.checkpoint_activations=selective keeps "),
+        ("fsdp", None, "strategy=fsdp compiles a model in "),
+        ("pipeline strategy.schedule=interleavedzerobubble", "vit", "cuts the "),
     ],
-    ids=["zero bubble", "wrap", "selective", "no chain"],
 )
-def test_compile_is_not_supported_with_a_reason(strategy, model, reason):
-    made, complete = strategy(Runtime("cpu")), make_model(model, 0) if model else nn.Linear(3, 3)
-    if made.name == "fsdp":
-        made.partition(complete, 4)
+def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    made = build(config(*f"strategy={options}".split()).strategy, Runtime("cpu"))
+    complete = make_model(model, 0) if model else nn.Linear(3, 3)
+    made.partition(complete, 8)
     assert reason in why_not_compile(made, complete)
 
 

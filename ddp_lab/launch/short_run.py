@@ -1,0 +1,67 @@
+"""One run of train.py from Python, for measurements: `ddp-lab advise --measure` and scripts/."""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddp_lab.launch.command import REFUSED
+from ddp_lab.launch.sweep import quote
+from ddp_lab.launch.torchrun import world_command
+from ddp_lab.observe.metrics_file import read_epochs
+from ddp_lab.resilience.run_directory import read_json
+
+
+class ShortRun(NamedTuple):
+    """The outcome of a run of train.py.
+
+    Attributes:
+        records: of the epochs, as in metrics.jsonl.
+        profile: as in summary.json; None without profile=true.
+        problem: why it did not run; None if it did.
+        refused: whether that is an error in the config.
+    """
+
+    records: list[dict[str, Any]]
+    profile: dict[str, Any] | None
+    problem: str | None = None
+    refused: bool = False
+
+    @property
+    def rates(self) -> list[float]:
+        """Samples per second of the epochs; the first, which tunes and is profiled, counts only if it is the only one."""
+        return [record["samples_per_second"] for record in self.records[1:] or self.records]
+
+
+def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, seconds: float | None = None) -> ShortRun:
+    """Run train.py once, and read what it wrote to `out`/`name`. Progress is printed.
+
+    Args:
+        overrides: of train.py.
+        ranks: number of processes; None: without torchrun.
+        out: directory of the run directory.
+        name: of the run directory.
+        seconds: the most that the run may take.
+    """
+    run_dir, start = out / name, time.perf_counter()
+    command = world_command([*overrides, f"runs_dir={quote(str(out))}", f"name={name}"], ranks)
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    print(f"{name} ...", end=" ", flush=True)
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        print("stopped", flush=True)
+        return ShortRun([], None, "the time limit was reached")
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    (run_dir if run_dir.exists() else out).joinpath(f"{name}.output.txt").write_text(done.stdout)
+    if done.returncode:
+        failure = read_json(run_dir / "failure.json")
+        errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
+        reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
+        problem = reason.splitlines()[0].partition("error: ")[2] or reason
+        return ShortRun([], None, problem, refused=done.returncode == REFUSED)
+    return ShortRun(read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json"))

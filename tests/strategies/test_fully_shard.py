@@ -1,0 +1,185 @@
+"""What fsdp and mesh keep, in which precision, what they gather and compute again, and what they refuse."""
+
+import collections
+
+import pytest
+import torch
+from configs import config
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import make_model
+from worlds import once, run_world
+
+from ddp_lab.config.build import build
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
+from ddp_lab.strategies.activation_checkpointing import checkpointed
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.fully_shard import copy_views
+from ddp_lab.strategies.sharding import local
+from ddp_lab.world.runtime import Runtime
+
+SHARDING = {"fsdp": "strategy=fsdp", "mesh": "strategy=mesh strategy.shard=null"}
+
+
+def strategy_of(options: str, runtime: Runtime, model: torch.nn.Module) -> Strategy:
+    strategy = build(config(*options.split()).strategy, runtime)
+    strategy.partition(model, 4)
+    return strategy
+
+
+def set_up(name: str, runtime: Runtime) -> Strategy:
+    model = make_model("vit", 0)
+    strategy = strategy_of(SHARDING[name], runtime, model)
+    strategy.setup(model)
+    return strategy
+
+
+class Counter(TorchDispatchMode):
+    """Counts the calls of each operation, like CommDebugMode, whose hooks fail with accumulation on torch 2.11."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.calls[function] += 1
+        return function(*arguments, **keywords or {})
+
+
+GPU = torch.device("cuda")  # only its type is read
+
+
+def train_in_bf16() -> dict[str, tuple[dict[str, set], torch.dtype, bool, float]]:
+    """Take a step under each sharding strategy, with fused AdamW.
+
+    Returns:
+        By strategy: the types of the weights, gradients and states; the type of the weights in a block's forward pass; whether
+        a gradient is a sum that bf16 cannot represent; and how far AdamW's step is from that of its simplest form.
+    """
+    found = {}
+    with Runtime("cpu", precision="bf16") as runtime:
+        runtime.open_group()
+        for name in SHARDING:
+            strategy = set_up(name, runtime)
+            found[name] = step_in_bf16(strategy)
+            del strategy
+    return found
+
+
+def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool, float]:
+    used = []
+    strategy.module.block0.fc1.register_forward_hook(lambda layer, *_: used.append(layer.weight.dtype))
+    with torch.no_grad():
+        strategy.module.head.linear.weight.fill_(0.1)  # it is 0 at first, and so are the gradients of the blocks
+    parameters = list(strategy.parameters())
+    optimizer = configure_optimizer(torch.optim.AdamW(strategy.parameters(), lr=0.1), PerformanceOptions(), GPU)
+    torch.manual_seed(strategy.dp_rank)
+    strategy.forward_backward(torch.randn(4, 3, 16, 16), torch.arange(4), 8)
+    gradients = [local(parameter.grad).clone() for parameter in parameters]
+    single = [torch.nn.Parameter(local(parameter.detach()).clone()) for parameter in parameters]
+    for parameter, gradient in zip(single, gradients, strict=True):
+        parameter.grad = gradient
+    torch.optim.AdamW(single, lr=0.1, foreach=False, fused=False).step()
+    optimizer.step()
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    assert optimizer.param_groups[0]["fused"] is True
+    kept = {
+        "weights": {parameter.dtype for parameter in parameters},
+        "gradients": {gradient.dtype for gradient in gradients},
+        "state": {tensor.dtype for state in optimizer.state.values() for tensor in state.values()},
+    }
+    summed_in_float32 = any(bool((gradient.bfloat16().float() != gradient).any()) for gradient in gradients)
+    apart = max((local(own) - other).abs().max().item() for own, other in zip(parameters, single, strict=True) if other.numel())
+    return kept, used[0], summed_in_float32, apart
+
+
+@once
+def trained_in_bf16() -> list[dict]:
+    return run_world(2, train_in_bf16)
+
+
+@pytest.mark.parametrize("name", SHARDING)
+def test_bf16_computes_with_copies_of_weights_that_are_kept_and_summed_in_float32(name):
+    for rank in trained_in_bf16():
+        kept, used, summed_in_float32, _ = rank[name]
+        assert kept == {key: {torch.float32} for key in ("weights", "gradients", "state")}
+        assert used == torch.bfloat16
+        assert summed_in_float32
+
+
+@pytest.mark.parametrize("name", SHARDING)
+def test_fused_adamw_takes_the_step_of_the_simplest_adamw_on_shards(name):
+    assert all(rank[name][-1] <= 1e-6 for rank in trained_in_bf16())
+
+
+def gathers() -> dict[str, list[int]]:
+    """Return the numbers of all_gathers in three steps of each strategy; before the last one is an evaluation."""
+    found = collections.defaultdict(list)
+    images, targets = torch.ones(4, 3, 16, 16), torch.arange(4)
+    with Runtime("cpu", timeout=30) as runtime:
+        runtime.open_group()
+        for name in SHARDING:
+            strategy = set_up(name, runtime)
+            for evaluations in (0, 0, 2):
+                for _ in range(evaluations):
+                    strategy.predict(images)
+                with Counter() as counter:
+                    strategy.forward_backward(images, targets, count=8, accumulate=2)
+                found[name].append(sum(calls for function, calls in counter.calls.items() if "allgather" in str(function)))
+            del strategy
+    return found
+
+
+def test_evaluation_does_not_change_what_a_step_gathers():
+    """Otherwise the backward pass gathers one part too many, and the next forward pass computes with wrong parameters."""
+    for first, before, after in run_world(2, gathers)[0].values():
+        assert 0 < first == before == after
+
+
+def test_only_views_in_the_output_of_a_part_are_copied():
+    made = torch.arange(6.0).reshape(2, 3).clone()
+    outputs = copy_views(torch.nn.Identity(), (), {"pair": (made, made[1]), "name": "a"})
+    same, copied = outputs["pair"]
+    assert same is made
+    assert copied._base is None
+    assert copied.tolist() == [3, 4, 5]
+    assert outputs["name"] == "a"
+
+
+def backward_of_block(mode: str) -> tuple[list[int], list[torch.Tensor]]:
+    """Return how often the backward pass of a block calls forward operations of each kind, and its gradients."""
+    block = make_model("vit", 0).block0
+    torch.manual_seed(0)
+    output = checkpointed(block, mode)(torch.randn(2, 16, 16, requires_grad=True))
+    with Counter() as counter:
+        output.sum().backward()
+    aten = torch.ops.aten
+    kinds = aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default, aten.native_layer_norm.default
+    return [counter.calls[kind] for kind in (*kinds, aten.gelu.default)], [parameter.grad for parameter in block.parameters()]
+
+
+def test_backward_pass_computes_the_block_again_without_matrix_multiplications_if_selective():
+    (kept, gradients), (block, block_gradients), (selective, selective_gradients) = map(
+        backward_of_block, ("none", "block", "selective")
+    )
+    assert kept == [0, 0, 0, 0]
+    assert block == [5, 1, 2, 1]  # the result of the sixth layer, fc2, is not needed
+    assert selective == [0, 0, 2, 1]
+    for one, other, third in zip(gradients, block_gradients, selective_gradients, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "message"),
+    [
+        ("strategy=fsdp strategy.offload=true", "narrow", "not supported by models with buffers.* has stem.1.running_mean"),
+        ("strategy=mesh strategy.offload=true", "narrow", "not supported by models with buffers.* has stem.1.running_mean"),
+        ("strategy=fsdp strategy.checkpoint_activations=block", "narrow", "is not supported by models with BatchNorm, whose"),
+        ("strategy=fsdp strategy.checkpoint_activations=block", None, "needs a model that is a Chain of blocks, got Linear"),
+    ],
+)
+def test_models_that_do_not_support_an_option_are_refused(options, model, message):
+    with pytest.raises(ConfigError, match=f"{options.split()[1]}: .*{message}"):
+        strategy_of(options, Runtime("cpu"), make_model(model, 0) if model else torch.nn.Linear(2, 2))
