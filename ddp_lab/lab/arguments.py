@@ -18,9 +18,8 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import as_chain, require_chain
 from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import param_groups
 from ddp_lab.tasks.base import LossFunction, Task
-from ddp_lab.training.optimizer import require_support
+from ddp_lab.training.optimizer import param_groups, require_support
 from ddp_lab.world.runtime import Runtime
 
 CONF = Path(__file__).parents[1] / "conf" / "strategy"

@@ -256,7 +256,7 @@ MESSAGES = [
     ({"strategy": "pipeline", "num_microbatches": 16}, step(), "must not exceed the 12 samples that a pipeline gets at once"),
     ({"strategy": "dpp"}, made(), "strategy=dpp: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp"),
     ({"strategy": "ddp", "bucket_cap": 1}, made(), "did you mean strategy.bucket_cap_mb?"),
-    ({"strategy": "ddp", "comm_hook": "fp8"}, made(), "strategy.comm_hook=fp8: must be none or bf16 or powersgd"),
+    ({"strategy": "ddp", "batch_norm": "global"}, made(), "strategy.batch_norm=global: must be local or sync"),
     ({"precision": "fp16"}, made(), "precision=fp16: must be float32 or bf16"),
     (
         {},
