@@ -68,10 +68,11 @@ class FSDP(FullyShard):
         if unknown := [name for name in self.wrap or [] if name not in found]:
             raise ConfigError(f"{wrap}: the model has no module of class {unknown[0]}; it has {', '.join(sorted(found))}")
         parts = units(model, self.wrap)
-        paths = [f"{path}." for path, module in model.named_modules() if module in parts]
+        every = model.named_modules(remove_duplicate=False)  # the same layer in two places is in one unit
+        paths = {f"{path}.": module for path, module in every if module in parts}
 
-        def unit_of(name: str) -> str:
-            return max((path for path in paths if name.startswith(path)), key=len, default="")
+        def unit_of(name: str) -> nn.Module | None:
+            return paths.get(max((path for path in paths if name.startswith(path)), key=len, default=""))
 
         require_one_place(model, self.name, unit_of, "is in another unit, gathered and updated separately")
         if any(part not in set(model.children()) for part in parts):

@@ -57,7 +57,6 @@ def boundaries_of(
 ) -> list[torch.Tensor]:
     """Return what each stage of a pipeline gets for one sample, and what the last one returns, on the meta device.
 
-
     Args:
         plan: of the pipeline.
         shapes: shape of one sample's activation before each block and after the last one.

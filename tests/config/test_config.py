@@ -12,19 +12,22 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.sources import make_source
 from ddp_lab.models.make import build_model
 from ddp_lab.run.recorded_config import to_record
+from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.runtime import Runtime
 from scripts import configuration
 
 OPTIMIZER = "optimizer._target_=torch.optim."
-GROUPS = ["data", "model", "strategy", "loss", "optimizer", "scheduler", "experiment"]
+GROUPS = ["data", "model", "strategy", "task", "loss", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 OPTIONS.remove(("model", "own"))  # tests/models/test_own.py
 OPTIONS.remove(("model", "torchvision"))  # tests/models/test_torchvision.py
 OPTIONS = [option for option in OPTIONS if not option[1].startswith("vit_")]  # tests/models/test_vit.py
-OPTIONS.remove(("loss", "own"))  # tests/strategies/test_loss.py
+OPTIONS.remove(("loss", "own"))  # tests/tasks/test_losses.py
 OPTIONS.remove(("data", "own"))  # tests/data/test_sources.py
+OTHERS = {("data", "tensors"), ("data", "text"), ("model", "gpt"), ("model", "gpt2"), ("loss", "default")}  # tests/tasks
+OPTIONS = [option for option in OPTIONS if option not in OTHERS]
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -37,6 +40,9 @@ def test_every_option_composes_passes_the_check_and_instantiates(group, option):
     assert callable(source.prepare)
     model = build_model(cfg.model, {"in_channels": 3, "image_size": 28, "num_classes": 10})
     assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
+    assert isinstance(build(cfg.task, loss=None), Task)
+    if option in ("regression", "multi_label", "segmentation", "tokens"):
+        return  # they have losses of their own
     assert build_loss(cfg.loss, 10)(torch.zeros(2, 10), torch.arange(2)).sum() == pytest.approx(2 * math.log(10))
     optimizer = build(cfg.optimizer)(model.parameters(), lr=cfg.optimizer.lr)
     assert optimizer.param_groups[0]["lr"] == cfg.optimizer.lr

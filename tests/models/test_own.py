@@ -113,7 +113,7 @@ SPECIAL = {
 BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.001"
 LINES = [
     ("Plain", "strategy=ddp"),
-    ("Plain", "strategy=fsdp"),
+    ("one_layer", "strategy=fsdp"),
     ("finetuned", BUCKETED),
     ("sequential", "strategy=pipeline strategy.num_microbatches=4 strategy.cut=[3]"),
     ("one_activation", "strategy=pipeline strategy.num_microbatches=4"),
@@ -132,7 +132,7 @@ LINES = [
             ("one_weight", "strategy=split"),
             ("SeveralTypes", "strategy=ddp"),
             ("SeveralTypes", "strategy=fsdp"),
-            ("one_layer", "strategy=fsdp"),
+            ("Plain", "strategy=fsdp"),
             ("finetuned", "strategy=fsdp"),
             ("vision_transformer", "strategy=fsdp"),
         ]

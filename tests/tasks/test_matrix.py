@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cases import usual_options
 from torch import nn
 from worlds import once, run_world
 
@@ -27,30 +28,19 @@ from ddp_lab.tasks.tokens import IGNORE, Tokens
 from ddp_lab.world.runtime import Runtime
 
 BATCHES = (16, 16, 5)  # global batches; the last one is partial, and not divisible by 2
-PP = {"schedule": "1f1b", "num_microbatches": 4, "num_stages": None, "cut": None}
-SHARDED = {"reshard_after_forward": True, "batch_norm": "local", "wrap": None}
-STRATEGIES = {
+STRATEGIES: dict[str, tuple[type[Strategy], dict]] = {
     "single": (Single, {}),
-    "scratch": (Scratch, {"algorithm": "flat", "bucket_mb": 1.0, "batch_norm": "local"}),
-    "dp": (DP, {"devices": None}),
-    "ddp": (
-        DDP,
-        {
-            "batch_norm": "local",
-            "bucket_cap_mb": 1.0,
-            "gradient_as_bucket_view": True,
-            "static_graph": False,
-            "comm_hook": "none",
-        },
-    ),
-    "fsdp": (FSDP, SHARDED),
+    "scratch": (Scratch, {}),
+    "dp": (DP, {}),
+    "ddp": (DDP, {}),
+    "fsdp": (FSDP, {}),
     "split": (Split, {"devices": ["cpu", "cpu"], "num_microbatches": 3}),
-    "pipeline": (Pipeline, PP),
-    "ddp_pipeline": (DDPPipeline, {"pp": 1, **PP, "batch_norm": "local"}),
-    "tp": (TP, {"tp": None, "plan": None, "batch_norm": "local"}),
-    "mesh": (Mesh, {"dp": None, "shard": None, "tp": 1, "pp": 1, "sequence_parallel": False, **PP, "batch_norm": "local"}),
-    "mesh pp": (Mesh, {"dp": 1, "shard": None, "tp": 1, "pp": 2, "sequence_parallel": False, **PP, "batch_norm": "local"}),
-    "mesh tp": (Mesh, {"dp": 1, "shard": None, "tp": 2, "pp": 1, "sequence_parallel": False, **PP, "batch_norm": "local"}),
+    "pipeline": (Pipeline, {}),
+    "ddp_pipeline": (DDPPipeline, {"pp": 1}),
+    "tp": (TP, {}),
+    "mesh": (Mesh, {}),
+    "mesh pp": (Mesh, {"pp": 2}),
+    "mesh tp": (Mesh, {"tp": 2}),
 }
 TASKS = {"regression": Regression, "multi_label": MultiLabel, "segmentation": Segmentation, "tokens": Tokens}
 
@@ -87,9 +77,9 @@ class Result(NamedTuple):
 
 def train(runtime: Runtime, name: str, task: str, accumulate: int) -> Result:
     make, options = STRATEGIES[name]
-    strategy: Strategy = make(runtime, **options)
+    strategy = make(runtime, **usual_options(make) | options)
     model = model_of(task)
-    strategy.task, strategy.input_shape = TASKS[task](), model.input_shape
+    strategy.task, strategy.input_shape, strategy.input_dtype = TASKS[task](), model.input_shape, model.input_dtype
     strategy.partition(model, BATCHES[0] // strategy.dp_size // accumulate)
     strategy.setup(model)
     optimizer = torch.optim.SGD(list(strategy.parameters()), lr=0.5, momentum=0.9)
