@@ -1,5 +1,11 @@
 """Train one model with any distribution strategy, with the same result.
 
+The library is three names; everything else may change:
+
+Lab         the ranks that torchrun or `launch` has started, and trainers of models on them
+launch      starts ranks from a script or a notebook
+tasks       what a model can be trained for, with its loss and its metrics
+
 The subpackages from the lowest layer up; each imports only from those before it (tests/test_layout.py):
 
 config      the keys that a user can set, their validation, and the error messages
@@ -7,13 +13,34 @@ world       the distributed environment of this process: rank, device, process g
 observe     the output of a run: log, TensorBoard, plots, profiles
 models      networks as chains of blocks
 data        datasets, and which rank reads which sample
+tasks       losses with weights, and metrics as sums
 strategies  one file for each way of distributing a training step over devices
 training    the loop, its step and schedule
 speed       how a step is executed: captured, compiled, fused
 checkpoints what a checkpoint holds, how it is written and verified, and which one a launch resumes from
 resilience  the watchdog, preemption, the run directory
+lab         the library
 launch      the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 advise      what a run would need, from real steps on fake tensors, and what to use in place of it
 commands    the commands of `ddp-lab`, one file each; `__main__.py` chooses the command
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp_lab import tasks
+    from ddp_lab.lab.lab import Lab
+    from ddp_lab.lab.launch import launch
+
+__all__ = ["Lab", "launch", "tasks"]
+
+MODULES = {"Lab": "ddp_lab.lab.lab", "launch": "ddp_lab.lab.launch"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import one of the names when it is first used: they import torch, which `ddp-lab --help` does not need."""
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -142,11 +142,16 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> 
             f"model._target_={target}: {lazy[0]} of a lazy module has no shape yet. Call the model once at the end "
             f"of its constructor: self(torch.zeros(1, {', '.join(map(str, shape_of(shape)))}))"
         )
+    return as_chain(model, shape_of(shape))
+
+
+def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+    """Return a plain nn.Sequential as a Chain of its modules, unless it uses a layer twice; any other module as it is."""
     kind = type(model)
     if isinstance(model, nn.Sequential) and (kind.forward, kind.train) == (nn.Sequential.forward, nn.Sequential.train):
         blocks = {name: child for name, child in model.named_modules(remove_duplicate=False) if name and "." not in name}
         with suppress(ConfigError):
-            return Chain(shape_of(shape), **blocks)
+            return Chain(input_shape, **blocks)
     return model
 
 

@@ -84,7 +84,7 @@ class Strategy(SavedState, ABC):
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
     has_dtensors: bool = False  # parameters become DTensors; known after `partition`
 
-    input_shape: tuple[int, ...]  # of a sample, for example (channels, height, width); set before `partition`
+    input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`
     input_dtype: torch.dtype | None = None  # None: torch's default
     module: nn.Module  # this rank's part of the model, unwrapped, so that its parameters keep their plain names
     forward: nn.Module  # computes the logits: `module` or a wrapper around it

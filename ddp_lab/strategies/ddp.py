@@ -65,6 +65,8 @@ class DDP(Strategy):
         ranks this changes the order of addition. The first step of a resumed run would then differ in its last bits from the
         same step of an uninterrupted run. The pass is one of training mode, which may use other parameters than evaluation.
         """
+        if self.input_shape is None:  # a library's user has given no sample
+            return
         example = torch.zeros(2, *self.input_shape, dtype=self.input_dtype, device=self.device)
         buffers = [buffer.clone() for buffer in model.buffers()]
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():

@@ -8,7 +8,6 @@ and so are all metrics: sums are added over micro-batches, steps and ranks, and 
 micro-batches or ranks would differ as soon as these hold different weights, for example pixels to ignore.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -31,10 +30,10 @@ def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
         )
 
 
-class Task(nn.Module, ABC):
+class Task(nn.Module):
     """What a model is trained for. Outputs and targets begin with the batch dimension and never contain padding.
 
-    The mode of the task, training or evaluation, is that of the model.
+    The mode of the task, training or evaluation, is that of the model. `Task(loss)` has a loss and no metrics.
 
     Args:
         loss: replaces the task's own loss: returns unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
@@ -54,9 +53,9 @@ class Task(nn.Module, ABC):
         self.loss = loss
         self.per_sample: bool | None = None
 
-    @abstractmethod
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         """Return the unreduced losses, [b, ...], or (losses, weights), of the task's own loss."""
+        raise NotImplementedError
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         """Return the unreduced losses, [b, ...], or (losses, weights).

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_lab.config.types import Fraction
-from ddp_lab.tasks.base import Losses, LossFunction, Task
+from ddp_lab.tasks.base import LossFunction, Task
 
 TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
 MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB
@@ -42,9 +42,6 @@ class Classification(Task):
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
         self.per_sample = True
-
-    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
-        raise NotImplementedError  # there always is a `loss`
 
     def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.loss, CrossEntropy):  # one kernel

@@ -11,6 +11,7 @@ from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.metrics import Evaluation, evaluate, means, total
 from ddp_lab.training.progress import Progress
@@ -42,6 +43,7 @@ class Parts:
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.
         ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
+        task: whose metrics are computed in an evaluation; None: those of the strategy's task.
     """
 
     strategy: Strategy
@@ -49,6 +51,7 @@ class Parts:
     loaders: Mapping[str, Loader]
     settings: FitSettings
     ema: EMA | None = None
+    task: Task | None = None
 
 
 class Hooks:
@@ -160,11 +163,11 @@ def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict
     evaluated: dict[str, Evaluation] = {}
     loaders, settings = parts.loaders, parts.settings
     if "val" in loaders:
-        evaluated["val"] = evaluate(parts.strategy, hooks.evaluating(loaders["val"], progress))
+        evaluated["val"] = evaluate(parts.strategy, hooks.evaluating(loaders["val"], progress), parts.task)
     following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {})
     if "test" in loaders and (settings.evaluate_test == "every_epoch" or is_over(following, settings)):
         done = len(loaders["val"]) if evaluated else 0
-        evaluated["test"] = evaluate(parts.strategy, hooks.evaluating(loaders["test"], progress, done))
+        evaluated["test"] = evaluate(parts.strategy, hooks.evaluating(loaders["test"], progress, done), parts.task)
     return evaluated, following
 
 

@@ -39,14 +39,20 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(strategy: Strategy, batches: Iterable[Batch]) -> Evaluation:
-    """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end."""
+def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = None) -> Evaluation:
+    """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end.
+
+    Args:
+        strategy: has the model, and the task with the loss.
+        batches: with padding.
+        task: whose metrics are computed, besides the loss; None: those of the strategy's task.
+    """
     strategy.train(False)
-    task, samples, totals = strategy.task, 0, dict[str, torch.Tensor]()
+    task, samples, totals = task or strategy.task, 0, dict[str, torch.Tensor]()
     for inputs, targets, count in batches:
         real = strategy.real(count)
         outputs, targets = in_float32(strategy.predict(inputs)[:real]), targets[:real]
-        loss, weight = task.loss_sum(outputs, targets)
+        loss, weight = strategy.task.loss_sum(outputs, targets)
         for name, value in {"loss": loss, "weight": weight, **task.sums(outputs, targets)}.items():
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value

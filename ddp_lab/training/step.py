@@ -78,7 +78,10 @@ class Step:
     Attributes:
         running_sums: sums of the losses, each computed before the optimizer's step.
         lr: learning rate of the last step.
+        sums: the last step's [loss_sum, *task.running, weight] of this rank, which the next step may overwrite.
     """
+
+    sums: torch.Tensor
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Step:
         """Queue the work of a step on the device. A CUDA graph captures this method."""
         skip, largest = self.options.skip_not_finite, self.options.max_grad_norm
         buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if skip else []
-        sums = self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
+        self.sums = self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
         if skip or largest is not None:
             norm = self.strategy.gradient_norm()
             if skip:
@@ -154,7 +157,7 @@ class Step:
         if self.ema is not None:
             self.ema.update()
         self.optimizer.zero_grad()
-        self.running_sums.add(sums)
+        self.running_sums.add(self.sums)
 
     def advance(self) -> None:
         """Do the work of a step on the host: record its learning rate and set that of the next step."""

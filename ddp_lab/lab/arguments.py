@@ -1,0 +1,147 @@
+"""The arguments of a Lab and its trainers: what is allowed, and what is made of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import nn
+
+from ddp_lab.config.build import options
+from ddp_lab.config.check import validate
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.schema import Keys
+from ddp_lab.config.types import Count, DeviceName, Fraction, NaturalNumber, Positive, Seed
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.make import as_chain, require_chain
+from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import LossFunction, Task
+from ddp_lab.training.optimizer import param_groups, require_support
+from ddp_lab.world.runtime import Runtime
+
+CONF = Path(__file__).parents[1] / "conf" / "strategy"
+
+
+class LabKeys(Keys):
+    """The plain arguments of `Lab`, as in `RunConfig`."""
+
+    device: Literal["auto", "mps"] | DeviceName
+    precision: Literal["float32", "bf16"]
+    seed: Seed
+    timeout: Positive
+
+
+class TrainerKeys(Keys):
+    """The plain arguments of `Lab.trainer`."""
+
+    batch_size: Count
+    accumulate: Count
+    max_grad_norm: Positive | None
+    ema: Fraction | None
+    num_workers: NaturalNumber
+
+
+def find_strategy(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the config group of a strategy.
+
+    Args:
+        name: of a file in conf/strategy.
+        given: values of its keys in place of the defaults.
+
+    Raises:
+        ConfigError: there is no such strategy, or a key or value is not allowed.
+    """
+    names = sorted(path.stem for path in CONF.glob("*.yaml"))
+    if name not in names:
+        raise ConfigError(f"strategy={name}: there is no such option; allowed: {', '.join(names)}")
+    node: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text()) | given
+    validate(options("strategy", node), {key: value for key, value in node.items() if key != "_target_"}, "strategy.")
+    return node
+
+
+def as_task(loss: LossFunction | Task) -> Task:
+    """Return the task that a loss is or makes.
+
+    Raises:
+        ConfigError: it is neither a function nor a task.
+    """
+    if isinstance(loss, type) or not callable(loss):
+        raise ConfigError(
+            f"loss={loss}: must be a function of (outputs, targets), or a task such as tasks.Segmentation(); a class must be "
+            "called first"
+        )
+    return loss if isinstance(loss, Task) else Task(loss)
+
+
+def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
+    """Return the model, as a Chain of blocks if the strategy cuts it, and let the strategy know the shape of a sample.
+
+    Args:
+        model: of the user.
+        strategy: before `partition`.
+        example: a sample, or its input; None: there is none.
+
+    Raises:
+        ConfigError: the strategy cannot cut the model, or needs an example for it.
+    """
+    found: Any = example[0] if isinstance(example, (tuple, list)) else example
+    if found is not None:
+        if not isinstance(found, torch.Tensor):
+            raise ConfigError(f"example: must be a sample of tensors, for example dataset[0], got {type(found).__name__}")
+        strategy.input_shape, strategy.input_dtype = tuple(found.shape), found.dtype
+    elif isinstance(model, Chain):
+        strategy.input_shape, strategy.input_dtype = model.input_shape, model.input_dtype
+    if not strategy.needs_chain or isinstance(model, Chain):
+        return model
+    chain = as_chain(model, strategy.input_shape or ())
+    require_chain(chain, strategy.name, "the model")
+    if found is None:
+        raise ConfigError(
+            f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs a sample for them: "
+            "lab.trainer(..., example=dataset[0])"
+        )
+    assert isinstance(chain, Chain)
+    chain.input_dtype = found.dtype
+    return chain
+
+
+def require_same(model: nn.Module, runtime: Runtime) -> None:
+    """Check that all ranks have constructed the same model. Collective.
+
+    Raises:
+        ConfigError: their weights differ.
+    """
+    tensors = model.state_dict().values()
+    own = json.dumps([tensor.double().sum().item() for tensor in tensors if not tensor.is_meta])
+    found = runtime.collect("weights", own) or []
+
+    def compare() -> None:
+        if other := [rank for rank, values in enumerate(found) if values != found[0]]:
+            raise ConfigError(
+                f"the model of rank {other[0]} has other initial weights than that of rank 0. Construct it within `with "
+                "Lab(...)`, which seeds torch, in the same order on every rank"
+            )
+
+    runtime.agree("weights", compare)
+
+
+def make_optimizer(make: Callable[..., torch.optim.Optimizer], strategy: Strategy) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that this rank holds.
+
+    Raises:
+        ConfigError: `make` fails, or is not a function of parameters, or the optimizer cannot update what the strategy holds.
+    """
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        raise ConfigError(
+            "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
+            f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
+        )
+    try:
+        optimizer = make(param_groups(strategy.parameters()))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {describe_error(error)}") from None
+    require_support(optimizer, strategy, f"optimizer={type(optimizer).__name__}")
+    return configure_optimizer(optimizer, PerformanceOptions(), strategy.device)

@@ -1,0 +1,186 @@
+"""The ranks of a script or a notebook, and trainers of models on them."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ddp_lab.checkpoints.state import State
+from ddp_lab.config.build import build
+from ddp_lab.config.check import validate
+from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, make_optimizer, require_same
+from ddp_lab.lab.trainer import Trainer
+from ddp_lab.models.drop_path import DropPaths
+from ddp_lab.observe.metrics_file import append_line
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import LossFunction, Task
+from ddp_lab.training.ema import EMA
+from ddp_lab.training.step import StepOptions
+from ddp_lab.world.runtime import Runtime
+
+REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
+
+
+class Lab:
+    """The ranks that torchrun or `launch` has started, or this process alone; a context manager.
+
+    The values, and their meanings, are those of the keys of train.py.
+
+    Args:
+        strategy: name of a strategy.
+        device: auto, cpu, cuda or cuda:N.
+        precision: float32 or bf16.
+        seed: of torch's random state, and so of models that are constructed within, and of the order of samples.
+        timeout: of the communication, in seconds.
+        run_dir: directory in which `log` writes metrics.jsonl; None: it only prints.
+        options: keys of conf/strategy/STRATEGY.yaml, for example num_microbatches=4.
+
+    Raises:
+        ConfigError: there is no such strategy, or a key or value is not allowed.
+    """
+
+    _open: ClassVar["Lab | None"] = None  # the process group, torch's random state and the device are those of a process
+
+    def __init__(
+        self,
+        strategy: str = "single",
+        device: str = "auto",
+        precision: str = "float32",
+        seed: int = 0,
+        timeout: float = 600.0,
+        run_dir: str | Path | None = None,
+        **options: Any,
+    ):
+        validate(LabKeys, {"device": device, "precision": precision, "seed": seed, "timeout": timeout})
+        self._strategy, self._keys, self.seed = find_strategy(strategy, options), (device, precision, timeout), seed
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._runtime: Runtime | None = None
+
+    def __enter__(self) -> "Lab":
+        if Lab._open is not None:
+            raise ConfigError("Lab: another one is open in this process; leave its `with` block first, or use its methods")
+        self._runtime = Runtime(*self._keys)
+        Lab._open = self
+        torch.manual_seed(self.seed)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        runtime, self._runtime, Lab._open = self.runtime, None, None
+        if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
+            time.sleep(REPORTING)
+        runtime.__exit__(kind, error, traceback)
+
+    @property
+    def runtime(self) -> Runtime:
+        """This rank and the others."""
+        if self._runtime is None:
+            raise ConfigError("Lab: is not open; use it as `with Lab(...) as lab:`")
+        return self._runtime
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.runtime.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.runtime.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.runtime.device
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def log(self, **metrics: Any) -> None:
+        """Print metrics in a line on rank 0, and append them to metrics.jsonl if the Lab has a run_dir.
+
+        Args:
+            metrics: numbers, or tensors of one element, by name.
+        """
+        if not self.is_main:
+            return
+        values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
+        self.print(
+            *(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
+        )
+        if self._run_dir is not None:
+            kind = next((name for name in ("epoch", "step") if name in values), "log")
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            append_line(self._run_dir / "metrics.jsonl", json.dumps({"kind": kind, **values}))
+
+    def trainer(
+        self,
+        model: nn.Module,
+        loss: LossFunction | Task,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        batch_size: int,
+        accumulate: int = 1,
+        max_grad_norm: float | None = None,
+        example: Any = None,
+        *,
+        schedule: Callable[[int], float] | None = None,
+        ema: float | None = None,
+        num_workers: int = 0,
+    ) -> Trainer:
+        """Place a model on the devices, as the strategy does, and return what trains it. Collective.
+
+        Args:
+            model: constructed within the Lab, so that it is the same on every rank. The strategy may change it.
+            loss: returns unreduced losses of any shape [b, ...], or (losses, weights), for outputs and targets; or a task. The
+                loss of a step is sum(losses * weights) / sum(weights) over the GLOBAL batch.
+            optimizer: makes the optimizer of some parameters, for example partial(torch.optim.AdamW, lr=1e-3).
+            batch_size: samples of the GLOBAL batch; divisible by the number of replicas.
+            accumulate: number of gradient-accumulation steps.
+            max_grad_norm: largest L2 norm of the gradient; None: no clipping.
+            example: a sample, or its input, which strategies that cut a model into blocks need. With it DDP on more than two
+                ranks also resumes to the last bit.
+            schedule: factor of the learning rate by the number of steps before; None: 1.
+            ema: decay of averages of the weights, which are evaluated and saved in place of the weights; None: no averages.
+            num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+
+        Raises:
+            ConfigError: an argument is not allowed with this strategy, model or number of ranks.
+        """
+        runtime = self.runtime
+        sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
+        validate(TrainerKeys, {**sizes, "max_grad_norm": max_grad_norm, "ema": ema})
+        strategy: Strategy = build(self._strategy, runtime)
+        if batch_size % strategy.replicas:
+            raise ConfigError(
+                f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "
+                f"share it; use {batch_size // strategy.replicas * strategy.replicas or strategy.replicas}"
+            )
+        model = in_blocks(model, strategy, example)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
+        require_same(model, runtime)
+        if not strategy.one_process:
+            runtime.open_group()
+        strategy.task = as_task(loss).to(strategy.device)
+        strategy.setup(model)
+        made = make_optimizer(optimizer, strategy)
+        scheduler = LambdaLR(made, schedule or (lambda step: 1.0))
+        averages = None if ema is None else EMA(strategy, ema)
+        state = State(strategy, made, scheduler, shapes, averages, self.seed)
+        drop_paths = DropPaths(strategy.module.modules(), self.seed)
+        step = StepOptions(accumulate, max_grad_norm, drop_paths=drop_paths, seed=self.seed)
+        return Trainer(state, step, batch_size, num_workers, self.log)

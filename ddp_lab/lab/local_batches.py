@@ -1,0 +1,152 @@
+"""This rank's batches of any dataset, as the user's loop sees them: without padding, which a step adds again."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.batch import Batch
+from ddp_lab.data.dataset import InMemory, Samples
+from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
+from ddp_lab.data.tensors import samples_of
+from ddp_lab.data.workers import WorkerLoader
+from ddp_lab.speed.options import DATA_SHARE
+from ddp_lab.strategies.base import Strategy
+
+KEPT = 4  # datasets whose loaders are kept
+
+Purpose = Literal["shuffled", "ordered", "evaluation"]
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The batch that the loop has now.
+
+    Attributes:
+        epoch: its epoch.
+        samples: samples of the epoch up to its end, over all ranks.
+        real: samples of this rank.
+        size: the same with padding, which is equal on all ranks.
+        count: samples over all ranks.
+    """
+
+    epoch: int
+    samples: int
+    real: int
+    size: int
+    count: int
+
+
+class LocalBatches:
+    """The loaders of datasets, and the batch that the loop has now.
+
+    Args:
+        strategy: knows which samples this rank reads.
+        batch_size: samples in the global batch.
+        seed: of the order of the samples.
+        num_workers: processes that read a dataset which is not in memory.
+
+    Attributes:
+        handed: the batch that the loop has now; None outside of `iterate`.
+    """
+
+    def __init__(self, strategy: Strategy, batch_size: int, seed: int, num_workers: int):
+        self.strategy, self.batch_size, self.seed, self.num_workers = strategy, batch_size, seed, num_workers
+        self.handed: Handed | None = None
+        self._loaders: dict[int, tuple[Any, Samples, dict[str, Loader]]] = {}  # with the dataset, so that its id stays its own
+
+    def loader(self, dataset: Any, purpose: Purpose) -> Loader:
+        """Return the loader of a map-style dataset of (input, target), the same one for the same dataset and purpose.
+
+        Args:
+            dataset: of the user.
+            purpose: a shuffled or ordered loop, or an evaluation, which may be in the middle of a loop.
+
+        Raises:
+            ConfigError: it is not map-style, is empty, or its first sample is not a pair.
+        """
+        if id(dataset) not in self._loaders:
+            samples = self._place(samples_of(dataset, "the dataset", self.seed))
+            if len(self._loaders) == KEPT:
+                del self._loaders[next(iter(self._loaders))]  # the oldest
+            self._loaders[id(dataset)] = dataset, samples, {}
+        _, samples, loaders = self._loaders[id(dataset)]
+        if purpose not in loaders:
+            is_here = isinstance(samples, InMemory) and samples.inputs.device == self.strategy.device
+            loaders[purpose] = (DeviceLoader if is_here else WorkerLoader)(samples, self._options(purpose == "shuffled"))
+        return loaders[purpose]
+
+    def _place(self, samples: Samples) -> Samples:
+        """Return samples in memory on the device, if that has room for them; others as they are."""
+        device, runtime = self.strategy.device, self.strategy.runtime
+        if not isinstance(samples, InMemory):
+            return samples
+        size = samples.inputs.nbytes + samples.targets.nbytes
+        if device.type == "cuda" and size > DATA_SHARE * runtime.free_memory():
+            return samples
+        return InMemory(samples.inputs.to(device), samples.targets.to(device))
+
+    def _options(self, shuffle: bool) -> LoaderOptions:
+        strategy = self.strategy
+        return LoaderOptions(
+            batch_size=self.batch_size,
+            dp_rank=strategy.dp_rank,
+            dp_size=strategy.dp_size,
+            device=strategy.device,
+            mean=[0.0],
+            std=[1.0],
+            shuffle=shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+        )
+
+    def iterate(self, loader: Loader, epoch: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the batches of an epoch without padding.
+
+        Args:
+            loader: from `loader`.
+            epoch: number of the epoch.
+            samples: samples to skip, over all ranks.
+        """
+        loader.set_epoch(epoch, samples)
+        try:
+            for inputs, targets, count in loader:
+                samples += count
+                real = self.strategy.real(count)
+                self.handed = Handed(epoch, samples, real, len(inputs), count)
+                yield inputs[:real], targets[:real]
+        finally:
+            self.handed = None
+
+    def padded(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Batch, Handed | None]:
+        """Return a local batch with padding, so that it has the same size on every rank, and which batch of `iterate` it is.
+
+        Args:
+            inputs, targets: the batch that the loop has now, or another one of batch_size / replicas samples.
+
+        Raises:
+            ConfigError: it has another number of samples.
+        """
+        if len(inputs) != len(targets):
+            raise ConfigError(f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one of each")
+        handed, full = self.handed, self.batch_size // self.strategy.dp_size
+        if handed and len(inputs) == handed.real:
+            return Batch(padded(inputs, handed.size), padded(targets, handed.size), handed.count), handed
+        if len(inputs) != full:
+            expected = f"{handed.real}, as the last one from `batches`, or {full}" if handed and handed.real != full else full
+            raise ConfigError(
+                f"step: got {len(inputs)} samples on rank {self.strategy.runtime.rank}, expected {expected}: batch_size="
+                f"{self.batch_size} is that of all ranks, and is divided among {self.strategy.dp_size} replicas"
+            )
+        return Batch(inputs, targets, self.batch_size), None
+
+
+def padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return `size` rows: those of a tensor, repeated, or zeros if it has none."""
+    if len(tensor) == size:
+        return tensor
+    if len(tensor) == 0:
+        return tensor.new_zeros(size, *tensor.shape[1:])
+    return tensor[torch.arange(size, device=tensor.device) % len(tensor)]
