@@ -151,7 +151,7 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         accumulate = step.options.accumulate
         with step.strategy.no_sync():
             first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
-            step.strategy.add_gradient(*first, count)
+            step.strategy.add_gradient(*first, step.strategy.divisor(count))
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())

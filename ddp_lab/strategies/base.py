@@ -180,14 +180,20 @@ class Strategy(SavedState, ABC):
         if self.batch_norm == "sync":
             left = len(range(self.dp_rank, count, self.dp_size))  # this rank reads every dp_size-th sample of the global batch
             micro_batches = without_padding(micro_batches, left)
-        # Summed over micro-batches and replicas, or averaged over replicas, the gradients are those of the GLOBAL mean.
-        divisor = count / self.dp_size if self.averages else count
+        divisor = self.divisor(count)
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
         results.append(self.add_gradient(*last, divisor))
         self.reduce_gradients()
         return reduce(torch.add, results)
+
+    def divisor(self, count: int) -> float:
+        """Return what the summed losses are divided by; `count` is the size of the GLOBAL batch.
+
+        Summed over micro-batches and replicas, or averaged over replicas, the gradients are then those of the GLOBAL mean.
+        """
+        return count / self.dp_size if self.averages else count
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
