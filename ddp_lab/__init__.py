@@ -20,7 +20,7 @@ speed       how a step is executed: captured, compiled, fused
 checkpoints what a checkpoint holds, how it is written and verified, and which one a launch resumes from
 resilience  the watchdog, preemption, the run directory
 lab         the library
-launch      the start of a run: command line, preflight checks, sweeps, Slurm
+launchers   the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 advise      what a run would need, from real steps on fake tensors, and what to use in place of it
 commands    the commands of `ddp-lab`, one file each; `__main__.py` chooses the command

@@ -32,7 +32,7 @@ def main() -> None:
         sys.exit(2)
     else:
         try:
-            from ddp_lab.launch.command import command  # loads Hydra, which --help does not need
+            from ddp_lab.launchers.command import command  # loads Hydra, which --help does not need
 
             with command():
                 importlib.import_module(f"ddp_lab.commands.{name}").main(arguments)

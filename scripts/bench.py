@@ -36,7 +36,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.launch.short_run import train  # noqa: E402
+from ddp_lab.launchers.short_run import train  # noqa: E402
 from scripts.bench_loops import CLASSES, LOOPS, LR, MODELS  # noqa: E402
 
 FASTEST = ["cuda_graph=true", "compile=true", "channels_last=true", "precision=bf16"]

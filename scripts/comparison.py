@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.launch.short_run import train
+from ddp_lab.launchers.short_run import train
 
 SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
 EARLY = 5  # steps after which weights still agree up to rounding

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ddp_lab.launch.preflight import check_network
-from ddp_lab.launch.storage import check_storage
+from ddp_lab.launchers.preflight import check_network
+from ddp_lab.launchers.storage import check_storage
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import BEAT, Watchdog

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import warm
 
-from ddp_lab.launch.command import command as launch_command
+from ddp_lab.launchers.command import command as launch_command
 
 # Helper modules with asserts: pytest rewrites them to show the values in a failed assert.
 pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")

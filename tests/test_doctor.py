@@ -21,8 +21,8 @@ from worlds import once, run_world
 
 from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
-from ddp_lab.launch import storage
-from ddp_lab.launch.storage import checkpoint_bytes
+from ddp_lab.launchers import storage
+from ddp_lab.launchers.storage import checkpoint_bytes
 from ddp_lab.models.simple_cnn import simple_cnn
 from ddp_lab.world.device import list_devices
 

@@ -32,7 +32,7 @@ from ddp_lab.commands import advise, evaluate, export, predict, train
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.schema import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
-from ddp_lab.launch.start_ranks import read_options
+from ddp_lab.launchers.start_ranks import read_options
 
 GROUPS = ("strategy", "task", "loss", "scheduler", "model", "data.dataset")  # whose keys are parameters of a constructor
 BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=20", "batch_size=20", "epochs=1", "strategy=single"]
@@ -273,7 +273,7 @@ FLAGS = {
     "merge --checkpoint": AFTER + "test_merge_writes_a_whole_checkpoint",
     "merge --output": AFTER + "test_merge_writes_a_whole_checkpoint",
     "merge --force": AFTER + "test_merge_writes_a_whole_checkpoint",
-    "train --config-dir": "tests/launch/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
+    "train --config-dir": "tests/launchers/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
     "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
     "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",

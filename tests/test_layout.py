@@ -24,7 +24,7 @@ ORDER = [
     "checkpoints",
     "resilience",
     "lab",
-    "launch",
+    "launchers",
     "run",
     "advise",
     "commands",

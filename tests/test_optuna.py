@@ -11,7 +11,7 @@ import pytest
 from launches import SMALL, launch
 from omegaconf import OmegaConf
 
-from ddp_lab.launch.sweep import Job, job_return
+from ddp_lab.launchers.sweep import Job, job_return
 
 # Its own requirements are outdated: it pins optuna below 3, and pip would take a pre-release of Hydra for it.
 PACKAGES = ["hydra-optuna-sweeper==1.3.0", "optuna>=4,<6", "alembic", "colorlog", "mako", "sqlalchemy"]

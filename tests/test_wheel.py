@@ -13,7 +13,7 @@ from wheels import Environment, build_wheel
 
 ENTRY = """
 import json, ddp_lab
-from ddp_lab.launch import slurm, torchrun
+from ddp_lab.launchers import slurm, torchrun
 print(json.dumps([ddp_lab.__file__, torchrun.world_command(["epochs=1"], 2)[1:], slurm.SCRIPT.read_text()]))
 """
 # The same value as in the composed config of a clone: a group of the user's that overrides conf/.
@@ -34,7 +34,7 @@ def test_wheel_contains_every_module_and_config(wheel):
     package = [path for path in (ROOT / "ddp_lab").rglob("*.py") if "conf" not in path.parts]
     expected = {str(path.relative_to(ROOT)) for path in package}
     expected |= {f"ddp_lab/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    expected |= {"ddp_lab/py.typed", "ddp_lab/launch/train.sbatch", "ddp_lab/observe/house.mplstyle"}
+    expected |= {"ddp_lab/py.typed", "ddp_lab/launchers/train.sbatch", "ddp_lab/observe/house.mplstyle"}
     contained = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert len(expected) > 100
     assert contained == expected

@@ -15,7 +15,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.sources import dataset_sizes
-from ddp_lab.launch.command_line import compose_config
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import model_to_plan
 from ddp_lab.run.job import load_dataset, make_task, make_trial

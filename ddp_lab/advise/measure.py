@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from ddp_lab.advise.advisor import Advisor, Row
-from ddp_lab.launch.short_run import ShortRun, train
+from ddp_lab.launchers.short_run import ShortRun, train
 from ddp_lab.observe.time_split import mean_split
 from ddp_lab.resilience.run_directory import read_json, write_json
 

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.arguments import Parser, check_folder
+from ddp_lab.launchers.arguments import Parser, check_folder
 from ddp_lab.world.process import env_int
 
 

@@ -10,7 +10,7 @@ is 2 if train.py would refuse the launch, else 0.
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launch.command import run_with_config
+from ddp_lab.launchers.command import run_with_config
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ writes nothing but the file of --json.
 import argparse
 from pathlib import Path
 
-from ddp_lab.launch.arguments import Parser, check_folder
+from ddp_lab.launchers.arguments import Parser, check_folder
 from ddp_lab.world.process import env_int
 
 

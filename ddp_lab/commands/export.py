@@ -10,7 +10,7 @@ The weights are the best ones if a validation set chose them, else those of the 
 
 import argparse
 
-from ddp_lab.launch.arguments import Parser, check_output, replacing
+from ddp_lab.launchers.arguments import Parser, check_output, replacing
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

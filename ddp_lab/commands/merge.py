@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.arguments import Parser, check_output
+from ddp_lab.launchers.arguments import Parser, check_output
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

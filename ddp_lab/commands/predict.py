@@ -14,7 +14,7 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.arguments import Parser, check_output, replacing
+from ddp_lab.launchers.arguments import Parser, check_output, replacing
 from ddp_lab.world.process import env_int
 
 

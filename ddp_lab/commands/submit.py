@@ -9,7 +9,7 @@ It is short for `ddp-lab train --multirun hydra/launcher=slurm`. hydra.launcher.
 from omegaconf import DictConfig
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command import run_with_config
+from ddp_lab.launchers.command import run_with_config
 
 SCHEDULERS = ["slurm", "kubernetes"]
 

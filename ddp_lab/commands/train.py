@@ -10,8 +10,8 @@ import sys
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launch.command import PREEMPTED, command, run_with_config
-from ddp_lab.launch.start_ranks import read_options, refuse_tasks, start_ranks
+from ddp_lab.launchers.command import PREEMPTED, command, run_with_config
+from ddp_lab.launchers.start_ranks import read_options, refuse_tasks, start_ranks
 
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 

@@ -11,8 +11,8 @@ from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoi
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import listed
-from ddp_lab.launch.preflight import Finding, check_network, check_shared_memory
-from ddp_lab.launch.storage import check_storage
+from ddp_lab.launchers.preflight import Finding, check_network, check_shared_memory
+from ddp_lab.launchers.storage import check_storage
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data

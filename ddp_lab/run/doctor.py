@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from torch.cuda import nccl
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.launch.preflight import Finding
-from ddp_lab.launch.storage import check_shared
+from ddp_lab.launchers.preflight import Finding
+from ddp_lab.launchers.storage import check_shared
 from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.job import Job
 from ddp_lab.world.device import list_devices

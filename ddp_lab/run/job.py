@@ -23,7 +23,7 @@ from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.launch.storage import checkpoint_bytes
+from ddp_lab.launchers.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, random_like
 from ddp_lab.run.speed import find_options

@@ -14,7 +14,7 @@ from ddp_lab.checkpoints.files import is_sharded
 from ddp_lab.config.check import check, validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
-from ddp_lab.launch.command_line import CONF, compose_config
+from ddp_lab.launchers.command_line import CONF, compose_config
 from ddp_lab.world.process import env_int
 
 REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}

@@ -11,7 +11,7 @@ from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.find import result_in
 from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.launch.preflight import warn
+from ddp_lab.launchers.preflight import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result

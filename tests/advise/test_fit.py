@@ -10,7 +10,7 @@ from worlds import run_world
 
 from ddp_lab.advise import fit
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import compose_config
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.run.job import build
 from ddp_lab.world.planned import PlannedRuntime

@@ -8,7 +8,7 @@ from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.measure import cache_of, offer, summary
 from ddp_lab.advise.report import table
 from ddp_lab.commands import advise
-from ddp_lab.launch.short_run import ShortRun
+from ddp_lab.launchers.short_run import ShortRun
 
 LENET = ["data=synthetic", "data.dataset.channels=1", "data.dataset.train_size=64", "data.dataset.test_size=8", "batch_size=64"]
 

@@ -17,7 +17,7 @@ from worlds import once, run_world
 from ddp_lab.advise.advisor import Advisor
 from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
-from ddp_lab.launch.command_line import compose_config
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.sharding import local

@@ -91,8 +91,7 @@ def test_import_of_the_names_is_lazy_and_takes_less_than_a_second_beyond_torch()
     assert (ROOT / "ddp_lab/py.typed").exists()
 
 
-@pytest.mark.xfail(reason="the subpackage ddp_lab.launch, once imported, hides the function of that name", strict=True)
 def test_launch_is_the_function_in_any_process():
-    import ddp_lab.launch.command_line
+    import ddp_lab.launchers.command_line
 
     assert callable(ddp_lab.launch)

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.preflight import Finding
+from ddp_lab.launchers.preflight import Finding
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
 from ddp_lab.world.runtime import Runtime

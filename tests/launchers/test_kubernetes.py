@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 from slurm_cluster import wait_for
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import quote
-from ddp_lab.launch.kubernetes import KubernetesLauncher, kubernetes_name
-from ddp_lab.launch.sweep import Job
+from ddp_lab.launchers.command_line import quote
+from ddp_lab.launchers.kubernetes import KubernetesLauncher, kubernetes_name
+from ddp_lab.launchers.sweep import Job
 from ddp_lab.resilience.run_directory import write_status
 
 FILES = ROOT / "scripts" / "kubernetes"

@@ -12,10 +12,10 @@ from launches import ROOT, SMALL, finish, launch, read_heartbeat, read_metrics, 
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import quote
-from ddp_lab.launch.slurm import SlurmLauncher
-from ddp_lab.launch.sweep import LONGEST, Job, directory_name, is_finished
-from ddp_lab.launch.torchrun import TorchrunLauncher
+from ddp_lab.launchers.command_line import quote
+from ddp_lab.launchers.slurm import SlurmLauncher
+from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
+from ddp_lab.launchers.torchrun import TorchrunLauncher
 from ddp_lab.resilience.run_directory import write_status
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"

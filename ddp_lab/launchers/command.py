@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
-from ddp_lab.launch.command_line import CONF, explain, options_first, quote_faults
+from ddp_lab.launchers.command_line import CONF, explain, options_first, quote_faults
 from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later

@@ -9,8 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from ddp_lab.config.errors import SampleError
-from ddp_lab.launch.command import user_errors
-from ddp_lab.launch.command_line import explain, explain_unknown_key
+from ddp_lab.launchers.command import user_errors
+from ddp_lab.launchers.command_line import explain, explain_unknown_key
 
 
 @pytest.mark.parametrize(

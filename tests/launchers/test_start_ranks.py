@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_lab import __main__ as dispatcher
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.start_ranks import read_options, refuse_tasks, report_failure
+from ddp_lab.launchers.start_ranks import read_options, refuse_tasks, report_failure
 
 TWO = "python -m ddp_lab train --nproc 2"
 

@@ -4,8 +4,9 @@ python train.py -m hydra/launcher=slurm "hydra.launcher.sbatch=['--gpus-per-node
 
 A job's name in Slurm contains its run directory, so squeue shows which jobs are queued and no job is submitted twice.
 
-python -m ddp_lab.launch.slurm LAUNCH [OVERRIDE...] prints, for train.sbatch, the status that the launch with torchrun's run id
-LAUNCH recorded in the run directory that the overrides determine. It does not load torch, which takes seconds on a busy disk.
+python -m ddp_lab.launchers.slurm LAUNCH [OVERRIDE...] prints, for train.sbatch, the status that the launch with torchrun's run
+id LAUNCH recorded in the run directory that the overrides determine. It does not load torch, which takes seconds on a busy
+disk.
 """
 
 import json
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import compose_config, split_config_dir
-from ddp_lab.launch.sweep import Job, SchedulerLauncher, ask, is_finished
+from ddp_lab.launchers.command_line import compose_config, split_config_dir
+from ddp_lab.launchers.sweep import Job, SchedulerLauncher, ask, is_finished
 
 SCRIPT = Path(__file__).with_name("train.sbatch")  # in a clone a link to scripts/slurm/train.sbatch
 WHERE = re.compile(r"\+{0,2}(name|runs_dir|experiment)=")  # overrides that determine the run directory

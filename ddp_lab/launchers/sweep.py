@@ -18,7 +18,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.command_line import quote
+from ddp_lab.launchers.command_line import quote
 from ddp_lab.observe.metrics_file import objective
 from ddp_lab.resilience.run_directory import read_json
 

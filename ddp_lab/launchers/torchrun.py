@@ -20,7 +20,7 @@ from pathlib import Path
 from hydra.core.utils import JobReturn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import Job, SweepLauncher, is_finished, job_return
+from ddp_lab.launchers.sweep import Job, SweepLauncher, is_finished, job_return
 from ddp_lab.observe.metrics_file import objective, read_epochs
 from ddp_lab.resilience.run_directory import read_json
 

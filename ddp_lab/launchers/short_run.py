@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_lab.launch.command import REFUSED
-from ddp_lab.launch.sweep import quote
-from ddp_lab.launch.torchrun import world_command
+from ddp_lab.launchers.command import REFUSED
+from ddp_lab.launchers.sweep import quote
+from ddp_lab.launchers.torchrun import world_command
 from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.run_directory import read_json
 

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launch.sweep import Job, SchedulerLauncher, ask, is_finished
+from ddp_lab.launchers.sweep import Job, SchedulerLauncher, ask, is_finished
 
 # JobSet appends "-node-0-<index>-<5 characters>" to the names of pods, which may have 63 characters.
 LONGEST = 40

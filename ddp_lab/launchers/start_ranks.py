@@ -19,10 +19,10 @@ from hydra.utils import get_object
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.launch.arguments import Parser
-from ddp_lab.launch.command import PREEMPTED, REFUSED
-from ddp_lab.launch.command_line import compose_config, quote_faults, split_config_dir
-from ddp_lab.launch.torchrun import ENTRY
+from ddp_lab.launchers.arguments import Parser
+from ddp_lab.launchers.command import PREEMPTED, REFUSED
+from ddp_lab.launchers.command_line import compose_config, quote_faults, split_config_dir
+from ddp_lab.launchers.torchrun import ENTRY
 from ddp_lab.world.process import env_int
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The launchers as Hydra plug-ins: Hydra finds only classes that are defined in a package called hydra_plugins."""
 
-from ddp_lab.launch import kubernetes, slurm, torchrun
+from ddp_lab.launchers import kubernetes, slurm, torchrun
 
 
 class TorchrunLauncher(torchrun.TorchrunLauncher):

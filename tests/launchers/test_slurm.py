@@ -19,8 +19,8 @@ import yaml
 from launches import ROOT, SMALL, SUPPORT, launch, read_heartbeat, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
 
-from ddp_lab.launch.command_line import quote
-from ddp_lab.launch.slurm import outcome
+from ddp_lab.launchers.command_line import quote
+from ddp_lab.launchers.slurm import outcome
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 EPOCHS = 8
