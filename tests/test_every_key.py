@@ -46,6 +46,12 @@ WORKERS = [
     "data.image_size=24",
     "data.crop_scale=null",
 ]
+MASKS = ["task=segmentation", "data=tensors", "data.dataset._target_=own_datasets.Masks", "data.num_workers=0"]
+MASKS += ["data.num_classes=2", "model=own", "model._target_=own_models.segmenter"]
+NUMBERS = ["data=tensors", "data.dataset._target_=own_datasets.numbers", "data.num_workers=0"]
+NUMBERS += ["model=own", "model._target_=own_models.regressor"]
+TEXT = ["task=tokens", "data=text", "data.root={SENTENCES}", "data.num_workers=0", "data.context=16", "model=gpt"]
+TEXT += ["model.depth=1", "model.width=16", "model.heads=2", "optimizer.lr=1"]
 CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"  # its best epoch is not its last one
 SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"  # two layers with the same weight
 NORMED = f"{SHARED} +model.shared=false"  # and BatchNorm, which both models have
@@ -103,6 +109,10 @@ def has(name: str, value: float) -> Effect:
 
 def keeps(*checkpoints: str) -> Effect:
     return lambda run, base: run.checkpoints == sorted(checkpoints) != base.checkpoints
+
+
+def reports(*metrics: str) -> Effect:
+    return lambda run, base: run.last.keys() >= {*metrics} and not base.last.keys() & {*metrics}
 
 
 def refused(text: str) -> Effect:
@@ -181,7 +191,7 @@ KEYS: dict[str, Row | str] = {
     "data.crop_scale": Row("{OWN} data.crop_scale=null", VALIDATED, "{OWN}"),
     "data.randaugment": Row("{OWN} data.randaugment=9", VALIDATED, "{OWN}"),
     "data.erasing": Row("{OWN} data.erasing=1", VALIDATED, "{OWN}"),
-    "data.context": "tests/tasks/test_runs.py::test_text_gives_the_same_losses_in_a_pipeline_and_is_continued",
+    "data.context": Row("{TEXT} data.context=8", VALIDATED, "{TEXT}"),
     "data.num_classes": Row("{OWN} data.num_classes=5", VALIDATED, "{OWN}"),
     "data.val_split": Row(
         "{OWN} data.val_split=null data.test_split=val", lambda run, base: "val_loss" not in run.last, "{OWN}"
@@ -203,6 +213,28 @@ KEYS: dict[str, Row | str] = {
         refused("optimizer.fused=True: there is no such key"),
     ),
 }
+# More rows: groups and their options, and keys that data=tensors reads in another way than data=own.
+MORE: dict[str, dict[str, Row]] = {
+    "group": {
+        "task": Row("{MASKS} task=segmentation", reports("val_mean_iou", "val_accuracy")),
+        "data": Row("{TEXT} data=text", reports("val_perplexity", "val_bits_per_byte")),
+        "task.ignore": Row("{MASKS} data.num_classes=256 task.ignore=0", VALIDATED, "{MASKS} data.num_classes=256"),
+        "model.depth": Row("{TEXT} model.depth=2", VALIDATED, "{TEXT}"),
+        "model.width": Row("{TEXT} model.width=8", VALIDATED, "{TEXT}"),
+        "model.heads": Row("{TEXT} model.heads=4", VALIDATED, "{TEXT}"),
+    },
+    "tensors": {
+        "data.num_classes": Row("{MASKS} data.num_classes=256", VALIDATED, "{MASKS}"),
+        "data.val_split": Row("{MASKS} data.val_split=null data.test_split=val", reports("test_mean_iou"), "{MASKS}"),
+        "data.test_split": Row("{MASKS} data.val_split=null data.test_split=val", reports("test_loss"), "{MASKS}"),
+        "data.val_fraction": Row("{MASKS} data.val_split=null data.val_fraction=0.5", has("step", 1), "{MASKS}"),
+        "data.crop_padding": Row("{MASKS} data.crop_padding=2", VALIDATED, "{MASKS}"),
+        "data.flip": Row("{MASKS} data.flip=true", VALIDATED, "{MASKS}"),
+    },
+    "labels": {"task": Row("{NUMBERS} task=multi_label", reports("val_f1_micro", "val_f1_macro"))},
+}
+ROWS = {(key, ""): row for key, row in KEYS.items() if isinstance(row, Row)}
+ROWS |= {(key, kind): row for kind, rows in MORE.items() for key, row in rows.items()}
 
 
 def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | None]]:
@@ -234,17 +266,20 @@ def runs(tmp_path_factory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("runs")
     images = write_folder(folder / "images", {"train": 20, "test": 6}, sides=(20, 30))
     (images / "train" / "class 0" / "broken.png").write_bytes(b"not an image")
-    rows = [row for row in KEYS.values() if isinstance(row, Row)]
-    lines = list(dict.fromkeys(["", CHOSEN, SHARED, NORMED, *(line for row in rows for line in (row.base, row.overrides))]))
+    (folder / "sentences.txt").write_bytes(b"to be or not, " * 90)
+    lines = ["", CHOSEN, SHARED, NORMED, *(line for row in ROWS.values() for line in (row.base, row.overrides))]
+    lines = list(dict.fromkeys(lines))
     names = {"FOLDER": images, "RUN": folder / "run0", "OWN": " ".join(OWN), "WORKERS": " ".join(WORKERS)}
+    text = " ".join(TEXT).format(SENTENCES=folder / "sentences.txt")
+    names |= {"MASKS": " ".join(MASKS), "NUMBERS": " ".join(NUMBERS), "TEXT": text}
     given = [line.format(NEW=folder / f"new{number}", **names) for number, line in enumerate(lines)]
     (ended,) = run_world(1, run_all, str(folder), given)
     return {line: Ended(*found, folder / f"run{number}") for number, (line, found) in enumerate(zip(lines, ended, strict=True))}
 
 
-@pytest.mark.parametrize("key", [key for key, row in KEYS.items() if isinstance(row, Row)])
-def test_key_has_its_effect(key, runs):
-    row = KEYS[key]
+@pytest.mark.parametrize(("key", "kind"), ROWS, ids=lambda value: value or "key")
+def test_key_has_its_effect(key, kind, runs):
+    row = ROWS[key, kind]
     assert re.search(rf"(^| ){re.escape(key)}=", row.overrides), "the run does not set the key"
     run = runs[row.overrides]
     assert row.effect(run, runs[row.base]), f"{run}"
@@ -264,7 +299,7 @@ FLAGS = {
     "predict --batch-size": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
     **dict.fromkeys(
         ("predict --prompt", "predict --tokens", "predict --temperature"),
-        "tests/tasks/test_runs.py::test_text_gives_the_same_losses_in_a_pipeline_and_is_continued",
+        HERE + "test_flags_of_predict_determine_the_text",
     ),
     "predict --device": AFTER + "test_mistakes_are_reported_in_one_message",
     "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
@@ -333,7 +368,7 @@ def test_constructor_gets_every_option_of_its_group(group, path):
     """What it does with them is tested where it is."""
     node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     options = node["dataset"] if group == "data.dataset" else node
-    given = {name: f"given {name}" for name in options if not name.startswith("_")}
+    given = {name: f"given {name}" for name in options if not name.startswith("_") and name != "defaults"}  # Hydra's list
     cfg = config(f"{group.partition('.')[0]}={path.stem}", *(f"{group}.{name}='{value}'" for name, value in given.items()))
     made = build(OmegaConf.merge(OmegaConf.select(cfg, group), {"_target_": "builtins.dict"}))
     assert given.items() <= (made.keywords if isinstance(made, partial) else made).items()
@@ -405,6 +440,19 @@ def test_checkpoint_changes_predictions_and_exports(runs, command, tmp_path):
     with safe_open(tmp_path / "best.safetensors", "pt") as file:
         metadata = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
     assert metadata == {"classes": [str(number) for number in range(10)], "mean": [0.5], "std": [0.2]}
+
+
+def test_flags_of_predict_determine_the_text(runs, command):
+    def text(*flags: str) -> str:
+        code, output, errors = command(predict.main, runs["{TEXT}"].path, *flags)
+        assert code == 0, errors
+        return output
+
+    longer = text("--prompt", "to be", "--tokens", "9", "--temperature", "0")
+    assert longer.startswith("to be")
+    assert text("--prompt", "to be", "--tokens", "4", "--temperature", "0").rstrip("\n") == longer[: 5 + 4]
+    assert text("--prompt", "to be", "--tokens", "9", "--temperature", "9") != longer
+    assert text("--prompt", "or not", "--tokens", "9", "--temperature", "0").startswith("or not")
 
 
 def test_hparams_of_tensorboard_have_the_scaled_learning_rate(runs):
