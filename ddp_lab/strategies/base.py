@@ -216,7 +216,7 @@ class Strategy(SavedState, ABC):
             weight: of the local batch, [].
         """
         total = self.runtime.all_reduce(weight.clone() if self.is_metric_rank else torch.zeros_like(weight))
-        scale = count / total.clamp(min=torch.finfo(total.dtype).tiny)  # without any weight all gradients are 0
+        scale = torch.where(total == 0, 0, count / total)  # without any weight all gradients are 0
         for parameter in self.parameters():
             if parameter.grad is not None:
                 gradient = local(parameter.grad)

@@ -141,3 +141,15 @@ def test_weights_equal_those_of_single(name, task, accumulate):
     difference = max((found.weights[key] - expected.weights[key]).abs().max().item() for key in start)
     assert difference < 1e-6
     assert torch.tensor(found.sums).allclose(torch.tensor(expected.sums), rtol=1e-6)
+
+
+def test_batch_without_weight_has_zero_gradients():
+    """A batch of which all targets are ignored must not make the weights NaN."""
+    with Runtime("cpu") as runtime:
+        strategy, model = Single(runtime), model_of("tokens")
+        strategy.task = Tokens()
+        strategy.setup(model)
+        tokens = torch.zeros(6, 8, dtype=torch.int64)
+        *_, weight = strategy.forward_backward(tokens, torch.full_like(tokens, IGNORE), 6)
+        assert weight == 0
+        assert all((parameter.grad == 0).all() for parameter in strategy.parameters())
