@@ -85,7 +85,7 @@ def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, co
     assert (code, errors) == (0, "")
     logged = read_metrics(trained)[-1]
     metrics = f"test loss {logged['test_loss']:.4f} accuracy {logged['test_accuracy']:.4f}"
-    assert output == f"{trained}/checkpoints/step_00000010.pt, epoch 2: {metrics} on 50 images (1 x cpu)\n"
+    assert output == f"{trained}/checkpoints/step_00000010.pt, epoch 2: {metrics} on 50 samples (1 x cpu)\n"
     assert json.loads((tmp_path / "a.json").read_text())["test_accuracy"] == logged["test_accuracy"]
     assert files(trained) == before
 
@@ -190,7 +190,7 @@ def test_damaged_or_older_config_is_reported_in_one_message(content, message, tr
 def reference(folder: Path) -> tuple[nn.Module, torch.Tensor, torch.Tensor, list[str]]:
     """Return the trained model, the test images as they are and normalised by the loader, and the classes."""
     job = build(read_config(folder, ["strategy=single", "batch_size=50"]), Runtime("cpu"))
-    return open_run(folder, "last").model, job.dataset.test.images, next(iter(job.loaders["test"])).inputs, job.dataset.classes
+    return open_run(folder, "last").model, job.dataset.test.inputs, next(iter(job.loaders["test"])).inputs, job.dataset.classes
 
 
 def save(pixels: torch.Tensor, path: Path) -> None:

@@ -80,7 +80,7 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     best = min(rows, key=lambda row: row["val_loss"])  # images/val is the validation set, and there is no test set
     assert best["val_accuracy"] > 0.8
     assert f"best.pt, epoch {best['epoch']}: val loss {best['val_loss']:.4f} accuracy {best['val_accuracy']:.4f} " in outputs[2]
-    assert outputs[2].rstrip().endswith(" on 360 images (1 x cpu)")
+    assert outputs[2].rstrip().endswith(" on 360 samples (1 x cpu)")
     _, *rows = csv.reader((project / "predictions.csv").open())
     assert len(rows) == len(list((project / "images" / "val" / "3").iterdir()))
     assert sum(row[1] == "3" for row in rows) / len(rows) > 0.6

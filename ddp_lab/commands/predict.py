@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> None:
 
     images = find_images(given.images) if given.images else []
     run = open_run(given.run, given.checkpoint)
-    print(f"weights: {run.checkpoint}", file=sys.stderr)
     runtime, shape = Runtime(given.device, run.cfg.precision), run.data.shape
+    print(f"weights: {run.checkpoint}", file=sys.stderr)
     if ("vocabulary" in shape) != bool(given.prompt):
         needs = "--prompt TEXT" if "vocabulary" in shape else "images"
         raise ConfigError(

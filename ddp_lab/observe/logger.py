@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
-from ddp_lab.observe.metrics_file import SHOWN, append_line, describe_metrics, draw_metrics, drop_rows
+from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid, write_classes
 from ddp_lab.world.device import peak_memory_bytes
 
@@ -113,7 +113,7 @@ class FileLogger(Logger):
             writer = self.board.file_writer
             assert writer is not None, "an open SummaryWriter has a FileWriter"
             # SummaryWriter.add_hparams would add a second run to TensorBoard.
-            for summary in hparams_summary(hparams, {f"{kind}/{name}": 0.0 for kind, name in product(SHOWN, SETS)}):
+            for summary in hparams_summary(hparams, {f"{kind}/{name}": 0.0 for kind, name in product(("loss", "accuracy"), SETS)}):
                 writer.add_summary(summary)
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:

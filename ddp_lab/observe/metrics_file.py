@@ -8,14 +8,14 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.plot import Curve, Plot, beside, curves
 
-SHOWN = ("loss", "accuracy")  # the metrics of a set that the log, the curves and TensorBoard's HParams page have
+HIDDEN = ("top5_accuracy",)  # of the metrics of a set, those that the log and the curves do not have
 
 
 def append_line(path: Path, line: str) -> None:
@@ -87,11 +87,17 @@ def objective(metrics: Path, choice: str) -> tuple[str, float | None]:
     return choice, min(values) if choice == "val_loss" else max(values)
 
 
+def kinds_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics that any set has in some rows, for example loss and accuracy."""
+    parts = (key.partition("_") for row in rows for key in row)
+    return [kind for kind in dict.fromkeys(kind for name, _, kind in parts if name in SETS) if kind not in HIDDEN]
+
+
 def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
-    """Return the losses and accuracies in a row, as "train loss 0.1234 accuracy 0.9876 | val loss ..."."""
+    """Return the metrics in a row, as "train loss 0.1234 accuracy 0.9876 | val loss ..."."""
     parts: list[str] = []
     for name in sets:
-        found = [f"{kind} {value:.4f}" for kind in SHOWN if (value := row.get(f"{name}_{kind}")) is not None]
+        found = [f"{kind} {value:.4f}" for kind in kinds_of([row]) if (value := row.get(f"{name}_{kind}")) is not None]
         parts += [f"{name} {' '.join(found)}"] if found else []
     return " | ".join(parts)
 
@@ -117,9 +123,9 @@ def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: P
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:
-    """Draw the losses and accuracies of metrics.jsonl by epoch. Draw nothing if there is no record."""
+    """Draw the metrics of metrics.jsonl by epoch. Draw nothing if there is no record."""
     records, plots = read_epochs(metrics), list[Plot]()
-    for kind in SHOWN:
+    for kind in kinds_of(records):
         found = {name: [(r["epoch"], r[key]) for r in records if r.get(key := f"{name}_{kind}") is not None] for name in SETS}
         lines = [Curve(name, points) for name, points in found.items() if points]
         plots += [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")] if lines else []

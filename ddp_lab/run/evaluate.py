@@ -62,6 +62,6 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
 def describe(found: dict[str, Any]) -> str:
     """Return what `evaluate_run` has found in one line."""
     return (
-        f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} on {found['samples']:,} images "
+        f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} on {found['samples']:,} samples "
         f"({found['where']})"
     )

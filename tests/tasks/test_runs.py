@@ -55,6 +55,7 @@ def folder(tmp_path_factory) -> Path:
 def test_masks_give_the_same_metrics_under_every_strategy(name, folder):
     expected, found = (read_metrics(folder / f"masks-{each}") for each in ("single", name))
     assert expected[-1]["val_mean_iou"] > expected[0]["val_mean_iou"] > 0.2
+    assert f"mean_iou {found[-1]['val_mean_iou']:.4f}" in (folder / f"masks-{name}" / "train.log").read_text()
     for one, other in zip(expected, found, strict=True):
         for key in ("train_loss", "val_loss", "val_accuracy", "val_mean_iou"):
             assert other[key] == pytest.approx(one[key], rel=1e-5), key
