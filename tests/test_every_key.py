@@ -396,7 +396,7 @@ def test_evaluate_reads_yaml_of_the_users_own(runs, command, tmp_path):
     yaml = (CONF / "data" / "synthetic.yaml").read_text()
     (tmp_path / "data" / "mine.yaml").write_text(yaml.replace("test_size: 1000", "test_size: 7"))
     code, output, errors = command(evaluate.main, runs[CHOSEN].path, "--config-dir", tmp_path, "data=mine", "split=test")
-    assert (code, " on 7 images" in output) == (0, True), output + errors
+    assert (code, " on 7 samples" in output) == (0, True), output + errors
 
 
 def test_options_of_a_launch_reach_torchrun():

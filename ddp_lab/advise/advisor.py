@@ -9,8 +9,9 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 from torch import nn
 
-from ddp_lab.advise.devices import Devices, GiB
-from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_ranks
+from ddp_lab.advise.devices import CARDS, GB, Devices, GiB
+from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_rank, ranks_to_plan
+from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
@@ -18,11 +19,10 @@ from ddp_lab.data.sources import dataset_sizes
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import model_to_plan
-from ddp_lab.run.job import load_dataset, make_task, make_trial
+from ddp_lab.run.job import load_dataset, make_plan, make_task, make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.world.planned import PlannedRuntime
 
-RULE = "the simplest that fits and uses all GPUs, in the order of the table"
 REMEDY = "Use more or larger GPUs, a smaller batch_size, or accumulate=N"
 
 
@@ -154,7 +154,10 @@ class Advisor:
         gpus = devices.per_node if alone and devices.kind == "cuda" else 1
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
         runtime.free = self.free
-        plans, strategy, images = plan_ranks(cfg, self.dataset, self.model, runtime)
+        strategy, plans = build(cfg.strategy, runtime), list[Planned]()
+        images = make_plan(cfg, strategy, self.dataset).global_batch_size
+        for rank in ranks_to_plan(strategy):
+            plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))
         return Row(
             overrides,
             plans,
@@ -169,13 +172,13 @@ class Advisor:
     def bound(self, plans: Iterable[Planned]) -> float | None:
         """Return the seconds that a step takes at least; None if the peak of the devices is not known."""
         devices, peak = self.devices, self.devices.peak(self.cfg.precision)
-        if peak is None:
+        if devices.card is None or peak is None:
             return None
-        most = 0.0
+        most, link = 0.0, CARDS[devices.card][3] * GB
         for plan in plans:
             across = sum(sent for group, sent in plan.sent.items() if devices.crosses(group.ranks))
             inside = sum(plan.sent.values()) - across
-            most = max(most, plan.flops / peak, inside / devices.link, across / devices.between)
+            most = max(most, plan.flops / peak, inside / link, across / devices.between)
         return most
 
     def advise(self) -> "Advisor":
@@ -212,5 +215,6 @@ class Advisor:
             short = (least.fullest.total - self.devices.memory) / GiB
             return f"Nothing fits: {least.name} needs the least and lacks {short:,.1f} GiB. {REMEDY}"
         best = self.ranked[0]
-        rule = "the fastest that was measured" if best.measured else RULE
+        simplest = "the simplest that fits and uses all GPUs, in the order of the table"
+        rule = "the fastest that was measured" if best.measured else simplest
         return f"Recommended: {best.name}, {rule}\n  {best.launch}"

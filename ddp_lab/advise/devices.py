@@ -52,11 +52,6 @@ class Devices:
     def number(self) -> int:
         return self.per_node * self.nodes
 
-    @property
-    def link(self) -> float:
-        """Bytes per second that a device can send to another one of its machine."""
-        return CARDS[self.card][3] * GB if self.card else float("inf")
-
     def peak(self, precision: str) -> float | None:
         """Return the FLOP/s of the card; None if they are not known."""
         return CARDS[self.card][2 if precision == "bf16" else 1] * TERA if self.card else None
@@ -83,7 +78,6 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
     Raises:
         ConfigError: the card is unknown, or there is none here.
     """
-    names = {name.lower(): name for name in (*CARDS, "cpu")}
     if text == "here":
         if not torch.cuda.is_available():
             raise ConfigError(f"--gpus here: there is no GPU here. Use 2xcpu, or a number and a card of {', '.join(CARDS)}")
@@ -91,13 +85,13 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
         words = re.split("[ -]", name.replace("RTX ", "RTX"))  # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
         card = next((card for card in CARDS if card.partition("-")[0] in words), None)
         return Devices(name, torch.cuda.device_count(), nodes, memory, card, link * GB)
-    found = re.fullmatch(r"([1-9]\d{0,3})x(.+)", text)
-    if found is None or found[2].lower() not in names:
+    found = re.fullmatch(rf"([1-9]\d{{0,3}})x({'|'.join(CARDS)}|CPU)", text, re.IGNORECASE)
+    if found is None:
         raise ConfigError(
             f"--gpus {text}: must be here, or a number up to 9999 and a card such as 2xH100. Cards: {', '.join(CARDS)}, cpu. "
             "For another card, use one that has about as much memory and bandwidth"
         )
-    number, name = int(found[1]), names[found[2].lower()]
-    if name == "cpu":
+    number, name = int(found[1]), found[2].upper()
+    if name == "CPU":
         return Devices("CPU ranks", number, nodes, float("inf"), kind="cpu")
     return Devices(name, number, nodes, CARDS[name][0] * GiB, name, link * GB)

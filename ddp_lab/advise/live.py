@@ -46,14 +46,6 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Peak(NamedTuple):
-    """What a device holds when most lives: bytes in all and by storage, and the kinds of storages that are not state."""
-
-    total: int
-    sizes: dict[int, int]
-    kinds: dict[int, str] | None = None  # None: the next operation finds them, when gradients are where they belong
-
-
 class Live(TorchDispatchMode):
     """What lives at the peak of a step, and the collectives and FLOPs of the step.
 
@@ -75,49 +67,53 @@ class Live(TorchDispatchMode):
         self.modules = strategy.modules_by_device
         self.on_host = bool(getattr(strategy, "offload", False))
         self.owned = [list(module.parameters()) for module in self.modules]
-        self.held: list[dict[str, int]] = []
+        self.held: list[dict[str, int]] = [{} for _ in self.modules]
         self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
-        self._looking = False
+        self._data: list[int] = []  # storages of the batch that is recorded
         self._place = 0  # where the operation computes
         self._places: dict[int, int] = {}  # of storages
         self._storages = WeakValueDictionary[int, torch.UntypedStorage]()
         self._in_flight: set[int] = set()  # storages that a collective read or wrote
-        self._peaks = [Peak(0, {}) for _ in self.modules]
+        self._peaks: list[dict[int, int]] = [{} for _ in self.modules]  # bytes by storage when most lives on a device
+        self._kinds: list[dict[int, str]] = [{} for _ in self.modules]  # of storages in `_peaks` that are not state
         training.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
         training.optimizer.register_step_post_hook(lambda *_: setattr(self, "_place", 0))
         if len(self.modules) > 1:
             self._follow()
 
-    def take_steps(self, batch: Batch) -> None:
-        """Take two steps. The first creates the optimizer's state; the second is recorded. Call it within this mode."""
-        self.track(tensor for kinds in self.state() for tensors in kinds.values() for tensor in tensors)
-        self.training.job.strategy.train()
+    def take_steps(self) -> None:
+        """Take two steps. The first creates the optimizer's state; the second is recorded. Call it within the fake mode."""
+        job = self.training.job
+        size = job.plan.samples_at_once * job.recipe.accumulate
+        inputs, targets = job.dataset.example(size)
+        if job.options.channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        batch = Batch(inputs, targets, job.plan.global_batch_size)
+        for place in range(len(self.modules)):
+            self.track(tensor for tensors in self.state(place).values() for tensor in tensors)
+        job.strategy.train()
         self.training.step(batch)
         self._locate()
         for counter in (self.calls, self.sent, self.flops):
             counter.clear()
-        self._data, self._looking = [key_of(tensor) for tensor in batch[:2]], True
+        self._data = [key_of(tensor) for tensor in batch[:2]]
         self.training.step(batch)
-        for held, kinds in zip(self.held, self.state(), strict=True):
-            held |= {kind: nbytes(tensors) for kind, tensors in kinds.items() if kind != "gradients"}
+        for place, held in enumerate(self.held):  # during an update, state can be that of local shards, by other keys
+            held |= {kind: nbytes(tensors) for kind, tensors in self.state(place).items() if kind != "gradients"}
 
-    def state(self) -> list[dict[str, list[torch.Tensor]]]:
-        """Return what each device holds by kind; of a sharded model the shards."""
+    def state(self, place: int) -> dict[str, list[torch.Tensor]]:
+        """Return what a device holds by kind; of a sharded model the shards."""
         optimizer, ema = self.training.optimizer.state, self.training.ema
-        found: list[dict[str, list[torch.Tensor]]] = []
-        for owned, module in zip(self.owned, self.modules, strict=True):
-            buffers = list(module.buffers())
-            states = [value for parameter in owned for value in optimizer.get(parameter, {}).values()]
-            own = {id(tensor) for tensor in [*owned, *buffers]}
-            kinds: dict[str, list[torch.Tensor]] = {
-                "parameters": [*owned],
-                "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
-                "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
-                "averages": [ema.averages[name] for name, tensor in ema.tensors.items() if id(tensor) in own] if ema else [],
-                "buffers": buffers,
-            }
-            found.append(kinds)
-        return found
+        owned, buffers = self.owned[place], list(self.modules[place].buffers())
+        states = [value for parameter in owned for value in optimizer.get(parameter, {}).values()]
+        own = {id(tensor) for tensor in [*owned, *buffers]}
+        return {
+            "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
+            "parameters": [*owned],
+            "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
+            "averages": [ema.averages[name] for name, tensor in ema.tensors.items() if id(tensor) in own] if ema else [],
+            "buffers": buffers,
+        }
 
     def track(self, tensors: Iterable[object]) -> None:
         """Count the storages of tensors."""
@@ -142,7 +138,7 @@ class Live(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops[self._place] += formula(*args, **(kwargs or {}), out_val=out)
-        if self._looking and not func.is_view:
+        if self._data and not func.is_view:
             self._look()
         return out
 
@@ -165,10 +161,10 @@ class Live(TorchDispatchMode):
         sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
         for place, peak in enumerate(self._peaks):
             here = {key: size for key, size in sizes.items() if self._places[key] == place}
-            if (now := sum(here.values())) > peak.total:
-                self._peaks[place] = Peak(now, here)
-            elif peak.kinds is None:
-                self._peaks[place] = peak._replace(kinds=self._transient(place))
+            if sum(here.values()) > sum(peak.values()):
+                self._peaks[place], self._kinds[place] = here, {}
+            elif not self._kinds[place]:  # the first operation after the peak, when gradients are where they belong
+                self._kinds[place] = self._transient(place)
 
     def _transient(self, place: int) -> dict[int, str]:
         """Return the kinds of storages that do not live as long as the training."""
@@ -179,23 +175,23 @@ class Live(TorchDispatchMode):
 
     def peak(self, place: int) -> dict[str, float]:
         """Return the bytes of each kind of PARTS that lived on a device when most did."""
-        _, sizes, transient = self._peaks[place]
-        kinds = transient or self._transient(place)
-        kinds |= {key_of(tensor): kind for kind, tensors in self.state()[place].items() for tensor in tensors}
+        kinds = self._kinds[place] or self._transient(place)
+        kinds |= {key_of(tensor): kind for kind, tensors in self.state(place).items() for tensor in tensors}
         kinds |= dict.fromkeys(self._data, "data")
         parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        for key, size in sizes.items():
+        for key, size in self._peaks[place].items():
             parts[kinds.get(key, "activations")] += size
         return parts
 
     def _locate(self) -> None:
         """Count the tensors where they are: on the host, or on the device of their part of the model."""
-        for place, kinds in enumerate(self.state()):
-            for kind, tensors in kinds.items():
+        for place in range(len(self.modules)):
+            for kind, tensors in self.state(place).items():
                 self._places |= dict.fromkeys(map(key_of, tensors), HOST if self.on_host and kind in STATE else place)
 
     def _begin_update(self) -> None:
-        self.held = [{"gradients": nbytes(kinds["gradients"])} for kinds in self.state()]
+        for place, held in enumerate(self.held):
+            held["gradients"] = nbytes(self.state(place)["gradients"])
         self._locate()
         self._place = HOST if self.on_host else 0
 

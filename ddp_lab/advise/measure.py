@@ -41,13 +41,11 @@ def measure(advisor: Advisor, minutes: float) -> None:
             name = f"{''.join(filter(str.isalnum, row.name))}-{number}"
             run = train(short_run(advisor, row), row.devices if row.ranks > 1 else None, Path(folder), name, left)
             if run.problem:
-                advisor.notes.append(f"{row.name} was not measured: {run.problem}")
-                del found[row.name]
+                again = " again" if found.pop(row.name) else ""
+                advisor.notes.append(f"{row.name} was not measured{again}: {run.problem}")
             else:
                 found[row.name].append(run)
-    for row in advisor.rows:
-        if runs := found.get(row.name):
-            row.measured = summary(advisor, row, runs)
+                row.measured = summary(advisor, row, found[row.name])
     path = cache_of(advisor)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, (read_json(path) or {}) | {row.name: row.measured for row in advisor.rows if row.measured})

@@ -16,12 +16,11 @@ from torch import nn
 from ddp_lab.advise.live import HELD, STATE, Collective, Live
 from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.batch import Batch
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
-from ddp_lab.run.materialize import Training, materialize
+from ddp_lab.run.materialize import materialize
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.speed.options import AUTO, configure_optimizer
 from ddp_lab.strategies.base import Strategy
@@ -64,11 +63,6 @@ class Planned(NamedTuple):
         return sum(self.peak.values())
 
     @property
-    def state(self) -> int:
-        """Bytes of parameters, gradients, optimizer, averages and buffers on the device."""
-        return sum(size for kind, size in self.held.items() if not (self.host and kind in STATE))
-
-    @property
     def total(self) -> float:
         return self.allocated + self.outside
 
@@ -77,31 +71,8 @@ class CannotPlan(RuntimeError):
     """A step cannot be taken without values."""
 
 
-def plan_ranks(
-    cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime
-) -> tuple[list[Planned], Strategy, int]:
-    """Return the plans of the ranks or devices that differ, the strategy of rank 0, and the size of the global batch.
-
-    They are rank 0, which has the largest shards, and one rank of each stage of a pipeline.
-
-    Args:
-        cfg: a config of train.py, checked.
-        dataset: of which the sizes are enough.
-        model: the complete model, on any device; it is copied without its weights.
-        runtime: of rank 0.
-
-    Raises:
-        ConfigError: the strategy cannot be laid out, or the model or the batch cannot be divided.
-        CannotPlan: the model reads values in its forward pass, or an operation fails on fake tensors.
-    """
-    strategy = build(cfg.strategy, runtime.of_rank(0))
-    images = make_plan(cfg, strategy, dataset).global_batch_size
-    plans = [plan for rank in places(strategy) for plan in plan_rank(cfg, dataset, model, runtime.of_rank(rank))]
-    return plans, strategy, images
-
-
-def places(strategy: Strategy) -> list[int]:
-    """Return the ranks to plan: one of each stage of a pipeline, else rank 0."""
+def ranks_to_plan(strategy: Strategy) -> list[int]:
+    """Return the ranks to plan: one of each stage of a pipeline, else rank 0, which has the largest shards."""
     names, sizes = list(strategy.axes), list(strategy.axes.values())
     if strategy.one_process or "pp" not in names:
         return [0]
@@ -110,24 +81,43 @@ def places(strategy: Strategy) -> list[int]:
 
 
 def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> list[Planned]:
-    """Return the plan of each device of a rank: of one, unless the strategy drives several. See `plan_ranks`."""
+    """Return the plan of each device of a rank: of one, unless the strategy drives several.
+
+    Args:
+        cfg: a config of train.py, checked.
+        dataset: of which the sizes are enough.
+        model: the complete model, on any device; it is copied without its weights.
+        runtime: of the rank.
+
+    Raises:
+        ConfigError: the strategy cannot be laid out, or the model or the batch cannot be divided.
+        CannotPlan: the model reads values in its forward pass, or an operation fails on fake tensors.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
     from torch.distributed.tensor import _redistribute, debug  # loads torch._dynamo
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    strategy = build(cfg.strategy, runtime)
+    strategy: Any = build(cfg.strategy, runtime)
     built = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes it
     job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built)
     check_optimizer(cfg, strategy)
     if strategy.name == "dp":
         raise CannotPlan("nn.DataParallel copies the model to every GPU in every step; use strategy=ddp")
+    runtime.device = strategy.device = torch.device("cpu")
+    if hasattr(strategy, "devices"):
+        strategy.devices = [runtime.device] * len(strategy.devices)
     logs = logging.root.manager.disable  # errors of fake tensors are logged, and raised as well
     logging.disable(logging.CRITICAL)
     try:
         with torch.random.fork_rng(devices=[]):
-            live = Live(begin(job))
+            training = materialize(job)
+            optimizer = configure_optimizer(training.optimizer, job.options, torch.device(runtime.kind))
+            for group in for_cpu(optimizer).param_groups:
+                if runtime.kind == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
+                    group["foreach"] = True  # the default on GPUs: all parameters in one call
+            live = Live(training)
             with fake, live:
-                live.take_steps(batch_of(job))
+                live.take_steps()
             return [planned(job, runtime, live, place) for place in range(len(live.modules))]
     except ConfigError:
         raise
@@ -140,30 +130,6 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
             # DTensor remembers layouts, which refer to the groups of the plan; the next mesh of this size would be equal.
             debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
             _redistribute._gen_transform_infos.cache_clear()  # pyright: ignore[reportPrivateUsage]
-
-
-def begin(job: Job) -> Training:
-    """Return the training of a planned job, on fake tensors of the CPU."""
-    strategy: Any = job.strategy
-    kind, cpu = torch.device(strategy.runtime.kind), torch.device("cpu")
-    strategy.runtime.device = strategy.device = cpu
-    if hasattr(strategy, "devices"):
-        strategy.devices = [cpu] * len(strategy.devices)
-    training = materialize(job)
-    optimizer = configure_optimizer(training.optimizer, job.options, kind)
-    for group in for_cpu(optimizer).param_groups:
-        if kind.type == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True  # the default on GPUs: all parameters in one call
-    return training
-
-
-def batch_of(job: Job) -> Batch:
-    """Return a local batch. Call it within the fake mode."""
-    size = job.plan.samples_at_once * job.recipe.accumulate
-    inputs, targets = job.dataset.example(size)
-    if job.options.channels_last:
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-    return Batch(inputs, targets, job.plan.global_batch_size)
 
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:

@@ -2,17 +2,16 @@
 
 import html
 import io
-from pathlib import Path
 from typing import Any
 
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import GiB
 from ddp_lab.advise.live import HELD
-from ddp_lab.advise.plan import Planned
-from ddp_lab.observe.plot import GREY, Plot, beside, figure, short, stacked, timeline
+from ddp_lab.observe.plot import Plot, figure, short, stacked, timeline
 
 PLANNED = ("strategy", "GPUs", "GiB/GPU", "state", "activations", "others", "sent/step", "FLOPs/step", "step takes at least")
-MEASURED = ("images/s", "MFU", "exposed", "torch's peak: planned", "measured")
+MEASURED = {"images/s": ("images_per_second", ",.0f"), "MFU": ("mfu", ".1%"), "exposed": ("exposed", ".0%")}
+PEAKS = ("torch's peak: planned", "measured")  # of memory that torch allocates, without CUDA and NCCL
 PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 PAGE = """<!doctype html>
 <html lang=en><meta charset=utf-8><title>What a run needs</title>
@@ -40,7 +39,7 @@ def head(advisor: Advisor) -> list[str]:
 def table(advisor: Advisor) -> str:
     """Return the plans as lines of text, the memory of each strategy that of its fullest device, and the recommendation."""
     measured = any(row.measured for row in advisor.rows)
-    rows = [(*PLANNED, *(MEASURED if measured else ()), ""), *(cells(row, measured) for row in advisor.rows)]
+    rows = [(*PLANNED, *((*MEASURED, *PEAKS) if measured else ()), ""), *(cells(row, measured) for row in advisor.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last]) for first, *between, last in rows
@@ -56,23 +55,16 @@ def cells(row: Row, measured: bool) -> tuple[str, ...]:
         notes.append(f"+ {gib(plan.host)} GiB a rank in host memory")
     state, activations = sum(plan.peak[kind] for kind in HELD), plan.peak["activations"]
     sent, flops = max(sum(each.sent.values()) for each in row.plans), max(each.flops for each in row.plans)
+    found = [format(row.measured[key], form) if key in row.measured else "" for key, form in MEASURED.values()]
+    found += [gib(plan.allocated), gib(row.measured["allocated"])] if "allocated" in row.measured else [""] * len(PEAKS)
     return (
         *(row.name, str(row.devices)),
         *map(gib, (plan.total, state, activations, plan.total - state - activations)),
         *(f"{short(float(f'{sent:.3g}'))}B", short(float(f"{flops:.3g}"))),
         "" if row.bound is None else f"{1000 * row.bound:,.3g} ms",
-        *(measurements(row) if measured else ()),
+        *(found if measured else ()),
         " and ".join(notes),
     )
-
-
-def measurements(row: Row) -> list[str]:
-    """Return the cells of what was measured; torch's peak is that of memory it allocates, without CUDA and NCCL."""
-    values = dict(row.measured)
-    if "allocated" in values:
-        values |= {"planned": gib(row.fullest.allocated), "allocated": gib(values["allocated"])}
-    forms = {"images_per_second": ",.0f", "mfu": ".1%", "exposed": ".0%", "planned": "", "allocated": ""}
-    return [format(values[key], form) if key in values else "" for key, form in forms.items()]
 
 
 def gib(size: float) -> str:
@@ -82,53 +74,42 @@ def gib(size: float) -> str:
 
 def as_json(advisor: Advisor) -> dict[str, Any]:
     """Return the plans as plain values, under the names of the attributes: bytes, seconds and FLOPs."""
-    rows = [
-        vars(row) | {"name": row.name, "plans": [plan_as_json(advisor, plan) for plan in row.plans]} for row in advisor.rows
-    ]
+    rows: list[dict[str, Any]] = []
+    for row in advisor.rows:
+        rows.append(vars(row) | {"name": row.name, "plans": []})
+        for plan in row.plans:
+            values: dict[str, Any] = plan._asdict() | {"allocated": plan.allocated, "total": plan.total}
+            sent = values.pop("sent")
+            values["collectives"] = [
+                {"name": group.name, "ranks": len(group.ranks), "crosses_machines": advisor.devices.crosses(group.ranks)}
+                | {"calls": calls, "bytes_sent": sent[group]}
+                for group, calls in values.pop("calls").items()
+            ]
+            rows[-1]["plans"].append(values)
     recommended = advisor.ranked[0].overrides if advisor.ranked else None
     shown = {key: getattr(advisor, key) for key in ("own", "notes", "conclusion")}
     return shown | {"head": head(advisor), "rows": rows, "recommended": recommended}
 
 
-def plan_as_json(advisor: Advisor, plan: Planned) -> dict[str, Any]:
-    """Return a plan as plain values."""
-    collectives = [
-        {"name": group.name, "ranks": len(group.ranks), "crosses_machines": advisor.devices.crosses(group.ranks)}
-        | {"calls": calls, "bytes_sent": plan.sent[group]}
-        for group, calls in plan.calls.items()
-    ]
-    totals = {"allocated": plan.allocated, "total": plan.total, "collectives": collectives}
-    return {name: value for name, value in plan._asdict().items() if name not in ("calls", "sent")} | totals
-
-
-def draw(advisor: Advisor, path: Path) -> None:
-    """Draw the memory of the strategies against that of a device."""
-    beside([memory_plot(advisor, "Planned peak memory of a GPU", {row.name: row.fullest for row in advisor.rows})], path)
-
-
-def memory_plot(advisor: Advisor, title: str, plans: dict[str, Planned]) -> Plot:
-    """Return stacked bars of the parts of plans, and a line at the memory of a device."""
+def memory_plot(advisor: Advisor, row: Row | None = None) -> Plot:
+    """Return stacked bars of the memory of each strategy, or of the ranks or devices of one, and a line at that of a device."""
+    if row is None:
+        title, plans = "Planned peak memory of a GPU, by strategy", {row.name: row.fullest for row in advisor.rows}
+    else:
+        title = f"{row.name}, by rank"
+        plans = {f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan for plan in row.plans}
     bars = {name: plan.peak | {"CUDA and NCCL": plan.outside} for name, plan in plans.items()}
-    plot = stacked(title, "GiB", {name: {part: size / GiB for part, size in parts.items()} for name, parts in bars.items()})
-    memory = advisor.devices.memory / GiB
-
-    def with_line(axes: Any) -> None:
-        plot.draw(axes)
-        if memory < float("inf"):
-            axes.axvline(memory, color=GREY, linestyle="--")
-            axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * memory))
-
-    return plot._replace(draw=with_line)
+    bars = {name: {part: size / GiB for part, size in parts.items()} for name, parts in bars.items()}
+    return stacked(title, "GiB", bars, limit=advisor.devices.memory / GiB)
 
 
 def page(advisor: Advisor) -> str:
     """Return one page of HTML that loads nothing: the table, the memory by rank and part, and the schedules of pipelines."""
     from matplotlib import rc_context
 
-    plots = [memory_plot(advisor, "Planned peak memory of a GPU, by strategy", {row.name: row.fullest for row in advisor.rows})]
+    plots = [memory_plot(advisor)]
     for row in (row for row in advisor.rows if len(row.plans) > 1):
-        places = {f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan for plan in row.plans}
-        plots.append(memory_plot(advisor, f"{row.name}, by rank", places))
+        plots.append(memory_plot(advisor, row))
         slots = {
             f"rank {rank}": [(start, start + length, PASSES[kind], str(number)) for start, length, kind, number in boxes]
             for rank, boxes in row.plans[0].order.items()

@@ -23,9 +23,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_overrides("Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
     parser.add_argument("--gpus", default="here", metavar="NxCARD|here", help="GPUs of each machine, for example 2xH100")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
-    parser.add_argument(
-        "--link", type=float, default=50, metavar="GB/s", help="what a GPU sends to another machine; default: 50"
-    )
+    parser.add_argument("--link", type=float, default=50, metavar="GB/s", help="of a GPU to another machine (default: 50)")
     parser.add_argument("--measure", action="store_true", help="measure each strategy that fits, on the devices here")
     parser.add_argument("--minutes", type=float, default=10, metavar="N", help="time limit of --measure (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans to this file, too")
@@ -54,6 +52,7 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.advise.advisor import Advisor
     from ddp_lab.advise.devices import find_devices
     from ddp_lab.advise.measure import measure, offer
+    from ddp_lab.observe.plot import beside
     from ddp_lab.resilience.run_directory import write_json
 
     advisor = Advisor.of(given.overrides, given.config_dir, find_devices(given.gpus, given.nodes, given.link)).advise()
@@ -65,6 +64,6 @@ def main(arguments: list[str]) -> None:
     if given.json:
         write_json(given.json, report.as_json(advisor))
     if given.picture:
-        report.draw(advisor, given.picture)
+        beside([report.memory_plot(advisor)], given.picture)
     if given.html:
         given.html.write_text(report.page(advisor))

@@ -87,9 +87,10 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
         other = (
             "" if runtime.precision == "float32" else "precision=float32, if a layer does not support bf16 on this device, or "
         )
+        small = " (a common cause is that they are too small)" if trial.inputs.dim() == 4 else ""
         raise ConfigError(
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "
-            f"{other}data that the model supports (a common cause is that images are too small), or correct the model"
+            f"{other}inputs that the model supports{small}, or correct the model"
         ) from None
     finally:
         model.to("meta" if on_meta else "cpu").zero_grad()

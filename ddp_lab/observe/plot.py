@@ -4,6 +4,7 @@
 takes about half a second, so it is imported when the first picture is drawn and not with this module.
 """
 
+import math
 import textwrap
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,13 +112,14 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
     return Plot(title, max(HEIGHT, ROW * len(lines) + 1), draw)
 
 
-def stacked(title: str, label: str, values: dict[str, dict[str, float]]) -> Plot:
+def stacked(title: str, label: str, values: dict[str, dict[str, float]], limit: float = math.inf) -> Plot:
     """Return a plot of horizontal stacked bars that start at zero, one per name, each with the sum of its parts at the end.
 
     Args:
         title: title of the plot.
         label: name or unit of the values.
         values: the parts of each bar, by name; all bars have the same parts. The legend is below the axes.
+        limit: a dashed line marks it, if it is finite.
 
     Raises:
         ValueError: there is no value to draw.
@@ -138,6 +140,9 @@ def stacked(title: str, label: str, values: dict[str, dict[str, float]]) -> Plot
         axes.bar_label(last, [short(float(f"{total:.3g}")) for total in totals], padding=4)
         name_rows(axes, values)
         axes.set(xlim=(0, 1.15 * max(totals) or 1), xlabel=label)  # the last label needs room
+        if limit < math.inf:
+            axes.axvline(limit, color=GREY, linestyle="--")
+            axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * limit))
         round_ticks(axes.xaxis)
         legend_below(axes, colours)
 

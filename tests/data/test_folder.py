@@ -147,7 +147,8 @@ def test_folders_are_the_sets_of_their_names(tmp_path, folders, fraction, sizes)
 def test_images_to_evaluate_with_are_the_centres(root, channels):
     found = dataset(root, f"data.channels={channels}", "data.mean=[0.5]", "data.std=[0.2]")
     assert found.classes == ["class 0", "class 1", "class 2"]
-    assert found.model_shape() == {"in_channels": channels, "image_size": SIZE, "num_classes": 3}
+    shape = {"in_channels": channels, "image_size": SIZE, "num_classes": 3}
+    assert found.model_shape() == shape | {"input_shape": [channels, SIZE, SIZE]}
     centre = v2.Compose([v2.Resize(SHORT, antialias=True), v2.CenterCrop(SIZE)])
     for index, name in enumerate(names(found.test)):
         expected = centre(decode(root / name, channels))
@@ -240,7 +241,7 @@ def test_interpreter_exits_while_workers_run():
 def test_what_cannot_be_loaded_is_reported(tmp_path):
     root = write_folder(tmp_path, {"train": 4, "test": 4}, classes=1)
     found = dataset(root)
-    with pytest.raises(ConfigError, match=r"data.loader=device: is not supported by images that are read one by one"):
+    with pytest.raises(ConfigError, match=r"data.loader=device: is not supported by samples that are read one by one"):
         LOADERS["device"](found.train, LoaderOptions(4, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True))
     os.truncate(root / names(found.test)[2], 50)  # after all files were examined
     with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded"):

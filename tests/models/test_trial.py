@@ -14,7 +14,7 @@ from worlds import run_world
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
 from ddp_lab.models.make import build_model
-from ddp_lab.models.trial import freeze_unused
+from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.run.job import build
 from ddp_lab.run.materialize import materialize
 from ddp_lab.world.runtime import Runtime
@@ -23,7 +23,7 @@ SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 
 def tried(model: nn.Module) -> list[str]:
-    return freeze_unused(model, (1, 28, 28), 10, Runtime("cpu"), "model._target_=net")
+    return freeze_unused(model, Trial.of_images(SHAPE), Runtime("cpu"), "model._target_=net")
 
 
 @pytest.mark.parametrize("large", [0, 10**9], ids=["meta device", "real images"])
@@ -62,8 +62,8 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
             {"smallest": 29},
             r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line",
         ),
-        ("Pair", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got tuple"),
-        ("PairWhenEvaluated", {}, r"failed .* TypeError: in evaluation mode it must return logits of shape .*, got tuple"),
+        ("Pair", {}, r"failed .* TypeError: it must return a tensor \[2, \.\.\.\] for 2 samples, got tuple"),
+        ("PairWhenEvaluated", {}, r"failed .* TypeError: in evaluation mode it must return a tensor .*, got tuple"),
         ("two_classes", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
         ("OnlyFloat32", {}, r"failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not support bf16 on"),
     ],
@@ -71,7 +71,7 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
 def test_model_that_cannot_be_trained_is_refused(name, overrides, message):
     model, runtime = build_model({"_target_": f"own_models.{name}", **overrides}, SHAPE), Runtime("cpu", "bf16")
     with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
-        freeze_unused(model, (1, 28, 28), 10, runtime, "model._target_=net")
+        freeze_unused(model, Trial.of_images(SHAPE), runtime, "model._target_=net")
 
 
 def frozen_runs(folder: str) -> dict[str, Outcome]:

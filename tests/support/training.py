@@ -35,7 +35,7 @@ from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.strategies.tp import TP
-from ddp_lab.tasks.classification import CrossEntropy
+from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
@@ -277,6 +277,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
             "optimizer": OPTIMIZERS[case.optimizer] | {"lr": case.lr, "weight_decay": case.weight_decay, "_partial_": True},
             "scheduler": SCHEDULES[case.lr_schedule],
             "loss": dict(case.loss) or target(CrossEntropy),
+            "task": target(Classification),
         }
     )
 
