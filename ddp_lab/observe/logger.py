@@ -113,7 +113,9 @@ class FileLogger(Logger):
             writer = self.board.file_writer
             assert writer is not None, "an open SummaryWriter has a FileWriter"
             # SummaryWriter.add_hparams would add a second run to TensorBoard.
-            for summary in hparams_summary(hparams, {f"{kind}/{name}": 0.0 for kind, name in product(("loss", "accuracy"), SETS)}):
+            for summary in hparams_summary(
+                hparams, {f"{kind}/{name}": 0.0 for kind, name in product(("loss", "accuracy"), SETS)}
+            ):
                 writer.add_summary(summary)
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
