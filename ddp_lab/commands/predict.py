@@ -49,9 +49,13 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if given.output:
         check_output(given.output, given.force)
+    from hydra.utils import get_object
+
     from ddp_lab.run.generate import generate
     from ddp_lab.run.predict import Predictor, find_images, write_table
     from ddp_lab.run.trained import open_run
+    from ddp_lab.tasks.classification import Classification
+    from ddp_lab.tasks.tokens import Tokens
     from ddp_lab.world.precision import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
@@ -59,11 +63,16 @@ def main(arguments: list[str]) -> None:
     run = open_run(given.run, given.checkpoint)
     runtime, shape = Runtime(given.device, run.cfg.precision), run.data.shape
     print(f"weights: {run.checkpoint}", file=sys.stderr)
-    if ("vocabulary" in shape) != bool(given.prompt):
-        needs = "--prompt TEXT" if "vocabulary" in shape else "images"
-        raise ConfigError(
-            f"{given.run}: its task is {run.cfg.task._target_.rpartition('.')[2]}, for which predict needs {needs}"
+    kind = get_object(run.cfg.task._target_)
+    if not issubclass(kind, Tokens if given.prompt else Classification):
+        needs = (
+            "needs --prompt TEXT"
+            if issubclass(kind, Tokens)
+            else "needs images"
+            if issubclass(kind, Classification)
+            else "is not made"
         )
+        raise ConfigError(f"{given.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab predict --help")
     if given.prompt:
         text = generate(run.model, given.prompt.encode(), given.tokens, given.temperature, runtime, shape["context"])
         return print(given.prompt + text.decode(errors="replace"))

@@ -71,6 +71,8 @@ def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, comma
     code, output, errors = command(predict.main, folder / "text-single", folder / "text.txt")
     assert code == 2
     assert "its task is Tokens, for which predict needs --prompt TEXT" in errors + output
+    code, output, errors = command(predict.main, folder / "masks-single", folder / "text.txt")
+    assert (code, "its task is Segmentation, for which predict is not made" in errors + output) == (2, True), errors + output
 
 
 def test_other_tasks_are_evaluated_and_exported(folder, command, tmp_path):
