@@ -27,7 +27,8 @@ def test_digits_are_those_of_scikit_learn():
     images = (F.interpolate(small, size=28, mode="bilinear", align_corners=False) * 255).round().to(torch.uint8)
     assert torch.equal(torch.cat([dataset.train.inputs, dataset.test.inputs]), images[order])
     assert torch.equal(torch.cat([dataset.train.targets, dataset.test.targets]), torch.tensor(bunch.target)[order])
-    assert dataset.model_shape() == {"in_channels": 1, "image_size": 28, "num_classes": 10}
+    shape = {"in_channels": 1, "image_size": 28, "num_classes": 10}
+    assert dataset.model_shape() == shape | {"input_shape": [1, 28, 28]}
 
 
 def write_idx(path, magic: int, data: torch.Tensor) -> None:
