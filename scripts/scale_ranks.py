@@ -23,6 +23,7 @@ from ddp_lab.launchers.storage import check_storage
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import BEAT, Watchdog
+from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.process import Place
@@ -151,7 +152,7 @@ class Rank:
         watchdog.__enter__()  # leaving it would end the process
         runtime.all_reduce(torch.zeros(1))  # where the process group opens, which needs all ranks
         self.peers.send("trains", runtime.rank, time.time())
-        self.decisions.begin(0, RunningSums(runtime.device))
+        self.decisions.begin(0, RunningSums(Task(), runtime.device))
         step = self._train(watchdog)
         self.peers.send("stops", runtime.rank, time.time())
         watchdog.end("preempted", Progress(step=step))
