@@ -72,6 +72,14 @@ def test_what_does_not_run_or_has_no_time_is_reported(advisor, monkeypatch):
     assert advisor.notes[2:] == ["stopped after 1e-09 minutes; --minutes allows more"]
 
 
+def test_strategy_whose_later_run_fails_keeps_its_results(advisor, monkeypatch):
+    runs = iter([run_of(100.0), run_of(50.0), ShortRun([], None, "it failed"), run_of(50.0)])
+    monkeypatch.setattr(measure, "train", lambda *given: next(runs))
+    measure.measure(advisor, minutes=1)
+    assert advisor.notes == ["single was not measured again: it failed"]
+    assert [row.measured["images_per_second"] for row in advisor.rows] == [100.0, 50.0]
+
+
 def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypatch, tmp_path):
     """Both are bytes that torch allocates; the CUDA context and NCCL are in neither."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
