@@ -149,7 +149,7 @@ class FileLogger(Logger):
 
     def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
         if counts is not None:
-            self.draw_at_close(partial(self._draw_confusion, epoch, counts), self.metrics.with_name("confusion.png"))
+            self.draw_at_close(partial(self._draw_confusion, epoch, counts.long()), self.metrics.with_name("confusion.png"))
 
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
         figure = confusion_figure(counts, self.classes)
