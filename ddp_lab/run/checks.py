@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.data.folder import listed
 from ddp_lab.launchers.preflight import Finding, check_network, check_shared_memory
 from ddp_lab.launchers.storage import check_storage
 from ddp_lab.observe.profiler import check_profile
@@ -78,9 +77,6 @@ def check_and_build(
         runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
     kept, required = cfg.checkpoint.keep + (criterion(cfg, job.dataset) is not None), cfg.checkpoint.on_error == "stop"
     findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, job.checkpoint_bytes, kept, required)
-    if skipped := job.dataset.skipped:
-        text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
-        findings.append(Finding("warning", "dataset", text))
     if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
         runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
     return Checked(job, findings, source)
