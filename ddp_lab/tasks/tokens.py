@@ -14,8 +14,8 @@ IGNORE = -100  # the target of positions that do not count, as in F.cross_entrop
 class Tokens(Task):
     """Targets are token numbers, [b, context], or IGNORE; outputs are logits, [b, context, vocabulary].
 
-    Metrics are the accuracy, the perplexity and, for tokens that are bytes, the bits per byte, the last two of the cross-entropy.
-    In training there is only the loss: the largest of 50,304 logits at every position would cost 2 % of a step of GPT-2.
+    Metrics are the accuracy and, of the cross-entropy, the perplexity and, for tokens that are bytes, the bits per byte. In
+    training there is only the loss: the largest of 50,304 logits at every position would cost 2 % of a step of GPT-2.
     """
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
