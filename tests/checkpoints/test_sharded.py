@@ -58,7 +58,7 @@ def measure_memory(folder: Path) -> dict[str, int]:
     sharded.FILE_BYTES = 2**20
     with Runtime("cpu", timeout=60) as runtime:
         runtime.open_group()
-        checkpoints = wide(runtime, folder, FSDP(runtime, True, "local", None))
+        checkpoints = wide(runtime, folder, FSDP(runtime, True, "local"))
         checkpoints.save(Progress(step=1))  # the first save loads modules
         checkpoints.wait()
         resume(checkpoints)
@@ -77,7 +77,7 @@ def fail_in_turn(folder: Path) -> list[str | None]:
     """Save three times, and let rank 1 fail the second time. Return the problems."""
     with Runtime("cpu", timeout=60) as runtime:
         runtime.open_group()
-        checkpoints = wide(runtime, folder, DDP(runtime, "local", 25.0, False, False), layers=1)
+        checkpoints = wide(runtime, folder, DDP(runtime, "local", 25.0), layers=1)
         checkpoints.state.strategy.module[1].running_mean.fill_(runtime.rank)  # within an epoch, statistics differ
         nothing, problems = checkpoints.before_write, []
         for number in (1, 2, 3):
@@ -92,7 +92,7 @@ def die_while_saving(folder: Path) -> None:
     """Save, and let rank 1 be killed while the ranks write the next checkpoint."""
     with Runtime("cpu", timeout=60) as runtime:
         runtime.open_group()
-        checkpoints = wide(runtime, folder, FSDP(runtime, True, "local", None), layers=1)
+        checkpoints = wide(runtime, folder, FSDP(runtime, True, "local"), layers=1)
         for number in (1, 2):
             if (number, runtime.rank) == (2, 1):
                 checkpoints.before_write = lambda: os.kill(os.getpid(), signal.SIGKILL)
