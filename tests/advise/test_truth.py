@@ -38,7 +38,7 @@ ON_FOUR = (
 )
 SECOND = (  # second examples, which are slow tests
     scratch("bucketed"),
-    ddp(view=False, **VIT | ADAMW),
+    ddp(**VIT | ADAMW),
     fsdp(reshard=False, **VIT),
     ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
     mesh(shard=None, **EMA | VIT),
