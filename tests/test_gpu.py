@@ -195,10 +195,7 @@ def captured_by_auto(case: Case) -> bool:
 
 
 def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
-    """Run the cases and check which of them were captured, and compiled if compiling saves `gain` of a step.
-
-    Those that are compiled run again, when the duration of their steps is known and nothing is captured only to measure it.
-    """
+    """Run the cases and check which of them were captured, and compiled if compiling saves `gain` of a step."""
     done: list[str] = []
 
     def noting(what: str, function):
@@ -216,10 +213,9 @@ def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
 
     def run_and_check(runtime: Runtime, case: Case):
         expected = ["captured"] if captured_by_auto(case) else []
-        for found in [[*expected, "compiled", *expected], ["compiled", *expected]] if gain else [expected]:
-            done.clear()
-            outcome = run_case(runtime, case)
-            assert done == found, f"{name(case)}: {done}"
+        done.clear()
+        outcome = run_case(runtime, case)
+        assert done == ([*expected, "compiled", *expected] if gain else expected), f"{name(case)}: {done}"
         return outcome
 
     training.run_case = run_and_check  # all cases in one call of run_cases: a second group on the same store can hang
