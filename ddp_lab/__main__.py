@@ -13,7 +13,6 @@ COMMANDS = {
     "merge": "make one file of a sharded checkpoint",
     "advise": "plan each strategy's memory and communication, or measure it (--measure)",
     "doctor": "check machines and config before a launch",
-    "submit": "submit runs to Slurm or Kubernetes",
 }
 HELP = ("-h", "--help", "help")
 

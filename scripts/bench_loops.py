@@ -27,7 +27,6 @@ from ddp_lab.models.resnet import resnet18  # noqa: E402
 
 CLASSES = 10
 LR = 1e-4  # so low that the weights hardly change: with dead ReLUs or denormal numbers a CPU takes longer
-WARM_UP = 3  # exchanges of two loops that do not count
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 Step = Callable[[], None]
 
@@ -142,49 +141,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     if dist.is_initialized():
         dist.barrier()
-
-
-class Alternating(torch.optim.SGD):
-    """An SGD for train.py that runs steps of `bare` between those of train.py, and measures both.
-
-    After every `turn` steps of train.py come as many of `bare`, so that what else the machine does slows both.
-
-    Args:
-        params, lr, momentum, weight_decay, nesterov: as of torch's SGD.
-        bench: a JSON object with `model`, `batch`, `steps`, `turn`, `seconds`, how long to measure, and `out`, the file for the
-            measured pairs: seconds of train.py's steps and of the others. Then the process ends.
-    """
-
-    def __init__(self, params: Any, lr: float, momentum: float, weight_decay: float, nesterov: bool, bench: str):
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
-        self.bench, self.steps, self.other = Namespace(**json.loads(bench)), 0, None
-        self.pairs: list[tuple[float, float]] = []
-        self.clock = 0.0
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        self.steps += 1
-        if self.steps % self.bench.turn == 0:
-            self.take_turn(self.param_groups[0]["params"][0].device)
-
-    def take_turn(self, device: torch.device) -> None:
-        """Measure the steps since the last turn, then run and measure the other loop's."""
-        mine, bench = self.passed(device), self.bench
-        if self.other is None:
-            self.other, self.end = bare(MODELS[bench.model], device, bench), time.monotonic() + bench.seconds
-        for _ in range(bench.turn):
-            self.other()
-        others = self.passed(device)
-        self.pairs.append((mine, others))
-        if time.monotonic() > self.end and len(self.pairs) > WARM_UP:
-            Path(bench.out).write_text(json.dumps(self.pairs[WARM_UP:]))
-            os._exit(0)
-
-    def passed(self, device: torch.device) -> float:
-        """Return the seconds since the last call."""
-        wait(device)
-        before, self.clock = self.clock, time.perf_counter()
-        return self.clock - before
 
 
 def main(arguments: Namespace) -> None:

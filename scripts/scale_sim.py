@@ -134,7 +134,8 @@ class Launch:
             process.start()
             theirs.close()
             self.processes.append((group, ours, process))
-        threading.Thread(target=self._receive, daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
 
     def _receive(self) -> None:
         pipes = {pipe for _, pipe, _ in self.processes}
@@ -203,8 +204,10 @@ class Launch:
         """End all processes that are left."""
         for _, _, process in self.processes:
             process.kill()
-        for _, pipe, process in self.processes:
+        for _, _, process in self.processes:
             process.join()
+        self._receiver.join()  # it ends when all pipes have; closed earlier, they would raise an error in it
+        for _, pipe, _ in self.processes:
             pipe.close()
 
 

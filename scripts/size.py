@@ -3,9 +3,9 @@
 python scripts/size.py            the table
 python scripts/size.py --check    exit code 1 if a limit is exceeded
 
-Lines are all lines of Python files, comments and docstrings included; scripts/ has shell scripts, too. Words are those of
-README.md and of all pages below docs/ but docs/configuration.md, which is generated; code blocks and tables count. CHANGELOG.md
-and CONTRIBUTING.md do not count.
+Lines are all lines of Python files, comments and docstrings included; in scripts/ shell scripts and TOML tables count, too.
+Words are those of README.md and of all pages below docs/ but docs/configuration.md, which is generated; code blocks and tables
+count. CHANGELOG.md and CONTRIBUTING.md do not count.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "lines of ddp_lab/": 14_000,
-    "files of ddp_lab/": 140,
+    "lines of ddp_lab/": 16_500,
+    "files of ddp_lab/": 165,
     "lines of tests/": 11_000,
     "lines of scripts/": 2_000,
     "words of README.md and docs/": 18_000,
@@ -41,7 +41,7 @@ def sizes(root: Path) -> dict[str, int]:
     readme = root / "README.md"
     counts = [
         *(lines(package), len(package), lines((root / "tests").rglob("*.py"))),
-        lines(path for path in (root / "scripts").rglob("*") if path.suffix in (".py", ".sh")),
+        lines(path for path in (root / "scripts").rglob("*") if path.suffix in (".py", ".sh", ".toml")),
         *(words([readme, *pages]), words([readme])),
     ]
     return dict(zip(LIMITS, counts, strict=True))

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.launchers.short_run import ShortRun, train
-from ddp_lab.observe.time_split import mean_split
 from ddp_lab.resilience.run_directory import read_json, write_json
 
 STEPS, EPOCHS = 16, 4  # of a run: the first epoch warms up and is profiled, the others count
@@ -73,12 +72,16 @@ def summary(advisor: Advisor, row: Row, runs: list[ShortRun]) -> dict[str, Any]:
     found = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}
     if advisor.devices.kind == "cuda":
         profiles = [run.profile for run in runs if run.profile]
-        splits = [mean_split(profile) for profile in profiles]
-        found["exposed"] = statistics.median(split["communication"] / sum(split.values()) for split in splits)
+        found["exposed"] = statistics.median(exposed(profile["rows"]) for profile in profiles)
         found["allocated"] = max(max(profile["peak_memory_bytes"]) for profile in profiles)
     if peak := advisor.devices.peak(advisor.cfg.precision):
         found["mfu"] = statistics.mean(plan.flops for plan in row.plans) * rate / row.images / peak
     return found
+
+
+def exposed(rows: list[dict[str, float]]) -> float:
+    """Return the fraction of the steps in which devices only communicate. `rows` are those of a summary.json."""
+    return sum(row["communication"] for row in rows) / sum(row["step"] for row in rows)
 
 
 def cache_of(advisor: Advisor) -> Path:

@@ -43,7 +43,6 @@ Injection = Annotated[
     Predicate(lambda value: parse_fault(value) is not None),
     Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(FAULTS)}"),
 ]
-ClassName = Annotated[str, Allowed("the name of a class")]
 # The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
 BlockName = Annotated[str | int, Allowed("the name of a block")]
 Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by `options` of build.py

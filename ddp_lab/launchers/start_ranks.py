@@ -164,7 +164,7 @@ def refuse_tasks(options: Namespace | None) -> None:
             raise ConfigError(
                 f"{program} started {tasks} tasks ({variable}={tasks}), which are not ranks. On one machine start one task: "
                 f"`ddp-lab train --nproc {tasks} OVERRIDES`. On several, start one task on each: `ddp-lab train --nproc N "
-                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit`"
+                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab train -m hydra/launcher=slurm`"
             )
 
 

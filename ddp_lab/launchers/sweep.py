@@ -2,9 +2,6 @@
 
 import hashlib
 import re
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,11 +67,6 @@ class SweepLauncher(Launcher):
     def sweep_dir(self) -> Path:
         return Path(self.config.hydra.sweep.dir).resolve()
 
-    @property
-    def runs_dir(self) -> Path:
-        """The directory of the run directories, as the jobs see it."""
-        return self.sweep_dir
-
     def jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Job]:
         """Return the jobs of the sweep.
 
@@ -92,7 +84,7 @@ class SweepLauncher(Launcher):
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(all_overrides))
             name = directory_name([override for override in overrides if override not in shared])
             refuse_another(self.sweep_dir / name, cfg)
-            overrides += [f"runs_dir={quote(str(self.runs_dir))}", f"name={quote(name)}"]
+            overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
             jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, cfg.optimize, one_process))
         return jobs
@@ -102,79 +94,6 @@ class SweepLauncher(Launcher):
         sources = self.config.hydra.runtime.config_sources
         folders = [source.path for source in sources if source.provider == "command-line"]
         return ["--config-dir", *folders] if folders else []
-
-
-class SchedulerLauncher(SweepLauncher):
-    """A sweep launcher that submits the jobs to a scheduler, and does not wait for them.
-
-    Attributes:
-        dry_run: Whether to print the jobs instead.
-    """
-
-    dry_run: bool
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Submit the jobs that are neither finished nor known to the scheduler; a rejected job does not end the sweep.
-
-        Args:
-            job_overrides: The Hydra overrides of each job.
-            initial_job_idx: Ignored; Hydra passes it.
-
-        Raises:
-            ConfigError: A launcher option is wrong, or the scheduler is not installed or does not respond.
-            SystemExit: The scheduler rejected a job; raised after the last job.
-        """
-        self.check_options()
-        jobs = self.jobs(job_overrides)
-        if self.dry_run:
-            print(self.describe(jobs))
-            return list(map(job_return, jobs))
-        known = self.known()
-        print(f"{len(jobs)} jobs in {self.runs_dir}", flush=True)
-        accepted = [self.submit(job, known) for job in jobs]
-        if not all(accepted):
-            sys.exit(1)
-        return list(map(job_return, jobs))
-
-    def check_options(self) -> None:
-        """Check the launcher's options. Raises a ConfigError."""
-        raise NotImplementedError
-
-    def describe(self, jobs: list[Job]) -> str:
-        """Return what would be submitted."""
-        raise NotImplementedError
-
-    def known(self) -> dict[str, Any]:
-        """Return the jobs that the scheduler knows, by name. Raises what `ask` does."""
-        raise NotImplementedError
-
-    def submit(self, job: Job, known: dict[str, Any]) -> bool:
-        """Submit a job unless it is finished or among `known`, and add it there. Return whether that worked."""
-        raise NotImplementedError
-
-    def run(self, job: Job, command: list[str], text: str | None = None) -> bool:
-        """Run the scheduler's command for a job, with `text` as its input, and print the answer. Return whether it worked."""
-        done = subprocess.run(command, input=text, capture_output=True, text=True)
-        answer = " ".join(f"{done.stdout} {done.stderr}".split())
-        print(f"[{job.name}] {'not submitted: ' * bool(done.returncode)}{answer}", flush=True)
-        return done.returncode == 0
-
-
-def ask(scheduler: str, command: list[str]) -> str:
-    """Return the output of a scheduler's command.
-
-    Raises:
-        ConfigError: The scheduler is not installed on this machine, or does not respond.
-    """
-    if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"hydra/launcher={scheduler}: {command[0]} is not installed on this machine; start the sweep where it is, or use "
-            "hydra.launcher.dry_run=true to see the jobs"
-        )
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"hydra/launcher={scheduler}: {command[0]} failed: {' '.join(done.stderr.split())}")
-    return done.stdout
 
 
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows
-from ddp_lab.observe.pictures import confusion_figure, prediction_grid, write_classes
+from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")
@@ -154,7 +154,6 @@ class FileLogger(Logger):
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
         figure = confusion_figure(counts, self.classes)
         figure.savefig(path)
-        write_classes(counts, self.classes, path.with_name("classes.csv"))
         self.board.add_figure("confusion", figure, epoch)
 
     def text(self, title: str, markdown: str) -> None:

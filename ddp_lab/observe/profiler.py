@@ -1,34 +1,30 @@
 """profile=true: record some steps on every rank with torch.profiler, and report where their time went.
 
-Nothing is synchronised within these steps, because the times of the kernels are read from the trace (trace.py), of which
-time_split.py makes the table and the diagnosis. The recorded steps are slower than others, because recording each operation
-costs the host time. Use the fractions of a step from here and the throughput from other epochs.
+Nothing is synchronised within these steps, because the times of the kernels are read from the trace (time_split.py). The
+recorded steps are slower than others, because recording each operation costs the host time. Use the fractions of a step from
+here and the throughput from other epochs.
 """
 
 import gzip
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
-from ddp_lab.observe.plot import beside, stacked
-from ddp_lab.observe.time_split import PARTS, diagnose, split_steps, summarise
-from ddp_lab.observe.trace import DATA, STEP, Call, StepTrace, read
+from ddp_lab.observe.time_split import DATA, PARTS, STEP, compare, diagnose, read
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 
-SKIP, RECORD = 5, 11  # steps; the first recorded one is dropped, because the profiler still initialises in it
-NEEDED = SKIP + RECORD
+SKIP, RECORD = 5, 10  # steps; in the one between them the profiler initialises
+NEEDED = SKIP + 1 + RECORD
 
 
 def check_profile(steps: int, device: torch.device) -> None:
@@ -56,8 +52,7 @@ class Profiled:
         step: the TrainStep to wrap, of which nothing is imported here.
         runtime: the process group.
         logger: gets the table and the diagnosis.
-        folder: directory for summary.json, a trace of each rank for Perfetto or chrome://tracing, and, when the logger is
-            closed, time_split.png.
+        folder: directory for summary.json and a trace of each rank for Perfetto or chrome://tracing.
         graph: whether the step replays a CUDA graph.
         bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
     """
@@ -65,12 +60,13 @@ class Profiled:
     def __init__(self, step: Any, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
         self.step, self.runtime, self.logger, self.folder = step, runtime, logger, folder
         self.graph, self.bubble = graph, bubble
-        self.taken = 0
         if runtime.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch, which may have had more ranks
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto logs on every rank's stderr that there is no GPU
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
-        self.profiler: profile | None = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
+        plan = schedule(wait=SKIP, warmup=1, active=RECORD, repeat=1)
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], schedule=plan, on_trace_ready=self._finish)
+        self.profiler.start()
 
     @property
     def running_sums(self) -> Any:
@@ -93,73 +89,46 @@ class Profiled:
             yield batch
 
     def __call__(self, batch: Any) -> None:
-        """Take one step. Start the profiler after SKIP steps, and stop it after NEEDED steps."""
+        """Take one step, which is a range STEP in the trace."""
         with record_function(STEP):
             self.step(batch)
-        self.taken += 1
-        if self.profiler is not None:
-            if self.taken == SKIP:
-                # Some versions of torch warn that events of one cycle are kept. Option acc_events, which prevents that, also
-                # makes a list of all events in Python: 20 s for ViT-L/16.
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self.profiler.start()
-            elif self.taken == NEEDED:
-                self._finish(self.profiler)
+        if self.profiler.step_num < NEEDED:
+            self.profiler.step()
 
     def end(self) -> None:
         """Stop the profiler if this launch, finished or interrupted, ends before the profile is complete."""
-        if self.profiler is not None:
-            if self.taken >= SKIP:
-                self.profiler.stop()
+        if self.profiler.step_num < NEEDED:
+            self.profiler.stop()
             log.info(f"profile=true: this launch ended before its {NEEDED}th step; there is no profile")
 
     def _finish(self, profiler: profile) -> None:
-        """Write this rank's trace; rank 0 also collects and reports the steps of all ranks."""
-        if self.runtime.device.type == "cuda":
-            torch.cuda.synchronize()
-        profiler.stop()
+        """Write this rank's trace; rank 0 also collects and reports the steps of all ranks. Called when the profiler stops."""
+        if profiler.step_num < NEEDED:
+            return
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"rank{self.runtime.rank}.json.gz"
         profiler.export_chrome_trace(str(path))
         with gzip.open(path) as file:
-            trace = json.load(file)
-        self.profiler = None
-        devices = {device: steps[1:] for device, steps in read(trace).items()}
-        mine = {"devices": devices, "peak_memory_bytes": peak_memory_bytes()}
+            mine = {"devices": read(json.load(file)), "peak_memory_bytes": peak_memory_bytes()}
         if ranks := self.runtime.collect("profile", json.dumps(mine)):
             self._report([json.loads(rank) for rank in ranks])
 
     def _report(self, ranks: list[dict[str, Any]]) -> None:
-        """Log the report of all ranks, and write summary.json and, when the logger is closed, time_split.png."""
-        devices = [{device: list(map(restore, steps)) for device, steps in rank["devices"].items()} for rank in ranks]
-        rows = [row | summarise(row) for row in split_steps(devices)]
+        """Log the time split of all ranks and its diagnosis, and write summary.json."""
+        rows = compare([rank["devices"] for rank in ranks], pipeline=self.bubble is not None)
         diagnosis = diagnose(rows, self.graph, self.bubble)
         summary = {"rows": rows, "diagnosis": diagnosis, "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks]}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
-        self.logger.draw_at_close(partial(draw, rows), self.folder / "time_split.png")
         text = table(rows)
-        log.info(f"milliseconds of a step, the means of {RECORD - 1} (traces for ui.perfetto.dev: {self.folder})\n{text}")
+        log.info(f"milliseconds of a step, the means of {RECORD} (traces for ui.perfetto.dev: {self.folder})\n{text}")
         for line in diagnosis:
             log.info(line)
         self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
 
 
-def restore(step: list[Any]) -> StepTrace:
-    """Return the StepTrace for its form in JSON, a list."""
-    start, end, compute, calls, data = step
-    return StepTrace(start, end, list(map(tuple, compute)), [Call(*call) for call in calls], list(map(tuple, data)))
-
-
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the summarised rows as an aligned text table, times in milliseconds."""
+    """Return the rows as an aligned text table, times in milliseconds."""
     names = ("rank", "device", "step", *PARTS)
     lines = [names, *([row["rank"], row["device"], *(f"{row[name]:.2f}" for name in names[2:])] for row in rows)]
     widths = [max(8, len(name) + 2) for name in names]
     return "\n".join("".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the summarised rows as stacked bars in a PNG file, `path`."""
-    bars = {f"{row['rank']} {row['device']}": {part: row[part] for part in PARTS} for row in rows}
-    beside([stacked("Where a step's time goes, by rank", "ms", bars)], path)

@@ -1,108 +1,145 @@
 """The division of a step's time into compute, exposed communication, waiting for other ranks, data and idle.
 
-It is computed from the ranks' traces. Each moment of a step counts once, for the first of these activities in progress:
+It is read from the ranks' traces. Each moment of a step counts once, for the first of these activities in progress:
 
 | | GPU | CPU |
 |---|---|---|
 | compute | a kernel runs | an operation of ATen runs |
-| communication | an NCCL kernel or a copy between GPUs, after all participants have started | gloo likewise |
-| waiting | the same, before the last participant has started | likewise |
+| communication, waiting | an NCCL kernel or a copy between GPUs runs | gloo communicates |
 | data | a copy from the host, or the loader is at work | the loader is at work |
 | idle | nothing runs: Python launches operations, or waits | Python runs between operations |
 
 Communication that overlaps with compute therefore costs nothing here. A collective ends on all ranks at about the same time
-and begins on a rank when that rank is ready for it. Its shortest duration over the ranks counts as communication; any
-additional time on another rank counts as waiting. Traces of gloo and of captured CUDA graphs do not name the ranks of a group,
-so there the durations of a call are compared over all groups. The duration of a message between two ranks is compared with the
-shortest one of its kind, over all ranks and steps.
+and begins on a rank when that rank is ready for it. In each step, the time of the rank that communicates for the shortest
+time is communication; what another rank takes longer is waiting. In a pipeline every rank waits in every step, while the
+messages take little time: there all of it counts as waiting.
 """
 
 import math
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from ddp_lab.observe.trace import Call, Span, StepTrace, union
-
 PARTS = ("compute", "communication", "waiting", "data", "idle")
-Key = tuple[str] | tuple[str, int, int]  # name; for collectives also the number of the call in its step, and the step
+STEP, DATA = "ddp_lab step", "ddp_lab data"  # the names of the record_function ranges that `Profiled` adds to a trace
+Span = tuple[float, float]  # start and end, in microseconds
+Activity = tuple[str, float, Span]  # a part, the time at which the host launched it, and when it ran
 
 
-def length(spans: Iterable[Span], start: float, end: float) -> float:
-    """Return how many microseconds of [start, end] the spans cover."""
-    return sum(max(0.0, min(b, end) - max(a, start)) for a, b in union(spans))
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Return disjoint spans, in order, that cover the same times."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
 
 
-def split_steps(ranks: list[dict[str, list[StepTrace]]]) -> list[dict[str, Any]]:
-    """Split the time of every step.
+def read(trace: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
+    """Return the milliseconds of compute, communication, data and idle in each step, by the name of a device of this rank.
+
+    Waiting is part of communication here. A step begins when its batch is requested: an evaluation between two epochs belongs
+    to no step. A rank that uses GPUs has no row for the CPU.
 
     Args:
-        ranks: one dict per rank, with the steps of each of its devices by the device's name.
+        trace: the content of the file that torch.profiler writes, in Chrome's format.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    ranges: dict[str, list[Span]] = {STEP: [], DATA: []}
+    launched: dict[int, float] = {}  # a kernel and the host's call that launched it have the same correlation id
+    for event in events:
+        if event["cat"] == "user_annotation" and event["name"] in ranges:
+            ranges[event["name"]].append(span(event))
+        elif event["cat"] in ("cuda_runtime", "cuda_driver"):
+            launched[event["args"]["correlation"]] = event["ts"]
+    devices: dict[str, list[Activity]] = defaultdict(list)
+    for event in events:
+        name, args, when = event["name"], event.get("args", {}), span(event)
+        if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
+            part = "communication" if "nccl" in name.lower() or "PtoP" in name else "data" if "HtoD" in name else "compute"
+            gpu = args.get("device", event["pid"])  # a copy between devices has no device in its args
+            devices[f"cuda:{gpu}"].append((part, launched.get(args.get("correlation"), -1.0), when))
+        elif event["cat"] == "cpu_op" and name.startswith("aten::"):
+            devices["cpu"].append(("compute", when[0], when))
+        elif name.startswith("gloo:"):
+            devices["cpu"].append(("communication", when[0], when))
+    names = sorted(devices.keys() - {"cpu"}) or ["cpu"]
+    loading = ranges[DATA]
+    steps = [
+        (max((asked for asked, _ in loading if asked <= start), default=start), end) for start, end in sorted(ranges[STEP])
+    ]
+    return {name: split(devices[name], steps, loading, name == "cpu") for name in names}
+
+
+def span(event: dict[str, Any]) -> Span:
+    """Return the start and end of an event, in microseconds."""
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def split(activities: list[Activity], steps: list[Span], loading: list[Span], on_host: bool) -> list[dict[str, float]]:
+    """Return the milliseconds of each part in each step of one device.
+
+    A step of a GPU consists of the kernels that the host launched in it, even if they run later, and ends with the last.
+
+    Args:
+        activities: of the device.
+        steps: the host's steps.
+        loading: the times in which the loader worked.
+        on_host: whether the device is the CPU.
+    """
+    found: list[dict[str, float]] = []
+    before = 0.0
+    for asked, until in steps:
+        mine = [(part, when) for part, launched, when in activities if asked <= launched < until]
+        start = max(before, asked)
+        end = before = until if on_host else max((when[1] for _, when in mine), default=until)
+        covered, known, times = list[Span](), 0.0, dict[str, float]()
+        for name in ("compute", "communication", "data"):
+            covered = union([*covered, *(when for part, when in mine if part == name), *(loading if name == "data" else [])])
+            now = sum(max(0.0, min(b, end) - max(a, start)) for a, b in covered)
+            times[name], known = (now - known) / 1000, now
+        found.append(times | {"idle": (end - start - known) / 1000})
+    return found
+
+
+def compare(ranks: list[dict[str, list[dict[str, float]]]], pipeline: bool) -> list[dict[str, Any]]:
+    """Separate waiting from communication.
+
+    Args:
+        ranks: what `read` returns on each rank.
+        pipeline: whether the ranks are stages of a pipeline.
 
     Returns:
-        A row per device of each rank: `rank`, `device`, and `steps` with the milliseconds of PARTS for each step.
+        A row per device of each rank: `rank`, `device`, and the means in milliseconds of PARTS and of the whole `step`. They
+        add up to that of the step. Medians do not: waiting that is long in a few steps would be in none of them.
     """
-    needed: dict[Key, float] = {}
-    for devices in ranks:
-        for steps in devices.values():
-            for index, step in enumerate(steps):
-                for call in step.calls:
-                    key = comparison_key(call, index)
-                    needed[key] = min(needed.get(key, float("inf")), call.end - call.start)
-    return [
-        {"rank": rank, "device": device, "steps": [parts(step, index, needed) for index, step in enumerate(steps)]}
-        for rank, devices in enumerate(ranks)
-        for device, steps in devices.items()
-    ]
-
-
-def comparison_key(call: Call, step: int) -> Key:
-    """Return a key that is the same for all calls whose durations are compared."""
-    message = any(word in call.name.lower() for word in ("send", "recv", "ptop"))
-    return (call.name,) if message else (call.name, call.number, step)
-
-
-def parts(step: StepTrace, index: int, needed: dict[Key, float]) -> dict[str, float]:
-    """Return the milliseconds of PARTS in one step; their sum is the time of the step.
-
-    Args:
-        step: what one device did.
-        index: number of the step.
-        needed: shortest duration of each call, in microseconds.
-    """
-    communication = [(call.end - needed[comparison_key(call, index)], call.end) for call in step.calls]
-    waiting = [(call.start, call.end) for call in step.calls]
-    covered: list[Span] = []
-    result: dict[str, float] = {}
-    before = 0.0
-    for part, spans in zip(PARTS, (step.compute, communication, waiting, step.data), strict=False):
-        covered = union([*covered, *spans])
-        now = length(covered, step.start, step.end)
-        result[part], before = (now - before) / 1000, now
-    result["idle"] = (step.end - step.start - before) / 1000
-    return result
-
-
-def summarise(row: dict[str, Any]) -> dict[str, float]:
-    """Return the means over the steps, in milliseconds, of PARTS and of the whole step.
-
-    The means of PARTS add up to that of the step. Medians do not: waiting that is long in a few steps would be in none of them.
-    """
-    means = {part: statistics.mean(step[part] for step in row["steps"]) for part in PARTS}
-    return {"step": math.fsum(means.values())} | means
+    by_rank = [[max(device["communication"] for device in step) for step in zip(*rank.values(), strict=True)] for rank in ranks]
+    least = [0.0 if pipeline else min(step) for step in zip(*by_rank, strict=True)]
+    rows: list[dict[str, Any]] = []
+    for rank, devices in enumerate(ranks):
+        for device, steps in devices.items():
+            row = {part: statistics.mean(step[part] for step in steps) for part in steps[0]}
+            needed = statistics.mean(min(step["communication"], time) for step, time in zip(steps, least, strict=True))
+            row |= {"communication": needed, "waiting": row["communication"] - needed}
+            rows.append({"rank": rank, "device": device, "step": math.fsum(row.values())} | row)
+    return rows
 
 
 def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> list[str]:
     """Return a diagnosis: a line for everything that stands out, with a remedy.
 
     Args:
-        rows: rows of `split_steps` to which the means of `summarise` have been added.
+        rows: as `compare` returns them.
         graph: whether the steps were replays of a CUDA graph.
         bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
     """
     mean = {part: statistics.mean(row[part] for row in rows) for part in ("step", *PARTS)}
     share = {part: mean[part] / mean["step"] for part in PARTS}
+    against = f"{mean['compute']:.2f} ms of compute against {mean['communication']:.2f} ms of exposed communication per step"
+    late, longest = min(rows, key=lambda row: row["waiting"]), max(row["waiting"] for row in rows)
     lines: list[str] = []
     if bubble is not None:
         busiest = max(rows, key=lambda row: row["compute"])
@@ -110,50 +147,20 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
         lines.append(
             f"bubble: the busiest rank, {busiest['rank']}, does not compute for {idle:.0%} of a step; formula {bubble:.0%}"
         )
-    if bubble is None and (rank := straggler(rows)) is not None:
-        waits = [row["waiting"] for row in rows]
+    elif longest - late["waiting"] > 0.1 * mean["step"]:
         lines.append(
-            f"straggler: rank {rows[rank]['rank']} ({rows[rank]['device']}). Others wait for it up to {max(waits):.2f} ms of a "
-            f"step's {mean['step']:.2f}; it waits {waits[rank]:.2f}"
+            f"straggler: rank {late['rank']} ({late['device']}). Others wait for it up to {longest:.2f} ms of a step's "
+            f"{mean['step']:.2f}; it waits {late['waiting']:.2f}"
         )
-    elif bubble is None and share["waiting"] > 0.15:
+    elif share["waiting"] > 0.15:
         lines.append(f"waiting: {share['waiting']:.0%} of a step, and not always for the same rank: the ranks' speed varies")
-    against = f"{mean['compute']:.2f} ms of compute against {mean['communication']:.2f} ms of exposed communication per step"
     if mean["communication"] > mean["compute"]:
         lines.append(f"this model is too small to scale here: {against}. A larger batch gives the devices more to compute")
     elif share["communication"] > 0.15:
-        lines.append(
-            f"communication: {against}. A larger batch makes it rarer; ddp overlaps a part of it with the backward pass"
-        )
+        lines.append(f"communication: {against}. A larger batch makes it rarer; ddp overlaps a part of it with backward")
     if share["idle"] > 0.4:
         remedy = "a larger batch helps" if graph else "cuda_graph=true, compile=true or a larger batch help"
-        lines.append(
-            f"idle: for {share['idle']:.0%} of a step devices have nothing to do while Python launches operations; {remedy}"
-        )
+        lines.append(f"idle: for {share['idle']:.0%} of a step devices have nothing to do while Python launches work; {remedy}")
     if share["data"] > 0.1:
-        lines.append(
-            f"data: devices wait for data for {share['data']:.0%} of a step; use data.loader=device or more data.num_workers"
-        )
-    if not lines:
-        lines.append(f"compute is {share['compute']:.0%} of a step; nothing else stands out")
-    return lines
-
-
-def straggler(rows: list[dict[str, Any]]) -> int | None:
-    """Return the index of the straggler's row; None if there is no straggler.
-
-    A straggler has the shortest waiting time in at least four of five steps, and another rank waits longer by more than a
-    tenth of a step on average.
-    """
-    least = Counter(
-        min(range(len(rows)), key=lambda row: steps[row]["waiting"])
-        for steps in zip(*(row["steps"] for row in rows), strict=False)
-    )
-    row, times = least.most_common(1)[0]
-    longer = max(other["waiting"] for other in rows) - rows[row]["waiting"]
-    return row if 5 * times >= 4 * least.total() and longer > 0.1 * rows[row]["step"] else None
-
-
-def mean_split(summary: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds of PARTS, averaged over all devices of a summary.json."""
-    return {part: statistics.mean(row[part] for row in summary["rows"]) for part in PARTS}
+        lines.append(f"data: for {share['data']:.0%} of a step devices wait for it; use data.loader=device or data.num_workers")
+    return lines or [f"compute is {share['compute']:.0%} of a step; nothing else stands out"]

@@ -25,35 +25,24 @@ class DDP(Strategy):
             ranks that read different local batches together (sync).
         bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last gradient is computed; with
             compile=true the model is also compiled in pieces of that size.
-        gradient_as_bucket_view: whether gradients are views of the buckets, which saves 4 bytes per parameter and the copy back
-            from the buckets. The numbers are the same.
-        static_graph: whether to promise that every step uses the same parameters in the same order, which saves bookkeeping.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
     averages = True  # over the ranks, but the gradient of the global mean is the sum
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        batch_norm: BatchNorm,
-        bucket_cap_mb: Positive,
-        gradient_as_bucket_view: bool,
-        static_graph: bool,
-    ):
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive):
         super().__init__(runtime)
         self.batch_norm = batch_norm
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
-        self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
 
     def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
-        self.forward = self.wrapper = wrap(
+        is_fake = any(type(parameter.data).__name__ == "FakeTensor" for parameter in self.module.parameters())
+        self.forward = self.wrapper = (BucketsOnly if is_fake else DistributedDataParallel)(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
+            gradient_as_bucket_view=True,  # saves 4 bytes per parameter and the copy back from the buckets
         )
         self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
         self._rebuild_buckets(model)
@@ -81,29 +70,12 @@ class DDP(Strategy):
         return self.wrapper.no_sync()
 
 
-def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return DDP around a module; around one of fake tensors, for a plan, what DDP allocates and sends, without its reducer.
-
-    Args:
-        module: on its device.
-        options: those of DistributedDataParallel.
-    """
-    is_fake = any(type(parameter.data).__name__ == "FakeTensor" for parameter in module.parameters())
-    return (BucketsOnly if is_fake else DistributedDataParallel)(module, **options)
-
-
 class BucketsOnly(DistributedDataParallel):
-    """The buckets of DDP on fake tensors, through which DDP's reducer cannot run: it reads and writes by pointers."""
+    """What DDP allocates and sends, on the fake tensors of a plan: DDP's reducer reads and writes by pointers."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        bucket_cap_mb: float = 25.0,
-        gradient_as_bucket_view: bool = False,
-        **options: Any,
-    ):
+    def __init__(self, module: nn.Module, bucket_cap_mb: float, **options: Any):
         nn.Module.__init__(self)
-        self.module, self.view = module, gradient_as_bucket_view
+        self.module = module
         self.require_backward_grad_sync = True
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for bucket in map(Bucket, fill_buckets(trained, bucket_cap_mb * MiB)):
@@ -115,8 +87,7 @@ class BucketsOnly(DistributedDataParallel):
     def _arrive(self, bucket: Bucket, flat: torch.Tensor, view: torch.Tensor, parameter: nn.Parameter) -> None:
         if not self.require_backward_grad_sync:
             return
-        if self.view:
-            parameter.grad = view.view_as(parameter)
+        parameter.grad = view.view_as(parameter)
         bucket.missing -= 1
         if bucket.missing == 0:
             bucket.missing = len(bucket.parameters)

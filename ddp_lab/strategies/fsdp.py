@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError, listed
-from ddp_lab.config.types import ClassName
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.all_reduce import gradients_of
@@ -34,8 +33,6 @@ class FSDP(FullyShard):
             its backward pass, which takes less memory and 1.5 times the communication.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
-        wrap: names of the classes of modules that are gathered as a unit; null: the children of the model and of its lists of
-            blocks (ModuleList, or nn.Sequential of several blocks of one class).
         checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
             forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
         offload: whether parameters, gradients and the optimizer's state are in host memory, and the optimizer's step is on the
@@ -49,12 +46,11 @@ class FSDP(FullyShard):
         runtime: Runtime,
         reshard_after_forward: bool,
         batch_norm: BatchNorm,
-        wrap: list[ClassName] | None,
         checkpoint_activations: Checkpointing = "none",
         offload: bool = False,
     ):
         super().__init__(runtime, batch_norm, checkpoint_activations, offload)
-        self.reshard_after_forward, self.wrap = reshard_after_forward, wrap
+        self.reshard_after_forward = reshard_after_forward
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
@@ -63,11 +59,7 @@ class FSDP(FullyShard):
                 f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a Chain of blocks, got "
                 f"{type(model).__name__}. Make it one (docs/your-own.md), or use strategy.checkpoint_activations=none"
             )
-        found = {type(module).__name__ for module in model.modules()}
-        wrap = f"strategy.wrap={listed(self.wrap or [])}"
-        if unknown := [name for name in self.wrap or [] if name not in found]:
-            raise ConfigError(f"{wrap}: the model has no module of class {unknown[0]}; it has {', '.join(sorted(found))}")
-        parts = units(model, self.wrap)
+        parts = units(model)
         every = model.named_modules(remove_duplicate=False)  # the same layer in two places is in one unit
         paths = {f"{path}.": module for path, module in every if module in parts}
 
@@ -75,8 +67,8 @@ class FSDP(FullyShard):
             return paths.get(max((path for path in paths if name.startswith(path)), key=len, default=""))
 
         require_one_place(model, self.name, unit_of, "is in another unit, gathered and updated separately")
-        if any(part not in set(model.children()) for part in parts):
-            self.refusals["compile"] = f"{wrap} gathers modules within blocks, which would divide a compiled block"
+        if not set(parts) <= set(model.children()):
+            self.refusals["compile"] = "fsdp gathers modules within a block, which would divide the compiled block"
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
@@ -84,7 +76,7 @@ class FSDP(FullyShard):
         if self.initial_weights is None:
             model.to(self.device)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
-        self.shard([*units(model, self.wrap), model], mesh, self.reshard_after_forward)
+        self.shard([*units(model), model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
             fill(model, self.initial_weights, self.home)  # now that it is sharded, a rank allocates only its shards
         if isinstance(model, Chain) and self.checkpointing != "none":
@@ -97,18 +89,14 @@ class FSDP(FullyShard):
         return cast(DTensor, super().gradient_norm()).full_tensor()
 
 
-def units(model: nn.Module, wrap: list[str] | None) -> list[nn.Module]:
+def units(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose parameters are gathered together, inner modules before those that contain them.
 
-    Args:
-        wrap: names of their classes; None: the children of the model and of its lists of blocks that have parameters.
+    They are the children of the model and of its lists of blocks that have parameters.
     """
-    if wrap is not None:
-        found = [module for module in model.modules() if type(module).__name__ in wrap and module is not model]
-    else:
-        parents = [model, *filter(is_list, model.modules())]
-        found = [child for parent in parents for child in parent.children() if any(True for _ in child.parameters())]
-        found = [child for child in found if not is_list(child)]
+    parents = [model, *filter(is_list, model.modules())]
+    found = [child for parent in parents for child in parent.children() if any(True for _ in child.parameters())]
+    found = [child for child in found if not is_list(child)]
     depth = {module: name.count(".") for name, module in model.named_modules()}
     return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
 

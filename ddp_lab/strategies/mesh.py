@@ -39,7 +39,7 @@ from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, to
 from ddp_lab.world.runtime import Runtime
 
 # interleavedzerobubble is excluded: it computes the weights' gradients separately, without running fully_shard's hooks.
-Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs"]
+Schedule = Literal["gpipe", "1f1b", "interleaved1f1b"]
 
 
 class Mesh(FullyShard):
@@ -53,8 +53,8 @@ class Mesh(FullyShard):
         sequence_parallel: whether the ranks along tp also share the tokens between the layers.
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved schedules
-            and loopedbfs.
+        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved
+            schedule.
         cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).

@@ -30,8 +30,7 @@ class Pipeline(Strategy):
     Args:
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved schedules
-            and loopedbfs.
+        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved schedules.
         cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
 
     Raises:

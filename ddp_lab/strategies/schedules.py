@@ -4,7 +4,6 @@ gpipe                  all forward passes, then all backward passes (Huang et al
 1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
                        micro-batches, p being the number of ranks (Narayanan et al. 2019, PipeDream)
 interleaved1f1b        several stages per rank: a smaller bubble, more messages
-loopedbfs              also several stages per rank; each stage computes all micro-batches before the next stage begins
 interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle time
 """
 
@@ -22,7 +21,7 @@ from ddp_lab.strategies.sharding import require_one_place
 
 # torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
 # them: "can't steal_bwd_input if this stage doesn't have backward".
-Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble"]
 
 
 def has_one_stage(schedule: Schedule) -> bool:

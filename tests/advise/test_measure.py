@@ -85,9 +85,8 @@ def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     advisor = Advisor.of(LENET, None, find_devices("2xH100"))
     slow, fast = advisor.rows = [advisor.plan(["strategy=ddp"]), advisor.plan(["strategy=fsdp"])]
-    split = {"compute": 7.0, "communication": 2.0, "hidden": 0.0, "idle": 1.0, "data": 0.0}
-    monkeypatch.setattr(measure, "mean_split", lambda profile: split)
-    found = summary(advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31])])
+    rows = [{"step": 10.0, "communication": 1.0}, {"step": 10.0, "communication": 3.0}]
+    found = summary(advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31], rows=rows)])
     assert found["mfu"] == pytest.approx(slow.fullest.flops * 10 / 494e12), "64 images a step"
     assert (found["exposed"], found["allocated"]) == (0.2, 2**31)
     slow.measured, fast.measured = found, found | {"images_per_second": 700.0}

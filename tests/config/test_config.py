@@ -93,13 +93,12 @@ def test_help_names_every_strategy():
         ("strategy=split strategy.devices=[tpu]", "strategy.devices=['tpu']: must be null or a list, each cpu, cuda or cuda:N"),
         (
             "strategy=pipeline strategy.schedule=zigzag",
-            "strategy.schedule=zigzag: must be gpipe or 1f1b or interleaved1f1b or loopedbfs or interleavedzerobubble",
+            "strategy.schedule=zigzag: must be gpipe or 1f1b or interleaved1f1b or interleavedzerobubble",
         ),
         ("strategy=pipeline strategy.cut=fc1", "strategy.cut=fc1: must be null or a list, each the name of a block"),
-        ("strategy=fsdp strategy.wrap=[3]", "strategy.wrap=[3]: must be null or a list, each the name of a class"),
         (
             "strategy=mesh strategy.schedule=interleavedzerobubble",
-            "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b or loopedbfs",
+            "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b",
         ),
         (
             "strategy=tp strategy.plan={conv1:half}",

@@ -127,8 +127,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "not divisible by 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
     "strategy=mesh strategy.tp=2": "strategy.tp=2: no block of the model has a plan for tensor parallelism. Give the class",
     "strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=1f1b on 2 ranks needs 2 stages,",
-    "strategy=pipeline strategy.schedule=loopedbfs strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=loopedbfs "
-    "on 2 ranks needs a multiple of 2 stages",
+    "strategy=pipeline strategy.schedule=interleaved1f1b strategy.num_stages=3": "strategy.num_stages=3: "
+    "strategy.schedule=interleaved1f1b on 2 ranks needs a multiple of 2 stages",
     "strategy=pipeline strategy.cut=[fc9]": "strategy.cut=[fc9]: must be blocks of the model in their order, the first "
     "excluded: some of conv2, fc1, fc2",
     "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: has 2 names, but 2 stages need 1",

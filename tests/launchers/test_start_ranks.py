@@ -158,7 +158,6 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
         ("''", 2, "error: '': overrides look like key=value: ddp-lab train --help\n"),
         ("evaluate", 2, "error: the following arguments are required: run; see ddp-lab evaluate --help\n"),
         ("evalute runs/x", 2, "error: evalute: there is no such command. Did you mean evaluate? allowed: train, evaluate, "),
-        ("submit sge", 2, "error: ddp-lab submit: must be followed by slurm or kubernetes, got sge"),
         ("~model", 2, "error: "),
     ],
 )

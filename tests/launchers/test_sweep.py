@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import quote
-from ddp_lab.launchers.slurm import SlurmLauncher
+from ddp_lab.launchers.slurm import SlurmLauncher, queue
 from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
 from ddp_lab.launchers.torchrun import TorchrunLauncher
 from ddp_lab.resilience.run_directory import write_status
@@ -143,11 +143,11 @@ def test_options_and_programs_that_a_launcher_cannot_use_are_named(tmp_path, mon
         return str(error.value)
 
     sbatch = "hydra.launcher.sbatch=--time=60: must be a list: ['--gpus-per-node=4','--time=60']"
-    assert refusal(SlurmLauncher("--time=60", dry_run=True).check_options) == sbatch
+    assert refusal(SlurmLauncher("--time=60", dry_run=True).launch, [], 0) == sbatch
     assert refusal(slots, 1, 0) == "hydra.launcher.max_parallel=0: must be an integer of at least 1"
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = "hydra/launcher=slurm: squeue is not installed on this machine; "
-    assert refusal(SlurmLauncher([], dry_run=False).known).startswith(missing)
+    assert refusal(queue).startswith(missing)
     (tmp_path / "file").touch()
     where = f"{tmp_path}/file/sweep"
     launcher, config = TorchrunLauncher(1, 1), OmegaConf.create({"hydra": {"sweep": {"dir": where}}})

@@ -41,6 +41,8 @@ def record_two_epochs(run_dir) -> None:
     logger.epoch(1, **EPOCH)
     logger.metrics = metrics
     logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75, "val_loss": 4.0, "val_accuracy": 0.625})
+    shown = EventAccumulator(str(run_dir)).Reload().Scalars("accuracy/train")
+    assert len(shown) == 3, "TensorBoard does not show a run while it trains"
     for epoch in (1, 2):
         logger.confusion(epoch, torch.tensor([[2, 2], [0, epoch]]))
     for epoch in (1, 9, 10, 11, 20, 99, 100, 110, 1000, 1100):
@@ -87,7 +89,6 @@ def test_epochs_are_recorded_in_strict_json_and_tensorboard(recorded):
     (image,) = events.Images("confusion")
     assert image.step == 2, "only the last confusion matrix is drawn"
     assert Image.open(recorded / "confusion.png").size == (image.width, image.height)
-    assert (recorded / "classes.csv").read_text().split() == ["class,samples,correct,accuracy", "cat,4,2,0.5", "dog,2,2,1"]
 
 
 def test_full_disk_and_a_failing_picture_are_logged_and_do_not_end_the_run(recorded):

@@ -49,8 +49,8 @@ HALF = (("conv2", "replicate"), ("fc2", "replicate"))  # 50 channels and 10 unit
 
 # Names of options in a case, where they are not those in conf/strategy/.
 LONG = {
-    **{"m": "num_microbatches", "stages": "num_stages", "reshard": "reshard_after_forward", "static": "static_graph"},
-    **{"sequence": "sequence_parallel", "view": "gradient_as_bucket_view", "checkpointing": "checkpoint_activations"},
+    **{"m": "num_microbatches", "stages": "num_stages", "reshard": "reshard_after_forward"},
+    **{"sequence": "sequence_parallel", "checkpointing": "checkpoint_activations"},
 }
 
 
@@ -135,8 +135,7 @@ MATRIX = [
     Row(scratch(**AUGMENTED), "2", "4"),
     Row(scratch(accumulate=3, **RECIPE), "", "2"),
     Row(ddp(start=1), "2", "3"),
-    Row(ddp(view=False), "2"),
-    Row(ddp(static=True, accumulate=2), "2", "4"),
+    Row(ddp(accumulate=2), "2", "4"),
     Row(ddp(accumulate=3, **CLIPPED), "4", "1"),
     Row(ddp(loader="workers", **RECIPE, **ALMOST_EMPTY), "2", "3"),
     Row(ddp(**FOCAL, **ALMOST_EMPTY), "", "24"),
@@ -159,7 +158,6 @@ MATRIX = [
     Row(pipeline("1f1b"), "1"),
     Row(pipeline("gpipe", m=24, cut=("fc2",), loader="workers"), "2"),
     Row(pipeline("interleaved1f1b", stages=4, accumulate=2, **CLIPPED), "2"),
-    Row(pipeline("loopedbfs"), "2"),
     Row(pipeline("interleavedzerobubble"), "2"),
     Row(pipeline("1f1b", accumulate=3, **CLIPPED), "2"),
     Row(pipeline("1f1b", m=5, **RECIPE), "2"),
@@ -176,7 +174,6 @@ MATRIX = [
     Row(ddp_pipeline(2, "1f1b", m=5, **ALMOST_EMPTY), "4"),
     Row(ddp_pipeline(2, "1f1b", accumulate=2, **RECIPE), "4"),
     Row(ddp_pipeline(2, "interleavedzerobubble", accumulate=2, cut=("conv2", "fc1", "fc2"), **CLIPPED), "4"),
-    Row(ddp_pipeline(2, "loopedbfs"), "", "4"),
     Row(ddp_pipeline(2, "1f1b", **VIT, **CLIPPED), "4"),
     Row(ddp_pipeline(2, "gpipe", m=3, **ALMOST_EMPTY), "", "8"),
     Row(ddp_pipeline(2, "interleaved1f1b", **CLIPPED), "", "8"),

@@ -1,6 +1,6 @@
 """The launchers as Hydra plug-ins: Hydra finds only classes that are defined in a package called hydra_plugins."""
 
-from ddp_lab.launchers import kubernetes, slurm, torchrun
+from ddp_lab.launchers import slurm, torchrun
 
 
 class TorchrunLauncher(torchrun.TorchrunLauncher):
@@ -9,7 +9,3 @@ class TorchrunLauncher(torchrun.TorchrunLauncher):
 
 class SlurmLauncher(slurm.SlurmLauncher):
     """The launcher of hydra/launcher=slurm."""
-
-
-class KubernetesLauncher(kubernetes.KubernetesLauncher):
-    """The launcher of hydra/launcher=kubernetes."""
