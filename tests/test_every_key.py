@@ -7,7 +7,6 @@ The runs are short and follow each other in one process.
 import contextlib
 import importlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import pytest
 import torch
 from configs import CONF, config
 from image_folders import write_folder
-from launches import ROOT, SMALL, main_in_world, read_metrics, refusal_in_world
+from launches import ROOT, SMALL, main_in_world, read_metrics
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -480,19 +479,3 @@ def test_averages_of_shared_and_of_sharded_weights_are_saved(runs, four, command
     for path in (runs[SHARED].path, four):
         found = evaluated(command, path, "strategy=single")
         assert found["test_loss"] == pytest.approx(read_metrics(path)[-1]["test_loss"], rel=1e-5)
-
-
-def refused_on_node(root: str, line: str) -> tuple[object, str]:
-    """Train as the only rank of a machine, with a directory of its own."""
-    node = os.environ["RANK"]
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": node}
-    return refusal_in_world(f"{line} data.root={root}/{node}")
-
-
-def test_files_that_one_machine_lacks_are_reported_by_it(tmp_path):
-    write_folder(tmp_path / "0", {"train": 8, "val": 4}, sides=(20, 30))
-    (tmp_path / "1").mkdir()
-    line = f"data=folder data.image_size=16 data.num_workers=0 model=simple_cnn strategy=ddp runs_dir={tmp_path}/runs"
-    (here, _), (there, printed) = run_world(2, refused_on_node, str(tmp_path), line)
-    assert (here, there) == (2, 2)
-    assert f"error: data.root={tmp_path}/1: has no folder train on" in printed
