@@ -39,7 +39,6 @@ ON_FOUR = (
 )
 SECOND = (  # second examples, which are slow tests
     scratch("bucketed"),
-    ddp(view=False, **VIT | ADAMW),
     fsdp(reshard=False, **VIT),
     ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
     mesh(shard=None, **EMA | VIT),
