@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -85,7 +84,7 @@ class Mesh(FullyShard):
         super().__init__(runtime, batch_norm, checkpoint_activations)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
-        self.dp_rank = runtime.rank // tp % self.dp_size
+        self.dp_rank, self.pp_rank = runtime.rank // tp % self.dp_size, runtime.rank // (tp * self.dp_size)
         self.sharded = self.axes["shard"] > 1
         self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
         self.sequence_parallel = sequence_parallel
@@ -119,8 +118,7 @@ class Mesh(FullyShard):
         assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
         boundaries = boundaries_of(self.plan, self.shapes, model.input_dtype, self.runtime.precision)
-        rank = dist.get_rank(self.pp_group)
-        stages = make_stages(model, self.plan, rank, boundaries, nullcontext, self.checkpointing)
+        stages = make_stages(model, self.plan, self.pp_rank, boundaries, nullcontext, self.checkpointing)
         for stage in stages.values():
             self._place(stage)
         self.module = blocks_of(stages)
