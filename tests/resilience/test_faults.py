@@ -84,7 +84,7 @@ def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undist
 def test_elastic_restart_ends_with_the_same_weights(tmp_path, undisturbed):
     """`resume=never` applies only to the first start."""
     line = "python -m ddp_lab train --nproc 2 --max-restarts 3 strategy=ddp resume=never"
-    code, output = launch(line, *overrides(tmp_path, "restarted", "checkpoint.every_steps=2", "inject=segfault@rank=1,step=8"))
+    code, output = launch(line, *overrides(tmp_path, "restarted", "checkpoint.every_steps=2", "inject=crash@rank=1,step=8"))
     assert code == 0, output
     assert "started again after error: rank 1 on" in output
     assert "resumed from" in output
