@@ -32,7 +32,7 @@ from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
-from ddp_lab.tasks.classification import Classification
+from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import FitSettings
 from ddp_lab.training.optimizer import require_support
 from ddp_lab.training.plan import Plan
@@ -137,9 +137,16 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
     if not issubclass(task, Classification):
         if mixed:
             raise ConfigError(f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}: are for task=classification; use mixup=0 cutmix=0")
-        return instantiate(cfg.task, loss=build_loss(cfg.loss))
+        loss = build_loss(cfg.loss)
+        if isinstance(loss, CrossEntropy):
+            raise ConfigError(
+                f"loss=cross_entropy: is for task=classification, got task._target_={cfg.task['_target_']}. Use loss=default, "
+                "the task's own loss, or loss=own"
+            )
+        return instantiate(cfg.task, loss=loss)
     if not dataset.classes:
-        raise ConfigError("task=classification: needs a dataset with classes; set data.num_classes, or choose another task")
+        advice = "use task=tokens" if "vocabulary" in dataset.model_shape() else "set data.num_classes, or choose another task"
+        raise ConfigError(f"task=classification: needs a dataset with classes; {advice}")
     return instantiate(cfg.task, loss=build_loss(cfg.loss, len(dataset.classes), mixed))
 
 
