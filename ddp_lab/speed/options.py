@@ -63,12 +63,8 @@ class PerformanceOptions(NamedTuple):
                 if "torch._dynamo" in sys.modules:  # which takes seconds to start, and most runs never compile
                     torch.compiler.set_stance("default")
 
-    def log_choices(self, precision: str) -> None:
-        """Log what speed=auto has chosen, if anything.
-
-        Args:
-            precision: the config key, which is never chosen: it changes the numbers.
-        """
+    def log_choices(self) -> None:
+        """Log what speed=auto has chosen, if anything."""
         if not self.reasons:
             return
         log.info("speed=auto:")
@@ -76,8 +72,6 @@ class PerformanceOptions(NamedTuple):
             value = getattr(self, name)
             shown = {True: "on", False: "off", None: "off"}.get(value, value)
             log.info(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
-        advice = "" if precision == "bf16" else "precision=bf16 halves the bytes of activations, but rounds to 3 digits"
-        log.info(f"  precision       {precision:7} {advice}".rstrip())
 
 
 class Facts(NamedTuple):
@@ -110,7 +104,10 @@ def choose(speed: str, wanted: Mapping[str, Any], facts: Facts) -> PerformanceOp
     chosen: dict[str, Any] = {name: value for name, value in wanted.items() if value not in (AUTO, None)}
     reasons: dict[str, str] = {}
     if "loader" not in chosen and automatic:
-        chosen["loader"], reasons["loader"] = choose_loader(facts)
+        chosen["loader"], reasons["loader"] = "workers", "the images are read one by one"
+        if facts.data_bytes is not None:
+            chosen["loader"] = "device" if facts.data_bytes <= DATA_SHARE * facts.free_bytes else "workers"
+            reasons["loader"] = f"the dataset has {size(facts.data_bytes)}, {size(facts.free_bytes)} are free on the device"
     refusals = dict(facts.refusals)
     if chosen.get("loader") == "workers":
         refusals.setdefault(
@@ -128,14 +125,6 @@ def choose(speed: str, wanted: Mapping[str, Any], facts: Facts) -> PerformanceOp
             if not reasons[name]:
                 chosen[name] = AUTO if name == "compile" else True
     return PerformanceOptions(**chosen, reasons=reasons, disabled=lines)
-
-
-def choose_loader(facts: Facts) -> tuple[str, str]:
-    """Return the loader of the data, and why."""
-    if facts.data_bytes is None:
-        return "workers", "the images are read one by one"
-    sizes = f"the dataset has {size(facts.data_bytes)}, {size(facts.free_bytes)} are free on the device"
-    return "device" if facts.data_bytes <= DATA_SHARE * facts.free_bytes else "workers", sizes
 
 
 def size(count: int) -> str:
@@ -174,7 +163,7 @@ def configure_optimizer(
     """Set the optimizer's options that are left to this launch, and return it. Called before the optimizer has a state.
 
     A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is fused in all runs on GPUs:
-    torch's default, foreach, needs temporary memory of the size of all parameters, and is slow with parameters on the host.
+    torch's default, foreach, needs temporary memory of the size of all parameters.
 
     Args:
         optimizer: of the strategy's parameters.
@@ -201,10 +190,3 @@ def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """
     elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
     return not has_shards(optimizer) and (elements < FEW or not can_be_fused(optimizer))
-
-
-def set_fused(optimizer: torch.optim.Optimizer, fused: bool | None) -> None:
-    """Select the fused kernel of the optimizer; None leaves the choice to torch."""
-    for group in optimizer.param_groups:
-        if "fused" in group:
-            group["fused"] = fused

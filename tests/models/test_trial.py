@@ -16,7 +16,6 @@ from ddp_lab.models import trial
 from ddp_lab.models.make import build_model
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.run.job import build
-from ddp_lab.run.materialize import materialize
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
@@ -94,16 +93,17 @@ def drawn() -> dict[str, list[float]]:
     """Return what this rank draws in its first step, by strategy."""
     numbers = {}
     with Runtime("cpu", timeout=30) as runtime:
-        for case in (ddp(**FROZEN), tp(2, **FROZEN)):
-            materialize(build(config_of(case), runtime)).eager_step.prepare()
+        for case in (ddp(**FROZEN), tp(2, **FROZEN), pipeline("gpipe", **FROZEN)):
+            build(config_of(case), runtime).trainer().eager_step.prepare()
             numbers[case.strategy.__name__] = torch.rand(4).tolist()
     return numbers
 
 
-def test_replicas_draw_different_dropout_masks_and_ranks_of_a_replica_the_same():
+def test_replicas_and_stages_draw_different_dropout_masks_and_tp_ranks_the_same():
     first, second = run_world(2, drawn)
     assert first["DDP"] != second["DDP"]
     assert first["TP"] == second["TP"] == first["DDP"]
+    assert first["Pipeline"] != second["Pipeline"]
 
 
 def test_resume_with_other_frozen_parameters_is_refused(tmp_path):

@@ -8,38 +8,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import RECIPE, assert_equal, ddp, scratch
+from cases import RECIPE, assert_equal, ddp
 from steps import make_step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from training import Case, Performance, run_cases
+from training import Performance, run_cases
 from worlds import run_world
 
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compile_step
 from ddp_lab.speed.convolution import PaddedConv2d, pad_convolutions
-from ddp_lab.speed.fastest import ALL, build
+from ddp_lab.speed.fastest import build
 from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
-COMPILED = Performance(compile=True, channels_last=True)
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("case", "size"),
-    [
-        (ddp(ema=0.8, **RECIPE), 2),
-        pytest.param(Case(Single), 1, marks=pytest.mark.slow),
-        pytest.param(scratch("bucketed"), 2, marks=pytest.mark.slow),
-    ],
-    ids=["ddp", "single", "scratch"],
-)
-def test_compiled_steps_produce_the_same_weights(case, size):
-    compiled = replace(case, performance=COMPILED)
-    outcome = run_world(size, run_cases, [compiled], timeout=240)[0][compiled]
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_compiled_steps_produce_the_same_weights():
+    case = ddp(ema=0.8, **RECIPE)
+    compiled = replace(case, performance=Performance(compile=True, channels_last=True))
+    outcome = run_world(2, run_cases, [compiled], timeout=240)[0][compiled]
     expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
     assert_equal(outcome, expected)
 
@@ -79,7 +68,7 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
     step, loader = make_step(ema=0.9)
     options = PerformanceOptions(compile=True)
     with options.backend_flags(Runtime("cpu")):
-        assert build(options, step, loader, ALL) is step
+        assert build(options, step, loader, benchmark=True) is step
         assert benchmarked == {True}, "cuDNN times its kernels while the step is compiled"
         graphs = counter.frame_count
         assert graphs == 2, "of the model and of the loss"

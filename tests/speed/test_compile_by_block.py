@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from cases import CLIPPED, SHORT, VIT, assert_equal, ddp, ddp_pipeline, fsdp, mesh, name, pipeline, scratch
+from cases import CLIPPED, SHORT, VIT, assert_equal, ddp_pipeline, fsdp, mesh, name, scratch
 from configs import config
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -77,10 +77,7 @@ FAST = {fsdp(checkpointing="block", **SHORT, **CLIPPED): 4}
 SLOW = {
     mesh(tp=2, sequence=True): 9,
     scratch("bucketed", accumulate=3, **VIT, **CLIPPED): 4,
-    ddp(accumulate=2, **VIT): 4,
-    pipeline("interleaved1f1b", accumulate=2, **VIT): 2,
     ddp_pipeline(1, "1f1b", **VIT): 3,
-    mesh(shard=None, accumulate=2, **CLIPPED): 4,
     mesh(pp=2, checkpointing="block"): 2,
 }
 

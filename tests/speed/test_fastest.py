@@ -6,7 +6,7 @@ from steps import make_step
 
 from ddp_lab.data.loader import Loader
 from ddp_lab.speed import fastest
-from ddp_lab.speed.fastest import ALL, LIMITED, build_step, compile_pays_off, mark_of, measure
+from ddp_lab.speed.fastest import build_step, measure
 from ddp_lab.speed.options import FEW, PerformanceOptions, configure_optimizer
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
@@ -25,15 +25,15 @@ class Attempts:
     """A stand-in for `fastest.build` that fails for the options in `broken`.
 
     Attributes:
-        tried: the options, and how many kernels cuDNN times.
+        tried: the options, and whether cuDNN times its kernels.
     """
 
     def __init__(self):
         self.broken: set[str] = set()
-        self.tried: list[tuple[tuple[bool, bool], int | None]] = []
+        self.tried: list[tuple[tuple[bool, bool], bool]] = []
 
-    def __call__(self, options: PerformanceOptions, step: Step, loader: Loader, kernels: int | None) -> Step:
-        self.tried.append(((options.cuda_graph, options.compile), kernels))
+    def __call__(self, options: PerformanceOptions, step: Step, loader: Loader, benchmark: bool) -> Step:
+        self.tried.append(((options.cuda_graph, options.compile), benchmark))
         if options.compile:
             assert step.optimizer.param_groups[0]["fused"] is (True if not options.cuda_graph else None)
         for name in self.broken:
@@ -43,10 +43,9 @@ class Attempts:
 
 
 @pytest.fixture
-def attempts(monkeypatch, tmp_path) -> Attempts:
+def attempts(monkeypatch) -> Attempts:
     """Let `build_step` work without a GPU, with steps of 1 ms."""
     made = Attempts()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fastest, "build", made)
     monkeypatch.setattr(fastest, "measure", lambda step, built, loader: 0.001)
     return made
@@ -58,38 +57,36 @@ def compiler_is_reset():
         yield
 
 
-def test_step_is_compiled_if_the_run_is_long_and_the_next_time_sooner(attempts):
-    """A later launch knows the duration of a step, and that its kernels are in the cache. An unreadable record is ignored."""
-    mark = mark_of(*make_step(fused=True))
-    mark.parent.mkdir(parents=True)
-    mark.write_text("")
-    for steps, tried in [
-        (40_000, [(GRAPH, None)]),
-        (1_000_000, [(GRAPH, None), (BOTH, ALL)]),
-        (40_000, [(BOTH, LIMITED)]),  # 40 s are too short for all of cuDNN's kernels
-        (100, [(GRAPH, None)]),
-    ]:
-        attempts.tried.clear()
-        build_step(CHOSEN, *make_step(fused=True), steps)
-        assert attempts.tried == tried
+LONG = 1_000_000
 
 
 @pytest.mark.parametrize(
-    ("broken", "tried", "logged"),
+    ("steps", "broken", "tried", "logged"),
     [
-        (set(), [GRAPH, BOTH], "compile         on      1,000,000 steps of 1 ms are left: compiling saves about 180 s of"),
-        ({"cuda_graph"}, [GRAPH, EAGER, COMPILED], "off     the step cannot be captured: cuda_graph is impossible"),
-        ({"compile"}, [GRAPH, BOTH, GRAPH], "compile         off     the step cannot be compiled: compile is impossible"),
-        ({"cuda_graph", "compile"}, [GRAPH, EAGER, COMPILED, EAGER], "off     the step cannot be compiled"),
+        (
+            40_000,
+            set(),
+            [GRAPH],
+            "compile         off     40,000 steps of 1 ms are left: compiling saves about 7 s of them and",
+        ),
+        (
+            LONG,
+            set(),
+            [GRAPH, BOTH],
+            "compile         on      1,000,000 steps of 1 ms are left: compiling saves about 180 s of",
+        ),
+        (LONG, {"cuda_graph"}, [GRAPH, EAGER, COMPILED], "off     the step cannot be captured: cuda_graph is impossible"),
+        (LONG, {"compile"}, [GRAPH, BOTH, GRAPH], "off     the step cannot be compiled: compile is impossible"),
+        (LONG, {"cuda_graph", "compile"}, [GRAPH, EAGER, COMPILED, EAGER], "off     the step cannot be compiled"),
     ],
-    ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else None,
+    ids=["short", "long", "graph fails", "compile fails", "both fail"],
 )
-def test_what_fails_is_given_up_with_its_reason(broken, tried, logged, attempts, caplog):
+def test_step_is_compiled_if_the_run_is_long_and_what_fails_is_given_up(steps, broken, tried, logged, attempts, caplog):
     caplog.set_level("INFO", "ddp_lab")
     attempts.broken = broken
     step, loader = make_step(fused=True)
-    assert build_step(CHOSEN, step, loader, 1_000_000) is step
-    assert [options for options, _ in attempts.tried] == tried
+    assert build_step(CHOSEN, step, loader, steps) is step
+    assert attempts.tried == [(options, options[1]) for options in tried], "cuDNN times kernels if the run is long"
     assert logged in caplog.text
     if "compile" in broken:
         assert torch._dynamo.eval_frame._stance.stance == "force_eager", "parts of the step are compiled"
@@ -101,7 +98,7 @@ def test_what_the_config_requires_must_not_fail(name, attempts, caplog):
     caplog.set_level("INFO", "ddp_lab")
     required = PerformanceOptions(**{name: True})
     assert build_step(required, *make_step(fused=True), 10)
-    assert attempts.tried == [((required.cuda_graph, required.compile), ALL)]
+    assert attempts.tried == [((required.cuda_graph, required.compile), True)]
     assert caplog.messages == []
     attempts.broken = {name}
     with pytest.raises(RuntimeError, match=f"{name} is impossible"):
@@ -116,15 +113,6 @@ def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
     monkeypatch.setattr(runtime, "agree", lambda key, decide: answer if key == "compile" else decide())
     build_step(CHOSEN, step, loader, 1 if answer else 10**9)
     assert [options for options, _ in attempts.tried] == [GRAPH, BOTH][: 1 + answer]
-
-
-def test_compiling_pays_off_sooner_in_bf16_from_the_cache_and_with_few_layers(monkeypatch):
-    step, _ = make_step()
-    monkeypatch.setattr(step.strategy.runtime, "precision", "float32")
-    least = next(n for n in range(0, 100_000, 100) if compile_pays_off(step, 0.001, n, cached=False)[0])
-    assert compile_pays_off(step, 0.001, least // 2, cached=True)[0]
-    monkeypatch.setattr(step.strategy.runtime, "precision", "bf16")
-    assert compile_pays_off(step, 0.001, int(0.7 * least), cached=False)[0]
 
 
 def test_measuring_a_step_changes_nothing():
@@ -158,12 +146,3 @@ def test_optimizer_is_fused_as_the_options_require(device, cuda_graph, compile, 
         large = torch.nn.Parameter(torch.empty(FEW, device="meta"))
         optimizer = configure_optimizer(torch.optim.SGD([large], lr=0.1), options, torch.device(device))
         assert optimizer.param_groups[0]["fused"], "a compiled one would be hardly faster"
-
-
-def test_cudnn_times_kernels_within_the_block_only():
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.benchmark_limit
-    for kernels, expected in ((None, before), (ALL, (True, ALL)), (LIMITED, (True, LIMITED))):
-        with fastest.cudnn_benchmark(kernels):
-            assert (cudnn.benchmark, cudnn.benchmark_limit) == expected
-        assert (cudnn.benchmark, cudnn.benchmark_limit) == before
