@@ -149,8 +149,7 @@ def test_best_and_patience_follow_the_validation_loss():
         progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy})
     assert progress.best == {"val_loss": 1.0, "val_accuracy": 0.5}
     assert progress.best_epochs == {"val_loss": 2, "val_accuracy": 3}
-    assert progress.stalled == 2
-    assert progress.next_epoch({}).stalled == 0, "without a validation set nothing stalls"
+    assert (progress.stalled("val_loss"), progress.stalled("val_accuracy")) == (2, 1)
 
 
 ROWS = [

@@ -150,7 +150,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp runs_dir=train.py": "runs_dir=train.py: cannot make the run directory there",
     "strategy=ddp resume=none.pt": "resume=none.pt: must be auto, never or the path of an existing checkpoint",
     "strategy=ddp patience=3": "patience=3: needs a validation set, which these data do not have. Use data.val_fraction=0.1",
-    "checkpoint.best=test_accuracy": "checkpoint.best=test_accuracy: must be auto or val_loss or val_accuracy or null",
+    "checkpoint.best=test_accuracy": "must be auto or a metric of the validation set, as val_loss or null",
     "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
     "data.val_fraction=1": "data.val_fraction=1: must be a number from 0 to below 1 or null",
     "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 samples to train on and 0 to",
