@@ -99,7 +99,7 @@ def check_state(cfg: DictConfig, job: Job, memory: int) -> None:
         return
     advisor = advisor_of(cfg, job.dataset, job.model, job.runtime, memory)
     try:
-        needed, rank = max((sum(plan.held.values()) - plan.host, plan.rank) for plan in advisor.plan([]).plans)
+        needed, rank = max((sum(plan.held.values()), plan.rank) for plan in advisor.plan([]).plans)
     except RuntimeError:  # CannotPlan
         return
     if needed > memory:

@@ -59,8 +59,6 @@ class Mesh(FullyShard):
             ranks that read different local batches together (sync).
         checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
             forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
-        offload: whether parameters, gradients and the optimizer's state are in host memory, and the optimizer's step is on the
-            CPU, which takes less memory of the GPU and more time.
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
@@ -82,9 +80,8 @@ class Mesh(FullyShard):
         cut: list[BlockName] | None,
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
-        offload: bool = False,
     ):
-        super().__init__(runtime, batch_norm, checkpoint_activations, offload)
+        super().__init__(runtime, batch_norm, checkpoint_activations)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
         self.dp_rank, self.pp_rank = runtime.rank // tp % self.dp_size, runtime.rank // (tp * self.dp_size)
@@ -156,7 +153,7 @@ class Mesh(FullyShard):
             part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
         if self.initial_weights is not None:
-            fill(stage, self.initial_weights, self.home)
+            fill(stage, self.initial_weights, self.device)
 
     def describe(self) -> str:
         lines = f"mesh on {self.where}:\n{describe_layout(self.axes, self.plan.parts)}"

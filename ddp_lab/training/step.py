@@ -179,6 +179,6 @@ class Step:
         """
         for parameter in self.strategy.parameters():
             gradient = local(gradient_of(parameter))
-            gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=gradient.is_cuda), gradient, 0))
+            gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):
             buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))
