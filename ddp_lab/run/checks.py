@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.data.folder import listed
 from ddp_lab.launchers.preflight import Finding, check_network, check_shared
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
@@ -71,9 +70,6 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
     check_optimizer(cfg, job.strategy)
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         findings.append(check_shared(Path(cfg.runs_dir), runtime))
-    if skipped := job.dataset.skipped:
-        text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
-        findings.append(Finding("warning", "dataset", text))
     if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
         runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
     return Checked(job, findings, source)
