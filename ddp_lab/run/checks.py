@@ -16,7 +16,7 @@ from ddp_lab.launchers.storage import check_storage
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
-from ddp_lab.run.job import Job, build, check_optimizer, criterion
+from ddp_lab.run.job import Job, build, criterion
 from ddp_lab.world.runtime import Runtime
 
 # By the set that a metric needs: how it is called, and what to use without it.
@@ -71,7 +71,6 @@ def check_and_build(
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
         findings.append(Finding("warning", "strategy", text))
-    check_optimizer(cfg, job.strategy)
     check_memory(cfg, job)
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
         loaders, ranks = job.loaders.values(), runtime.local_world_size
