@@ -291,14 +291,11 @@ def test_torchrun_with_a_gpu_for_each_rank(strategy, size, tmp_path):
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("choice", "tf32"), [("highest", False), ("high", True)])
-def test_float32_matmul_selects_tf32_and_is_logged(choice, tf32, tmp_path):
+def test_float32_matmul_selects_tf32(choice, tf32, tmp_path):
     line = "python train.py strategy=single speed=off epochs=1 model._target_=own_models.Telling"
     code, output = launch(line, *OWN, f"float32_matmul={choice}", f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert f"float32_matmul={choice}, error {'large' if tf32 else 'small'}" in output
-    assert (
-        output.count(f"float32_matmul={choice}: float32 matrix multiplications use {'TF32' if tf32 else 'full precision'}") == 1
-    )
 
 
 @pytest.mark.gpu(2)

@@ -23,7 +23,6 @@ from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.lab.trainer import Recipe, Trainer
-from ddp_lab.launchers.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, random_like
 from ddp_lab.run.speed import find_options
@@ -33,6 +32,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import FitSettings
+from ddp_lab.training.optimizer import MakeOptimizer, state_copies
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import build_shape, make_scheduler
@@ -199,6 +199,18 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
     )
+
+
+def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> int:
+    """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the optimizer's state.
+
+    Args:
+        optimizer: constructs the optimizer of a list of parameters.
+        model: the unsharded model.
+        ema: whether the weights are averaged.
+    """
+    parameters = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + state_copies(optimizer) * parameters
 
 
 def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:

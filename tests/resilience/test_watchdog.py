@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from launches import ROOT
 from torch.distributed import HashStore
 
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.resilience import watchdog as watchdogs
 from ddp_lab.resilience.failure_report import describe
 from ddp_lab.resilience.heartbeats import NodeLink, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog
@@ -102,21 +100,6 @@ def test_rank_for_which_the_others_wait_is_suspected(suspect, others):
     assert min([*others, suspect], key=suspicion) is suspect
 
 
-def test_next_rank_leads_a_node_whose_first_is_suspended(table, tmp_path):
-    """It then reports the first one, whose own watchdog cannot."""
-    second = watch(tmp_path, table, rank=1, timeout=5)
-    second._main = threading.get_ident()
-    for number in range(40):
-        table.write(0, beat(0, step=4, beat=min(number, 3)))
-        second.own["step"] = 5
-        if second.look():
-            break
-    failure = json.loads((tmp_path / "failure.json").read_text())
-    assert (failure["kind"], failure["rank"], failure["reported_by"]) == ("hang", 0, 1)
-    assert "stalls the other ranks" in failure["message"]
-    assert number * watchdogs.BEAT == pytest.approx(5 + 3, abs=1.1)
-
-
 def test_overview_of_nodes_equals_that_of_their_ranks():
     beats = [beat(rank, step=100 - rank % 7, doing=("training", "loading")[rank % 3 == 0]) for rank in range(64)]
     merged = least(each for i in range(0, 64, 8) for each in least(beats[i : i + 8]))
@@ -150,17 +133,6 @@ def nodes() -> list[NodeLink]:
 
 def exchange(link: NodeLink) -> None:
     link.exchange(link.runtime.store.connect("nodes"))
-
-
-def test_failure_on_one_node_becomes_known_on_the_other(nodes):
-    nodes[1].table.write("failure", beat(1))
-    exchange(nodes[1])
-    exchange(nodes[0])
-    assert nodes[0].table.read("failure") == beat(1)
-    assert nodes[0].table.everyone() == [beat(0), beat(1)]
-    assert nodes[1].runtime.store.traffic.operations["nodes"] == 3
-    exchange(nodes[1])
-    assert nodes[1].runtime.store.traffic.operations["nodes"] == 3 + 2, "it is sent once"
 
 
 @pytest.mark.parametrize(
