@@ -113,8 +113,8 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     """Return the dataset in host memory. Collective: the first rank of each machine downloads it if it is missing."""
     data = cfg.data
     source = make_source(cast("dict[str, Any]", OmegaConf.to_container(data, resolve=True)), cfg.seed)
-    prepared = runtime.agree("dataset", source.prepare, per_node=True)
-    dataset = hold_out(source.load() if prepared is None else source.load(prepared), data.val_fraction, data.val_seed)
+    runtime.agree("dataset", source.prepare, per_node=True)
+    dataset = hold_out(source.load(), data.val_fraction, data.val_seed)
     if dataset.digest:
         digests = runtime.collect("dataset", dataset.digest)
         runtime.agree("same dataset", lambda: check_same(digests or []))

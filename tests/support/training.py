@@ -28,12 +28,8 @@ from ddp_lab.run.job import Job, build
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.ddp import DDP
-from ddp_lab.strategies.fsdp import FSDP
-from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
-from ddp_lab.strategies.tp import TP
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.metrics import evaluate
@@ -43,8 +39,6 @@ from ddp_lab.world.runtime import Runtime
 
 SEED = 7
 TEST_SAMPLES = 31
-# The cases with files take their images from each kind of cache, which must make no difference.
-CACHES = {Single: "none", DDP: "none", FSDP: "disk", Pipeline: "none", TP: "disk"}
 
 
 class Performance(NamedTuple):
@@ -224,7 +218,7 @@ def data_of(case: Case, root: str) -> dict[str, Any]:
     _, channels, image_size = MODELS[case.model]
     if case.files:
         transforms = {"resize": None, "crop_scale": [0.3, 1.0], "randaugment": 9, "erasing": 0.5, "num_classes": None}
-        dataset = target(Folder, root=root, on_corrupt="stop", cache=CACHES[case.strategy], cache_dir=None)
+        dataset = target(Folder, root=root, seed=SEED)
         # `single` reads without worker processes, which must make no difference.
         workers = int(case.strategy is not Single)
         return {"dataset": dataset, "channels": channels, "image_size": image_size, "num_workers": workers} | transforms
