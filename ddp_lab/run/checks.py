@@ -14,7 +14,7 @@ from ddp_lab.launchers.preflight import Finding, check_network, check_shared
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
-from ddp_lab.run.job import Job, build, check_optimizer
+from ddp_lab.run.job import Job, build
 from ddp_lab.tasks.base import Task
 from ddp_lab.world.runtime import Runtime
 
@@ -67,7 +67,6 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
         findings.append(Finding("warning", "strategy", text))
-    check_optimizer(cfg, job.strategy)
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         findings.append(check_shared(Path(cfg.runs_dir), runtime))
     if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
