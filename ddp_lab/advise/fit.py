@@ -26,7 +26,6 @@ from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import model_to_plan
 from ddp_lab.run.job import Job, load_dataset, make_task, make_trial
 from ddp_lab.run.job import build as build_job
-from ddp_lab.run.materialize import materialize
 from ddp_lab.speed.options import size
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import state_copies
@@ -95,7 +94,7 @@ def check_memory(cfg: DictConfig, job: Job) -> None:
 
 def check_state(cfg: DictConfig, job: Job, memory: int) -> None:
     """As `check_memory`, on one rank, for devices with `memory` bytes."""
-    copies = 2 + state_copies(job.optimizer) + (job.recipe.ema is not None)
+    copies = 2 + state_copies(job.recipe.optimizer) + (job.recipe.ema is not None)
     if copies * sum(parameter.nbytes for parameter in job.model.parameters()) <= memory:
         return
     advisor = advisor_of(cfg, job.dataset, job.model, job.runtime, memory)
@@ -231,12 +230,12 @@ def real_step(config: dict[str, Any], port: int) -> int:
         before = bytes_in_use(runtime)
         job = build_job(cfg, runtime, with_weights=False)
         with job.options.backend_flags(runtime):
-            training = materialize(job)
+            trainer = job.trainer()
             job.loaders["train"].set_epoch(1)
             job.strategy.train()
             batch = next(iter(job.loaders["train"]))
             for _ in range(2):
-                training.step(batch)
+                trainer.train_step(batch)
             return bytes_in_use(runtime) - before
 
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ddp_lab.data.batch import Batch
-from ddp_lab.run.materialize import Training
+from ddp_lab.lab.trainer import Trainer
+from ddp_lab.run.job import Job
 from ddp_lab.strategies.sharding import local
 
 STATE = ("parameters", "gradients", "optimizer", "averages")  # what strategy.offload keeps on the host
@@ -52,7 +53,8 @@ class Live(TorchDispatchMode):
     Several devices of one process (strategy=split) are numbered places; the only device of others is place 0.
 
     Args:
-        training: on fake tensors.
+        job: the run.
+        trainer: made of it on fake tensors.
 
     Attributes:
         on_host: whether parameters, gradients, optimizer and averages are in host memory.
@@ -61,9 +63,9 @@ class Live(TorchDispatchMode):
         held: bytes by kind at each place, when the optimizer's step begins; of a sharded model those of the shards.
     """
 
-    def __init__(self, training: Training):
+    def __init__(self, job: Job, trainer: Trainer):
         super().__init__()
-        self.training, strategy = training, training.job.strategy
+        self.job, self.trainer, strategy = job, trainer, job.strategy
         self.modules = strategy.modules_by_device
         self.on_host = bool(getattr(strategy, "offload", False))
         self.owned = [list(module.parameters()) for module in self.modules]
@@ -76,15 +78,15 @@ class Live(TorchDispatchMode):
         self._in_flight: set[int] = set()  # storages that a collective read or wrote
         self._peaks: list[dict[int, int]] = [{} for _ in self.modules]  # bytes by storage when most lives on a device
         self._kinds: list[dict[int, str]] = [{} for _ in self.modules]  # of storages in `_peaks` that are not state
-        training.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
-        training.optimizer.register_step_post_hook(lambda *_: setattr(self, "_place", 0))
+        trainer.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
+        trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "_place", 0))
         if len(self.modules) > 1:
             self._follow()
 
     def take_steps(self) -> None:
         """Take two steps. The first creates the optimizer's state; the second is recorded. Call it within the fake mode."""
-        job = self.training.job
-        size = job.plan.samples_at_once * job.recipe.accumulate
+        job = self.job
+        size = job.plan.samples_at_once * job.recipe.step.accumulate
         inputs, targets = job.dataset.example(size)
         if job.options.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -92,18 +94,18 @@ class Live(TorchDispatchMode):
         for place in range(len(self.modules)):
             self.track(tensor for tensors in self.state(place).values() for tensor in tensors)
         job.strategy.train()
-        self.training.step(batch)
+        self.trainer.train_step(batch)
         self._locate()
         for counter in (self.calls, self.sent, self.flops):
             counter.clear()
         self._data = [key_of(tensor) for tensor in batch[:2]]
-        self.training.step(batch)
+        self.trainer.train_step(batch)
         for place, held in enumerate(self.held):  # during an update, state can be that of local shards, by other keys
             held |= {kind: nbytes(tensors) for kind, tensors in self.state(place).items() if kind != "gradients"}
 
     def state(self, place: int) -> dict[str, list[torch.Tensor]]:
         """Return what a device holds by kind; of a sharded model the shards."""
-        optimizer, ema = self.training.optimizer.state, self.training.ema
+        optimizer, ema = self.trainer.optimizer.state, self.trainer.ema
         owned, buffers = self.owned[place], list(self.modules[place].buffers())
         states = [value for parameter in owned for value in optimizer.get(parameter, {}).values()]
         own = {id(tensor) for tensor in [*owned, *buffers]}

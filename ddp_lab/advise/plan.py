@@ -20,7 +20,6 @@ from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, check_optimizer, make_plan
-from ddp_lab.run.materialize import materialize
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.speed.options import AUTO, configure_optimizer
 from ddp_lab.strategies.base import Strategy
@@ -110,12 +109,12 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
     logging.disable(logging.CRITICAL)
     try:
         with torch.random.fork_rng(devices=[]):
-            training = materialize(job)
-            optimizer = configure_optimizer(training.optimizer, job.options, torch.device(runtime.kind))
+            trainer = job.trainer()
+            optimizer = configure_optimizer(trainer.optimizer, job.options, torch.device(runtime.kind))
             for group in for_cpu(optimizer).param_groups:
                 if runtime.kind == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
                     group["foreach"] = True  # the default on GPUs: all parameters in one call
-            live = Live(training)
+            live = Live(job, trainer)
             with fake, live:
                 live.take_steps()
             return [planned(job, runtime, live, place) for place in range(len(live.modules))]

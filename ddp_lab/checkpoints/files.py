@@ -170,17 +170,10 @@ def remove_old(folder: Path, keep: int) -> None:
 
 
 def link_best(path: Path) -> None:
-    """Let a checkpoint be the best one in place of another, by a symbolic link.
-
-    Raises:
-        OSError: it cannot be linked, for example because the file system has no links.
-    """
+    """Let a checkpoint be the best one in place of another, by a symbolic link."""
     best, temporary = path.with_name(f"best{path.suffix}"), path.with_name("best.tmp")
     forget_best(path.parent, but=best.name)
-    try:
-        temporary.symlink_to(path.name)
-    except OSError as error:
-        raise OSError(f"{best.name}: cannot be a link ({error.strerror}); with checkpoint.best=null there is none") from None
+    temporary.symlink_to(path.name)
     os.replace(temporary, best)
     if path.suffix == ".pt":  # for a copy of the directory with files in place of links
         path.with_name("best.pt.sha256").symlink_to(sums_of(path).name)

@@ -1,7 +1,6 @@
 """The arguments of a Lab and its trainers: what is allowed, and what is made of them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,15 +10,13 @@ from torch import nn
 
 from ddp_lab.config.build import options
 from ddp_lab.config.check import validate
-from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys
 from ddp_lab.config.types import Count, DeviceName, Fraction, NaturalNumber, Positive, Seed
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import as_chain, require_chain
-from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
-from ddp_lab.training.optimizer import param_groups, require_support
 from ddp_lab.world.runtime import Runtime
 
 CONF = Path(__file__).parents[1] / "conf" / "strategy"
@@ -126,22 +123,3 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
             )
 
     runtime.agree("weights", compare)
-
-
-def make_optimizer(make: Callable[..., torch.optim.Optimizer], strategy: Strategy) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters that this rank holds.
-
-    Raises:
-        ConfigError: `make` fails, or is not a function of parameters, or the optimizer cannot update what the strategy holds.
-    """
-    if isinstance(make, torch.optim.Optimizer) or not callable(make):
-        raise ConfigError(
-            "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
-            f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
-        )
-    try:
-        optimizer = make(param_groups(strategy.parameters()))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer: {describe_error(error)}") from None
-    require_support(optimizer, strategy, f"optimizer={type(optimizer).__name__}")
-    return configure_optimizer(optimizer, PerformanceOptions(), strategy.device)

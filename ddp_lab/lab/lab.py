@@ -12,17 +12,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_lab.checkpoints.state import State
 from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError
-from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, make_optimizer, require_same
-from ddp_lab.lab.trainer import Trainer
-from ddp_lab.models.drop_path import DropPaths
+from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
+from ddp_lab.lab.trainer import Recipe, Trainer
 from ddp_lab.observe.metrics_file import append_line
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
-from ddp_lab.training.ema import EMA
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
 
@@ -173,14 +170,9 @@ class Lab:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         require_same(model, runtime)
-        if not strategy.one_process:
-            runtime.open_group()
-        strategy.task = as_task(loss).to(strategy.device)
-        strategy.setup(model)
-        made = make_optimizer(optimizer, strategy)
-        scheduler = LambdaLR(made, schedule or (lambda step: 1.0))
-        averages = None if ema is None else EMA(strategy, ema)
-        state = State(strategy, made, scheduler, shapes, averages, self.seed)
-        drop_paths = DropPaths(strategy.module.modules(), self.seed)
-        step = StepOptions(accumulate, max_grad_norm, drop_paths=drop_paths, seed=self.seed)
-        return Trainer(state, step, batch_size, num_workers, self.log)
+        factor = schedule or (lambda step: 1.0)
+        step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
+        recipe = Recipe(batch_size, optimizer, lambda made: LambdaLR(made, factor), step, ema)
+        trainer = Trainer(strategy, model, as_task(loss), recipe, shapes, num_workers)
+        trainer.log = self.log
+        return trainer

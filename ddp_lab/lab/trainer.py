@@ -1,54 +1,111 @@
-"""A model with its optimizer under a strategy: the methods from which a loop of the user's own is made."""
+"""A model with its optimizer under a strategy: what train.py trains, and the methods from which a loop of one's own is made."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import State
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.checkpoints.state import Shapes, State
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.data.loader import Loader
 from ddp_lab.lab.files import on_rank_0, write_weights
 from ddp_lab.lab.local_batches import LocalBatches, padded
+from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.observe.logger import Logger
+from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
+from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import FitSettings, Hooks, Parts, fit
 from ddp_lab.training.metrics import evaluate
+from ddp_lab.training.optimizer import param_groups, require_support
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.step import Step, StepOptions
+from ddp_lab.training.step import Step, StepOptions, TrainStep
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights are updated.
+
+    Attributes:
+        batch_size: samples in the GLOBAL batch; divisible by the number of replicas.
+        optimizer: makes the optimizer of some parameters.
+        scheduler: makes its learning-rate schedule.
+        step: what a step does, and the seed. The drop paths are those of the model.
+        ema: decay of averages of the weights; None: no averages.
+        decay_norms_and_biases: as in `param_groups`.
+        performance: how a step is executed.
+    """
+
+    batch_size: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], LambdaLR]
+    step: StepOptions
+    ema: float | None = None
+    decay_norms_and_biases: bool = True
+    performance: PerformanceOptions = field(default_factory=PerformanceOptions)
+
+
+def place(strategy: Strategy, model: nn.Module, task: Task) -> None:
+    """Connect the ranks, and place the model and the task on their devices. Collective.
+
+    Args:
+        strategy: after `partition`.
+        model: as for `Strategy.setup`.
+        task: with the loss.
+    """
+    if not strategy.one_process:
+        strategy.runtime.open_group()
+    strategy.task = task.to(strategy.device)
+    strategy.setup(model)
+    if strategy.initial_weights is not None:
+        strategy.initial_weights.set_weights({})  # the tensors of a file are not needed any more
 
 
 class Trainer:
     """Trains, evaluates and saves a model. Every method is collective: all ranks call it, with their own part of a batch.
 
+    A run of train.py is this, too: it compiles and wraps `train_step`, and calls `fit_loaders` with its hooks.
+
     Args:
-        state: the strategy after `setup`, the optimizer of its parameters, the schedule, the averages of the weights, the seed.
-        options: of a step.
-        batch_size: samples in the GLOBAL batch; divisible by the number of replicas.
+        strategy: after `partition`.
+        model: the complete model, as for `Strategy.setup`.
+        task: what it is trained for, with the loss.
+        recipe: how.
+        shapes: the shape of each tensor of the complete model, by name.
         num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
-        log: called with the metrics of every epoch of `fit`; None: they are not shown.
 
     Attributes:
-        strategy, optimizer, scheduler: those of `state`.
+        strategy: after `setup`.
+        optimizer, scheduler, ema: of its parameters; `ema` is None without averages.
+        state: all of these, as checkpoints save them.
+        eager_step: the training step in eager mode.
+        train_step: the step that `fit` takes.
         progress: the position: epoch, samples of it over all ranks, and steps since the beginning.
+        log: called with the metrics of every epoch of `fit`; None: they are not shown.
     """
 
-    def __init__(
-        self,
-        state: State,
-        options: StepOptions,
-        batch_size: int,
-        num_workers: int = 0,
-        log: Callable[..., object] | None = None,
-    ):
-        self.state, self.batch_size, self.log = state, batch_size, log
-        self.strategy, self.optimizer, self.scheduler = state.strategy, state.optimizer, state.scheduler
+    def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, shapes: Shapes, num_workers: int = 0):
+        place(strategy, recipe.performance.apply_memory_format(model), task)
+        self.strategy, self.batch_size = strategy, recipe.batch_size
+        self.optimizer = make_optimizer(recipe, strategy)
+        self.scheduler = recipe.scheduler(self.optimizer)
+        self.ema = None if recipe.ema is None else EMA(strategy, recipe.ema)
+        mix, seed = recipe.step.mix and recipe.step.mix.to(strategy.device), recipe.step.seed
+        options = replace(recipe.step, mix=mix, drop_paths=DropPaths(strategy.module.modules(), seed))
+        self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, seed)
+        self.eager_step = Step(strategy, self.optimizer, self.scheduler, options, self.ema)
+        self.train_step: TrainStep = self.eager_step
         self.progress = Progress(epoch=0)
-        self._step = Step(state.strategy, state.optimizer, state.scheduler, options, state.ema)
-        self._batches = LocalBatches(state.strategy, batch_size, state.seed, num_workers)
+        self.log: Callable[..., object] | None = None
+        self._batches = LocalBatches(strategy, recipe.batch_size, seed, num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
 
@@ -90,11 +147,11 @@ class Trainer:
         strategy = self.strategy
         if not strategy.module.training:
             strategy.train()
-        self._step(batch)
+        self.eager_step(batch)
         self.progress.step += 1
         if handed:
             self.progress.epoch, self.progress.samples = handed.epoch, handed.samples
-        own = self._step.sums
+        own = self.eager_step.sums
         loss, *_, weight = strategy.runtime.all_reduce(own.clone() if strategy.is_metric_rank else torch.zeros_like(own))
         return loss / weight
 
@@ -114,10 +171,18 @@ class Trainer:
             "val": self._batches.loader(validation, "evaluation"),
         }
         records = Records(self.log)
-        parts = Parts(self.strategy, self._step, loaders, FitSettings(epochs), self.state.ema, self._on_device(task))
         self._resumed = False
-        self.progress = fit(parts, records, Hooks(), self.progress if self.progress.step else Progress())
+        if not self.progress.step:
+            self.progress = Progress()
+        self.fit_loaders(loaders, FitSettings(epochs), records, Hooks(), self._on_device(task))
         return records.last
+
+    def fit_loaders(
+        self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
+    ) -> None:
+        """Train from `progress` to the end, as `training.loop.fit`, whose position at the end becomes `progress`."""
+        parts = Parts(self.strategy, self.train_step, loaders, settings, self.ema, task)
+        self.progress = fit(parts, logger, hooks, self.progress)
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.
@@ -146,8 +211,7 @@ class Trainer:
         Raises:
             ConfigError: the file cannot be written.
         """
-        state = self.state.ema.state_dict() if self.state.ema else self.strategy.model_state()
-
+        state = self.ema.state_dict() if self.ema else self.strategy.model_state()
         names = self.state.shapes
         on_rank_0(self.strategy.runtime, path, lambda: write_weights({name: state[name] for name in names}, Path(path)))
 
@@ -189,10 +253,30 @@ class Trainer:
         return self._checkpoints[folder]
 
     def _averages(self) -> AbstractContextManager[None]:
-        return self.state.ema.in_use() if self.state.ema else nullcontext()
+        return self.ema.in_use() if self.ema else nullcontext()
 
     def _on_device(self, task: Task | None) -> Task | None:
         return task if task is None else task.to(self.strategy.device)
+
+
+def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that this rank holds.
+
+    Raises:
+        ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what the strategy holds.
+    """
+    make = recipe.optimizer
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        raise ConfigError(
+            "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
+            f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
+        )
+    try:
+        optimizer = make(param_groups(strategy.parameters(), recipe.decay_norms_and_biases))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {describe_error(error)}") from None
+    require_support(optimizer, strategy, f"optimizer={type(optimizer).__name__}")
+    return configure_optimizer(optimizer, recipe.performance, strategy.device)
 
 
 class Records(Logger):

@@ -8,12 +8,12 @@ from omegaconf import DictConfig
 
 from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.lab.trainer import place
 from ddp_lab.launchers.preflight import check_network
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import describe_metrics
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import build
-from ddp_lab.run.materialize import place
 from ddp_lab.run.trained import checkpoint_of
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
@@ -49,7 +49,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
-    place(job)
+    place(job.strategy, job.options.apply_memory_format(job.model), job.task)
     saved.load_weights(job.strategy)
     with float32_matmul(cfg.float32_matmul):
         metrics = evaluate(job.strategy, job.loaders[split])

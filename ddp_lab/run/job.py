@@ -2,14 +2,14 @@
 
     cfg -> strategy -> dataset -> plan -> model -> loss, partition, performance options -> loaders
 
-`build` is this path. The planner and the doctor use its parts, in the same order. `materialize` (materialize.py) then connects
-the ranks and places the model on its devices. Only the subpackage `run` and the commands read the config: a Job holds values.
+`build` is this path. The planner and the doctor use its parts, in the same order. `Job.trainer` then connects the ranks and
+places the model on its devices. Only the subpackage `run` and the commands read the config: a Job holds values.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from hydra.utils import get_object
@@ -23,6 +23,7 @@ from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
+from ddp_lab.lab.trainer import Recipe, Trainer
 from ddp_lab.launchers.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, random_like
@@ -36,24 +37,12 @@ from ddp_lab.training.loop import FitSettings
 from ddp_lab.training.optimizer import require_support
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Criterion
-from ddp_lab.training.schedule import build_shape
+from ddp_lab.training.schedule import build_shape, make_scheduler
+from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
 
 LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}
 EVALUATED = 8  # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a step
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How the weights are updated, besides optimizer and schedule: the values of the config keys of these names."""
-
-    seed: int = 0
-    warmup_epochs: float = 0
-    accumulate: int = 1
-    max_grad_norm: float | None = None
-    ema: float | None = None
-    decay_norms_and_biases: bool = True
-    on_nan: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True)
@@ -64,14 +53,10 @@ class Job:
         strategy: after `partition`, before `setup`.
         dataset: the sets of samples; of a planned run only their sizes.
         plan: batch sizes, steps per epoch and learning rate.
-        built: the model with its initial weights.
+        model: the complete model on the CPU, the same on every rank; on the meta device with model.init=by_block.
         task: what the model is trained for, with its loss, on the CPU.
-        mix: mixup and CutMix of the training batches; None: both are off.
-        optimizer: makes the optimizer of some parameters.
-        schedule: the shape of the learning-rate schedule.
-        recipe: how else the weights are updated.
+        recipe: how the weights are updated, and how a step is executed.
         fit_settings: when training ends, and when the test set is evaluated.
-        options: the performance options: of the config, as far as they are supported, and of speed=auto.
         shapes: the shape of each tensor of the unsharded model, by name.
         checkpoint_bytes: the size of a checkpoint.
         notes: lines for the log.
@@ -81,14 +66,10 @@ class Job:
     strategy: Strategy
     dataset: Dataset
     plan: Plan
-    built: BuiltModel
+    model: nn.Module
     task: Task
-    mix: Mix | None
-    optimizer: Callable[..., torch.optim.Optimizer]
-    schedule: Callable[..., float]
     recipe: Recipe
     fit_settings: FitSettings
-    options: PerformanceOptions
     shapes: dict[str, tuple[int, ...]]
     checkpoint_bytes: int
     notes: list[str]
@@ -100,9 +81,13 @@ class Job:
         return self.strategy.runtime
 
     @property
-    def model(self) -> nn.Module:
-        """The complete model on the CPU, the same on every rank; on the meta device with model.init=by_block."""
-        return self.built.model
+    def options(self) -> PerformanceOptions:
+        """The performance options: of the config, as far as they are supported, and of speed=auto."""
+        return self.recipe.performance
+
+    def trainer(self) -> Trainer:
+        """Connect the ranks, and place the model on its devices with optimizer, schedule and step. Collective, once."""
+        return Trainer(self.strategy, self.model, self.task, self.recipe, self.shapes)
 
 
 def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
@@ -178,27 +163,33 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     if cfg.mixup > 0 or cfg.cutmix > 0:
         sizes = plan.global_batch_size, strategy.dp_size, shape["image_size"], shape["num_classes"]
         mix = Mix(cfg.mixup, cfg.cutmix, *sizes, seed=cfg.seed)
-    schedule, optimizer = build_shape(cfg.scheduler, cfg.epochs), instantiate(cfg.optimizer)
-    model = built.model
+    steps = plan.steps_per_epoch
+    scheduler = partial(
+        make_scheduler,
+        shape=build_shape(cfg.scheduler, cfg.epochs),
+        epochs=cfg.epochs,
+        steps_per_epoch=steps,
+        warmup_steps=round(cfg.warmup_epochs * steps),
+    )
+    optimizer, model = partial(instantiate(cfg.optimizer), lr=plan.lr), built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
     if strategy.needs_chain:
         require_chain(model, strategy.name, key_of(cfg.model))
     ((strategy.input_shape, strategy.input_dtype), _) = dataset.train.forms
     strategy.partition(model, plan.samples_at_once)
+    strategy.initial_weights = built.initial_weights
     options = find_options(cfg, strategy, dataset, model)
+    step = StepOptions(cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", mix, seed=cfg.seed)
+    batch_size, decay = plan.global_batch_size, cfg.decay_norms_and_biases
     return Job(
         strategy=strategy,
         dataset=dataset,
         plan=plan,
-        built=built,
+        model=model,
         task=task,
-        mix=mix,
-        optimizer=optimizer,
-        schedule=schedule,
-        recipe=Recipe(**{each.name: cfg[each.name] for each in fields(Recipe)}),
+        recipe=Recipe(batch_size, optimizer, scheduler, step, cfg.ema, decay, options),
         fit_settings=FitSettings(cfg.epochs, cfg.patience, cfg.evaluate_test),
-        options=options,
         shapes=shapes,
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.find import result_in
-from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.launchers.preflight import warn
 from ddp_lab.observe.log import log, setup_logging
@@ -24,11 +23,12 @@ from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
-from ddp_lab.run.materialize import Training, materialize
 from ddp_lab.run.recorded_config import to_record
 from ddp_lab.speed.cuda_graph import GraphStep
+from ddp_lab.speed.fastest import build_step
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.step import TrainStep
 from ddp_lab.world.precision import describe_matmul, float32_matmul
 from ddp_lab.world.runtime import Runtime
 
@@ -79,21 +79,19 @@ def train(
         log.warning(f"started again after {run_dir.failure}")
     matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
     with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
-        training = materialize(job)
-        log.info(job.strategy.describe())
-        return Outcome(train_guarded(cfg, training, checked.source, run_dir, watchdog, decisions), run_dir.path)
+        return Outcome(train_guarded(cfg, job, checked.source, run_dir, watchdog, decisions), run_dir.path)
 
 
 def train_guarded(
-    cfg: DictConfig, training: Training, source: Path | None, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions
+    cfg: DictConfig, job: Job, source: Path | None, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions
 ) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
-    job, runtime = training.job, training.job.runtime
-    state = State(job.strategy, training.optimizer, training.scheduler, job.shapes, training.ema, cfg.seed)
+    runtime, trainer = job.runtime, job.trainer()
+    log.info(job.strategy.describe())
     best = criterion(cfg, job.dataset)
     sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
-    checkpoints = Checkpoints(run_dir.path / "checkpoints", state, cfg.checkpoint.keep, best, sharded)
-    progress = checkpoints.resume(source, job.plan.steps_before)
+    checkpoints = Checkpoints(run_dir.path / "checkpoints", trainer.state, cfg.checkpoint.keep, best, sharded)
+    trainer.progress = progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, best)
     if is_over(progress, job.fit_settings):
@@ -108,22 +106,24 @@ def train_guarded(
         logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
-    step = training.compile(steps_left)
+    step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
+    # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
+    trainer.train_step = cast("TrainStep", step)
     if cfg.inject:
-        training.step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
+        trainer.train_step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = None
     if cfg.profile and steps_left < NEEDED:
         log.info(f"profile=true: disabled: {steps_left} steps are left, but the profiler needs {NEEDED}")
     elif cfg.profile:
         graph, folder = isinstance(step, GraphStep), run_dir.path / "profile"
-        training.step = profile = Profiled(training.step, runtime, logger, folder, graph, job.strategy.bubble)
+        trainer.train_step = profile = Profiled(trainer.train_step, runtime, logger, folder, graph, job.strategy.bubble)
     every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)
     settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, at_steps)
-    decisions.begin(progress.step, training.step.running_sums)
+    decisions.begin(progress.step, trainer.train_step.running_sums)
     guard = Guard(settings, checkpoints, decisions, watchdog, progress)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:
-        progress = training.fit(logger, guard, progress)
+        trainer.fit_loaders(job.loaders, job.fit_settings, logger, guard)
         status = "finished"
     except Preempted:
         status = "interrupted" if decisions.interrupted else "preempted"
@@ -136,7 +136,7 @@ def train_guarded(
     logger.close()
     guard.finish()
     if status == "finished" and runtime.rank == 0:
-        log_result(job, run_dir, progress, checkpoints)
+        log_result(job, run_dir, trainer.progress, checkpoints)
     return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
 
 

@@ -19,7 +19,6 @@ from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.job import build
-from ddp_lab.run.materialize import materialize
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.planned import PlannedRuntime
@@ -39,7 +38,7 @@ ON_FOUR = (
 )
 SECOND = (  # second examples, which are slow tests
     scratch("bucketed"),
-    ddp(view=False, **VIT | ADAMW),
+    ddp(**VIT | ADAMW),
     fsdp(reshard=False, **VIT),
     ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
     mesh(shard=None, **EMA | VIT),
@@ -70,30 +69,31 @@ def measure(runtime: Runtime, case: Case) -> Real:
     with default_dtype(case.dtype):
         gc.collect()
         others = receive_buffers()
-        training = materialize(job := build(config_of(case), runtime))
+        job = build(config_of(case), runtime)
+        trainer = job.trainer()
         job.loaders["train"].set_epoch(1)
         batch, module, gradients = next(iter(job.loaders["train"])), job.strategy.module, list[int]()
         parameters = list(module.parameters())
         job.strategy.train()
-        noting = training.optimizer.register_step_pre_hook(
+        noting = trainer.optimizer.register_step_pre_hook(
             lambda *_: gradients.append(nbytes(tensor.grad for tensor in parameters if tensor.grad is not None))
         )
-        training.step(batch)
+        trainer.train_step(batch)
         noting.remove()
         # The least of several steps, because gloo's threads free at different times.
-        peak = min(growth(lambda: training.step(batch)) for _ in range(3))
-        states = [value for state in training.optimizer.state.values() for value in state.values()]
+        peak = min(growth(lambda: trainer.train_step(batch)) for _ in range(3))
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
         held = {
             "parameters": nbytes(parameters),
             "gradients": gradients[0],
             "optimizer": nbytes(value for value in states if isinstance(value, torch.Tensor)),
-            "averages": nbytes(training.ema.averages.values()) if training.ema else 0,
+            "averages": nbytes(trainer.ema.averages.values()) if trainer.ema else 0,
             "buffers": nbytes(module.buffers()),
         }
     # What lives between steps: the state without gradients, the batch, the running sums of the loss, and buffers.
     buckets = held["gradients"] if "ddp" in job.strategy.name else 0
     buckets += sum(size for key, size in receive_buffers().items() if key not in others)
-    between = sum(held.values()) - held["gradients"] + nbytes([*batch[:2], *training.step.running_sums.state]) + buckets
+    between = sum(held.values()) - held["gradients"] + nbytes([*batch[:2], *trainer.train_step.running_sums.state]) + buckets
     return Real(held, between + peak)
 
 
@@ -140,8 +140,8 @@ def test_plan_is_what_one_process_holds_and_needs(case):
 
 def test_split_holds_a_stage_on_each_device():
     case = split(3, 4)
-    training = materialize(build(config_of(case), Runtime("cpu")))
-    held = [nbytes(stage.parameters()) for stage in training.job.strategy.stages]
+    trainer = build(config_of(case), Runtime("cpu")).trainer()
+    held = [nbytes(stage.parameters()) for stage in trainer.strategy.stages]
     assert [planned.held["parameters"] for planned in plan(case, 1, 0)] == held
 
 
@@ -190,11 +190,11 @@ def allocated(cfg: DictConfig) -> int:
     with Runtime("cuda", cfg.precision) as runtime:
         job = build(cfg, runtime)
         with job.options.backend_flags(runtime):
-            training = materialize(job)
+            trainer = job.trainer()
             job.loaders["train"].set_epoch(1)
             job.strategy.train()
             batch = next(iter(job.loaders["train"]))
             for _ in range(3):
                 torch.cuda.reset_peak_memory_stats()
-                training.step(batch)
+                trainer.train_step(batch)
             return torch.cuda.max_memory_allocated()

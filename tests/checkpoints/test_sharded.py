@@ -2,11 +2,8 @@
 
 import ctypes
 import gc
-import os
-import signal
 from pathlib import Path
 
-import pytest
 import torch
 from checkpoints import names, resume
 from torch import nn
@@ -14,7 +11,6 @@ from worlds import run_world
 
 from ddp_lab.checkpoints import sharded
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.files import find_damage, remove_partial
 from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 from ddp_lab.checkpoints.state import State
 from ddp_lab.resilience.fault_injection import fill_disk
@@ -88,18 +84,6 @@ def fail_in_turn(folder: Path) -> list[str | None]:
         return problems
 
 
-def die_while_saving(folder: Path) -> None:
-    """Save, and let rank 1 be killed while the ranks write the next checkpoint."""
-    with Runtime("cpu", timeout=60) as runtime:
-        runtime.open_group()
-        checkpoints = wide(runtime, folder, FSDP(runtime, True, "local"), layers=1)
-        for number in (1, 2):
-            if (number, runtime.rank) == (2, 1):
-                checkpoints.before_write = lambda: os.kill(os.getpid(), signal.SIGKILL)
-            checkpoints.save(Progress(step=number))
-            checkpoints.wait()
-
-
 def test_no_rank_needs_more_memory_than_its_share(tmp_path):
     """The state has 16 MiB, of which each of two ranks has 8. Rank 0 needs 32 MiB for one file: gathered and copied."""
     for peaks in run_world(2, measure_memory, tmp_path):
@@ -115,11 +99,3 @@ def test_rank_that_cannot_write_its_shards_fails_the_checkpoint(tmp_path):
     assert names(tmp_path) == ["step_00000001.sharded", "step_00000003.sharded"]
     statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").full()["model"]["1.running_mean"]
     assert statistics.eq(0).all(), "BatchNorm's statistics must be those of replica 0"
-
-
-def test_rank_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
-    with pytest.raises(AssertionError, match="rank 1: died"):
-        run_world(2, die_while_saving, tmp_path)
-    remove_partial(tmp_path)
-    assert find_damage(tmp_path / "step_00000001.sharded") is None
-    assert names(tmp_path) == ["step_00000001.sharded"]

@@ -16,7 +16,6 @@ from ddp_lab.models import trial
 from ddp_lab.models.make import build_model
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.run.job import build
-from ddp_lab.run.materialize import materialize
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
@@ -95,7 +94,7 @@ def drawn() -> dict[str, list[float]]:
     numbers = {}
     with Runtime("cpu", timeout=30) as runtime:
         for case in (ddp(**FROZEN), tp(2, **FROZEN)):
-            materialize(build(config_of(case), runtime)).eager_step.prepare()
+            build(config_of(case), runtime).trainer().eager_step.prepare()
             numbers[case.strategy.__name__] = torch.rand(4).tolist()
     return numbers
 

@@ -41,6 +41,8 @@ def record_two_epochs(run_dir) -> None:
     logger.epoch(1, **EPOCH)
     logger.metrics = metrics
     logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75, "val_loss": 4.0, "val_accuracy": 0.625})
+    shown = EventAccumulator(str(run_dir)).Reload().Scalars("accuracy/train")
+    assert len(shown) == 3, "TensorBoard does not show a run while it trains"
     for epoch in (1, 2):
         logger.confusion(epoch, torch.tensor([[2, 2], [0, epoch]]))
     for epoch in (1, 9, 10, 11, 20, 99, 100, 110, 1000, 1100):

@@ -20,20 +20,6 @@ class Drifting(DDP):
         return super().forward_backward(inputs, targets, count, accumulate)
 
 
-class Lazy(DDP):
-    """DDP in which rank 1 takes part only in every third step after step 6, as by a bug that makes its epochs shorter."""
-
-    steps = 0
-
-    def forward_backward(self, inputs, targets, count, accumulate=1):
-        self.steps += 1
-        if self.dp_rank == 1 and self.steps > 6 and self.steps % 3:
-            for parameter in self.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            return torch.zeros(3, dtype=torch.float64)
-        return super().forward_backward(inputs, targets, count, accumulate)
-
-
 class Straggling(DDP):
     """DDP in which rank 1 sleeps before every step, as on a slower machine."""
 

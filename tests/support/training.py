@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import State
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.folder import Folder
 from ddp_lab.models.book_resnet import Residual, book_resnet18
@@ -26,7 +25,7 @@ from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job, build
-from ddp_lab.run.materialize import materialize
+from ddp_lab.speed.fastest import build_step
 from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
@@ -339,7 +338,7 @@ class Recorder(Hooks, Logger):
 
 
 def run_case(runtime: Runtime, case: Case) -> Outcome:
-    """Train with the functions of train.py: `build`, `materialize` and `fit`. Several ranks need an open process group."""
+    """Train as train.py does. Several ranks need an open process group."""
     with TemporaryDirectory() as own:
         root = runtime.agree("root", lambda: write_images(Path(own), case.samples)) if case.files else ""
         job = build(config_of(case, root), runtime)
@@ -361,22 +360,22 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
                 parameter.add_(case.start)
     strategy, names = job.strategy, job.model.state_dict().keys()
     assert bool(held_bytes(job.model)) == (case.init == "default"), "the model does not start on the device that it should"
-    weights = job.built.initial_weights
+    weights = strategy.initial_weights
     if weights is not None:
-        weights = Watched(job.model, SEED)
-        job = replace(job, built=job.built._replace(initial_weights=weights))
-    training = materialize(job)
+        strategy.initial_weights = weights = Watched(job.model, SEED)
+    trainer = job.trainer()
     held, peak = held_bytes(job.model), weights.peak if weights else 0
     initial = hash_of(strategy.model_state()) if case.init == "by_block" else ""
-    state = State(strategy, training.optimizer, training.scheduler, job.shapes, training.ema)
+    state = trainer.state
     folders = {Path(case.save, form): form == "sharded" for form in ("pt", "sharded") if case.save}
     checkpoints = [Checkpoints(folder, state, sharded=sharded) for folder, sharded in folders.items()]
     source = Path(case.resume) if case.resume else None
-    progress = Checkpoints(Path(case.save), state).resume(source, lambda progress: progress.step)
-    training.compile(steps_left=case.epochs * job.plan.steps_per_epoch)
+    trainer.progress = Checkpoints(Path(case.save), state).resume(source, lambda progress: progress.step)
+    steps_left = case.epochs * job.plan.steps_per_epoch
+    trainer.train_step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     recorder = Recorder(checkpoints, case.save_at)
-    training.fit(recorder, recorder, progress)
-    with training.ema.in_use() if training.ema else nullcontext():
+    trainer.fit_loaders(job.loaders, job.fit_settings, recorder, recorder)
+    with trainer.ema.in_use() if trainer.ema else nullcontext():
         tested = evaluate(strategy, job.loaders["test"])
     confusion = tested.sums["confusion"]
     assert tested.samples == confusion.sum() == TEST_SAMPLES
@@ -385,8 +384,8 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     evaluation = (values["loss"], values["accuracy"], tested.samples, values["top5_accuracy"], *confusion.flatten().tolist())
     assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
     assert len(recorder.validation) == len(recorder.tests) * (case.files or case.val_fraction > 0)
-    averages = training.ema.state_dict() if training.ema else {}
-    state = strategy.state_dict(training.optimizer)
+    averages = trainer.ema.state_dict() if trainer.ema else {}
+    state = strategy.state_dict(trainer.optimizer)
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
     full = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
     if runtime.rank == 0 and full:
