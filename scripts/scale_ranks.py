@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ddp_lab.launchers.preflight import check_network
-from ddp_lab.launchers.storage import check_storage
+from ddp_lab.launchers.preflight import check_network, check_shared
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import BEAT, Watchdog
@@ -146,7 +145,7 @@ class Rank:
         runtime.agree("source", lambda: None)
         runtime.collect("dataset", "0" * 64)
         runtime.agree("same dataset", lambda: None)
-        check_storage(runtime, Path(spec.runs_dir), "run", size=0, kept=3, required=True)
+        check_shared(Path(spec.runs_dir), runtime)
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
         watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, self.looks)
         watchdog.__enter__()  # leaving it would end the process

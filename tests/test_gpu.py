@@ -20,7 +20,6 @@ from cases import (
     CLIPPED,
     FOCAL,
     HALF,
-    OFFLOADED,
     ON_EIGHT,
     RECIPE,
     SHORT,
@@ -40,7 +39,6 @@ from run_checks import check_run
 from training import Case, Performance, largest_difference, run_case, run_cases
 from worlds import once, run_world
 
-from ddp_lab.models.vit import vit
 from ddp_lab.speed import fastest
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.strategies.ddp import DDP
@@ -77,10 +75,6 @@ MODEL_PARALLEL = {
         mesh(tp=2, sequence=True, **CLIPPED),
         mesh(pp=2, checkpointing="block", accumulate=2),
         mesh(tp=2, sequence=True, **ADAMW | {"optimizer": "fused_adamw"}),
-        OFFLOADED,
-        mesh(shard=None, offload=True, **ADAMW, **CLIPPED),
-        mesh(tp=2, sequence=True, offload=True, **CLIPPED),
-        mesh(pp=2, offload=True, accumulate=2, **CLIPPED),
     ],
     4: [
         pipeline("gpipe"),
@@ -189,7 +183,7 @@ AUTO_COMPILED = with_options(AUTO, ddp(epochs=1), scratch("bucketed", epochs=1),
 
 def captured_by_auto(case: Case) -> bool:
     options = dict(case.options)
-    on_host = options.get("offload", False) or options.get("checkpoint_activations", "none") != "none"
+    on_host = options.get("checkpoint_activations", "none") != "none"
     captured = case.strategy in (Single, Scratch, DDP, FSDP, TP) or (case.strategy is Mesh and options["pp"] == 1)
     return captured and not on_host and case.loader == "device"
 
@@ -297,14 +291,11 @@ def test_torchrun_with_a_gpu_for_each_rank(strategy, size, tmp_path):
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("choice", "tf32"), [("highest", False), ("high", True)])
-def test_float32_matmul_selects_tf32_and_is_logged(choice, tf32, tmp_path):
+def test_float32_matmul_selects_tf32(choice, tf32, tmp_path):
     line = "python train.py strategy=single speed=off epochs=1 model._target_=own_models.Telling"
     code, output = launch(line, *OWN, f"float32_matmul={choice}", f"runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     assert f"float32_matmul={choice}, error {'large' if tf32 else 'small'}" in output
-    assert (
-        output.count(f"float32_matmul={choice}: float32 matrix multiplications use {'TF32' if tf32 else 'full precision'}") == 1
-    )
 
 
 @pytest.mark.gpu(2)
@@ -378,52 +369,6 @@ def test_model_that_cannot_be_captured_is_an_error_if_the_config_requires_it(tmp
     more = [*OWN, "model._target_=own_models.Waiting", "cuda_graph=true", f"runs_dir={tmp_path}"]
     code, output = launch("python train.py", *more, gpus=True)
     assert code != 0, output
-
-
-@pytest.mark.gpu(2)
-def test_state_on_the_host_goes_into_checkpoints_and_back(tmp_path):
-    """Checkpoints of both formats of runs whose state is in host memory equal others, and resume under any strategy."""
-    cases = [mesh(shard=None, offload=True, epochs=2), fsdp(offload=True, **SHORT | {"epochs": 2}), mesh(shard=None, epochs=2)]
-    expected = reference(cases[0].reference())
-    folders = [tmp_path / str(place) for place in range(len(cases))]
-    for folder in folders:
-        folder.mkdir()
-    saving = [replace(case, save=str(folder)) for case, folder in zip(cases, folders, strict=True)]
-    files = [folder / form / f"step_00000003.{form}" for folder in folders for form in ("pt", "sharded")]
-    resuming = [replace(case, resume=str(file)) for case in cases for file in files]
-    saved = run_world(2, run_cases, saving, "cuda", timeout=120)[0]
-    for case, outcome in (saved | run_world(2, run_cases, resuming, "cuda", timeout=120)[0]).items():
-        assert len(outcome.sums) == (2 if case.save else 1), "it started from the beginning"
-        assert largest_difference(outcome.weights, expected.weights) < 1e-6, (name(case), case.resume)
-
-
-def memory_of(offload: bool) -> tuple[int, list[float]]:
-    """Return the GPU's peak memory in bytes, of two steps of a ViT of 42 million parameters with AdamW, and the losses."""
-    with Runtime("cuda") as runtime:
-        runtime.open_group()
-        strategy = FSDP(runtime, True, "local", "block", offload)
-        torch.manual_seed(0)
-        strategy.setup(vit(3, 28, 10, depth=24, width=384, heads=6, mlp_ratio=4.0, patch_size=7, pool="mean", drop_path=0.0))
-        optimizer = torch.optim.AdamW(strategy.parameters(), lr=1e-3, fused=True)
-        images, losses = torch.randn(2, 4, 3, 28, 28, device=runtime.device), []
-        torch.cuda.reset_peak_memory_stats()
-        for inputs in images:
-            losses.append(strategy.forward_backward(inputs, torch.arange(4, device=runtime.device), 8)[0].item())
-            optimizer.step()
-            optimizer.zero_grad()
-        del strategy, optimizer
-        return torch.cuda.max_memory_allocated(), losses
-
-
-@pytest.mark.gpu(2)
-def test_state_on_the_host_saves_memory_of_the_gpu():
-    for (device, losses), (host, host_losses) in zip(
-        run_world(2, memory_of, False), run_world(2, memory_of, True), strict=True
-    ):
-        print(f"{device / 2**20:.0f} MiB with the state on the GPU, {host / 2**20:.0f} MiB on the host")
-        assert losses == pytest.approx(host_losses, rel=1e-5)
-        assert device > 16 * 42_000_000 / 2
-        assert host < device / 3
 
 
 @pytest.mark.gpu(2)

@@ -134,7 +134,6 @@ class Advisor:
             (pair, ["strategy=tp", "strategy.tp=2"]),
             (pair and number > 2, ["strategy=ddp_pipeline", "strategy.pp=2"]),
             (pair and number > 2, ["strategy=mesh", "strategy.tp=2"]),
-            (True, ["strategy=fsdp", "strategy.offload=true", *saving]),
         ]
         found = [self.own if {*each} == {*self.own} else each for fits, each in possible if fits]
         return found if not self.own or self.own in found else [*found, self.own]

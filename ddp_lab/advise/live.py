@@ -22,10 +22,8 @@ from ddp_lab.lab.trainer import Trainer
 from ddp_lab.run.job import Job
 from ddp_lab.strategies.sharding import local
 
-STATE = ("parameters", "gradients", "optimizer", "averages")  # what strategy.offload keeps on the host
-HELD = (*STATE, "buffers")
+HELD = ("parameters", "gradients", "optimizer", "averages", "buffers")
 PARTS = (*HELD, "activations", "in flight", "data")
-HOST = -1  # the place of what is in host memory
 
 # What a rank sends of n bytes among W ranks, with the algorithms that send the least (Patarasuk and Yuan 2009).
 SENT: dict[str, Callable[[int, int], float]] = {
@@ -57,7 +55,6 @@ class Live(TorchDispatchMode):
         trainer: made of it on fake tensors.
 
     Attributes:
-        on_host: whether parameters, gradients, optimizer and averages are in host memory.
         calls, sent: number of calls, and bytes that this rank sends, by collective.
         flops: FLOPs by place, with torch's formulas (torch.utils.flop_counter), of this rank's shards.
         held: bytes by kind at each place, when the optimizer's step begins; of a sharded model those of the shards.
@@ -67,7 +64,6 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.job, self.trainer, strategy = job, trainer, job.strategy
         self.modules = strategy.modules_by_device
-        self.on_host = bool(getattr(strategy, "offload", False))
         self.owned = [list(module.parameters()) for module in self.modules]
         self.held: list[dict[str, int]] = [{} for _ in self.modules]
         self.calls, self.sent, self.flops = Counter[Collective](), Counter[Collective](), Counter[int]()
@@ -134,6 +130,8 @@ class Live(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls operations on the local shards, which come here again
         out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a question, such as for the device of a tensor: five of six calls
+            return out
         self.track(tree_leaves(out))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func._schema.name.partition("::")[2], args, out)
@@ -155,8 +153,6 @@ class Live(TorchDispatchMode):
         collective = Collective(kind, group_of(args))
         self.calls[collective] += 1
         self.sent[collective] += round(SENT[kind](nbytes(tensors), len(collective.ranks)))
-        if self.on_host:
-            self._locate()
 
     def _look(self) -> None:
         """Keep the sizes of what lives now, if it is more than ever before in this step."""
@@ -186,16 +182,16 @@ class Live(TorchDispatchMode):
         return parts
 
     def _locate(self) -> None:
-        """Count the tensors where they are: on the host, or on the device of their part of the model."""
+        """Count the tensors on the device of their part of the model."""
         for place in range(len(self.modules)):
-            for kind, tensors in self.state(place).items():
-                self._places |= dict.fromkeys(map(key_of, tensors), HOST if self.on_host and kind in STATE else place)
+            for tensors in self.state(place).values():
+                self._places |= dict.fromkeys(map(key_of, tensors), place)
 
     def _begin_update(self) -> None:
         for place, held in enumerate(self.held):
             held["gradients"] = nbytes(self.state(place)["gradients"])
         self._locate()
-        self._place = HOST if self.on_host else 0
+        self._place = 0
 
     def _follow(self) -> None:
         """Let what a part of the model computes be counted on its device."""

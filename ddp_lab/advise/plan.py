@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_lab.advise.live import HELD, STATE, Collective, Live
+from ddp_lab.advise.live import HELD, Collective, Live
 from ddp_lab.config.build import build, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
@@ -40,7 +40,6 @@ class Planned(NamedTuple):
         held: parameters, gradients, optimizer, averages and buffers: exactly what the rank holds after a backward pass.
         peak: the parts of the memory at the peak of a step. Without `outside` it is what torch counts as allocated.
         outside: what torch does not count.
-        host: what the rank keeps in host memory.
         calls, sent: number of calls, and bytes that the rank sends, by collective of a step.
         flops: of a step.
         order: start, length, kind and micro-batch of each pass in its pipeline, by rank; empty for other strategies.
@@ -51,7 +50,6 @@ class Planned(NamedTuple):
     held: dict[str, int]
     peak: dict[str, float]
     outside: float
-    host: int
     calls: dict[Collective, int]
     sent: dict[Collective, int]
     flops: int
@@ -142,7 +140,6 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         peak["data"] += (job.options.loader == "device") * (bytes_of(job.dataset) or 0)
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
-    host = live.on_host * sum(held[kind] for kind in STATE)
     executor = getattr(job.strategy, "executor", None)
     order = executor.time_slots if executor else {}
-    return Planned(runtime.rank, place, held, peak, outside, host, live.calls, live.sent, live.flops[place], order)
+    return Planned(runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], order)

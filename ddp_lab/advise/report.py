@@ -51,8 +51,6 @@ def table(advisor: Advisor) -> str:
 def cells(row: Row, measured: bool) -> tuple[str, ...]:
     """Return the cells of a row, with or without what was measured."""
     plan, notes = row.fullest, [] if row.fits else ["does not fit"]
-    if plan.host:
-        notes.append(f"+ {gib(plan.host)} GiB a rank in host memory")
     state, activations = sum(plan.peak[kind] for kind in HELD), plan.peak["activations"]
     sent, flops = max(sum(each.sent.values()) for each in row.plans), max(each.flops for each in row.plans)
     found = [format(row.measured[key], form) if key in row.measured else "" for key, form in MEASURED.values()]

@@ -11,6 +11,7 @@ All are written and synced under temporary names, and then renamed. A kill at an
 import hashlib
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +120,6 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     sync_folder(path.parent)
 
 
-def publish_folder(temporary: Path, path: Path, digests: dict[str, str]) -> None:
-    """Give a directory with all files of a sharded checkpoint its SHA256SUMS and its final name.
-
-    Raises:
-        OSError: it cannot be written or renamed.
-    """
-    write_text(temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
-    sync_folder(temporary)
-    removed = path.with_suffix(".removed.tmp")
-    if path.exists():  # a directory that is not empty cannot be replaced by renaming another
-        os.rename(path, removed)
-    os.rename(temporary, path)
-    sync_folder(path.parent)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text file, and sync it to the disk."""
     with path.open("w") as file:
@@ -181,14 +166,15 @@ def link_best(path: Path) -> None:
 
 def forget_best(folder: Path, but: str = "") -> None:
     """Remove the link to the best checkpoint, or a copy in its place, unless it is a link named `but`."""
-    for best in [path for path in folder.glob("best.*") if path.name != but or not path.is_symlink()]:
-        shutil.rmtree(best) if best.is_dir() and not best.is_symlink() else best.unlink()
+    delete(path for path in folder.glob("best.*") if path.name != but or not path.is_symlink())
 
 
 def remove_partial(folder: Path) -> None:
     """Remove what a launch that was killed while saving has left."""
-    for partial in folder.glob("*.tmp"):
-        if partial.is_dir() and not partial.is_symlink():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink()
+    delete(folder.glob("*.tmp"))
+
+
+def delete(paths: Iterable[Path]) -> None:
+    """Remove files, links and directories."""
+    for path in list(paths):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

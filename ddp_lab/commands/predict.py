@@ -23,21 +23,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_run()
     parser.add_argument("images", nargs="*", default=[], help="files, folders or quoted globs")
     parser.add_output("CSV file to write; without it, the rows are printed", required=False)
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of classes in a row (default: 5)")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
+    parser.add_argument("--top", type=int, metavar="N", help="number of classes in a row (default: 5)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="images at a time (default: 64)")
     parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a run with task=tokens")
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="bytes to draw after the prompt (default: 100)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: the most probable byte (default: 1)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="bytes to draw after the prompt (default: 100)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: the most probable byte (default: 1)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     given = parser.parse_intermixed_args(arguments)
-    for option in ("top", "batch_size", "tokens"):
-        if getattr(given, option) < 1:
-            text = f"--{option.replace('_', '-')} {getattr(given, option)}"
-            raise ConfigError(f"{text}: must be an integer of at least 1")
     if bool(given.images) == bool(given.prompt):
         raise ConfigError(
             "ddp-lab predict: needs images, or --prompt TEXT for a run with task=tokens; see ddp-lab predict --help"
         )
+    of_images, of_text = {"output": None, "top": 5, "batch_size": 64}, {"tokens": 100, "temperature": 1.0}
+    for option in of_images if given.prompt else of_text:
+        if (value := getattr(given, option)) is not None:
+            text, other = f"--{option.replace('_', '-')} {value}", "for images" if given.prompt else "for a text, with --prompt"
+            raise ConfigError(f"{text}: is {other}; leave it out" + "; the text is printed" * (option == "output"))
+    for option, default in {**of_images, **of_text}.items():
+        if getattr(given, option) is None:
+            setattr(given, option, default)
+    for option in ("top", "batch_size", "tokens"):
+        if getattr(given, option) < 1:
+            text = f"--{option.replace('_', '-')} {getattr(given, option)}"
+            raise ConfigError(f"{text}: must be an integer of at least 1")
     if given.temperature < 0:
         raise ConfigError(f"--temperature {given.temperature:g}: must be at least 0")
     return given
@@ -59,7 +67,6 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.world.precision import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
-    images = find_images(given.images) if given.images else []
     run = open_run(given.run, given.checkpoint)
     runtime, shape = Runtime(given.device, run.cfg.precision), run.data.shape
     print(f"weights: {run.checkpoint}", file=sys.stderr)
@@ -76,6 +83,7 @@ def main(arguments: list[str]) -> None:
     if given.prompt:
         text = generate(run.model, given.prompt.encode(), given.tokens, given.temperature, runtime, shape["context"])
         return print(given.prompt + text.decode(errors="replace"))
+    images = find_images(given.images)
     predictor = Predictor(run, runtime, given.top)
     with float32_matmul(run.cfg.float32_matmul):
         rows, corrupt = predictor.run(images, given.batch_size)

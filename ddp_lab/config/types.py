@@ -9,7 +9,7 @@ from annotated_types import Predicate
 from pydantic import Field
 
 SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the order in which their metrics are shown
-FAULTS = ("crash", "segfault", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")  # kinds of injected faults
+FAULTS = ("crash", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")  # kinds of injected faults
 
 
 @dataclass(frozen=True)

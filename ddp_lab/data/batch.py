@@ -9,8 +9,9 @@ class Batch(NamedTuple):
     """One rank's local batch.
 
     Attributes:
-        inputs: float32 [b, channels, height, width], normalised, on the rank's device.
-        targets: int64 [b]; for mixed samples probabilities, [b, classes]. Padding is at the end, and repeats samples.
+        inputs: [b, ...], on the rank's device: of images float32 [b, channels, height, width], normalised; of tokens int64.
+        targets: [b, ...], as the task takes them: classes, int64 [b], of mixed samples their probabilities, [b, classes].
+            Padding is at the end, and repeats samples.
         count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known without communication.
     """
 

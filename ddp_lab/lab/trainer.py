@@ -138,7 +138,8 @@ class Trainer:
             inputs, targets: this rank's part of a batch from `batches`, or of another batch of batch_size samples.
 
         Returns:
-            The mean loss over the GLOBAL batch before the step, [], the same on every rank. Later steps do not change it.
+            The mean loss over the GLOBAL batch before the step, [], the same on every rank. Later steps do not change it. It is
+            0 if the batch has no weight, because all its targets are ignored.
 
         Raises:
             ConfigError: the local batch has another size.
@@ -153,7 +154,7 @@ class Trainer:
             self.progress.epoch, self.progress.samples = handed.epoch, handed.samples
         own = self.eager_step.sums
         loss, *_, weight = strategy.runtime.all_reduce(own.clone() if strategy.is_metric_rank else torch.zeros_like(own))
-        return loss / weight
+        return torch.where(weight == 0, 0, loss / weight)
 
     def fit(self, train: Any, validation: Any, epochs: int, task: Task | None = None) -> dict[str, float]:
         """Train until `epochs` epochs are done, which are counted from 1, and evaluate after each. It continues after `resume`.

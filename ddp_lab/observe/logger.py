@@ -70,9 +70,6 @@ class Logger:
     def text(self, title: str, markdown: str) -> None:
         """Write a text to TensorBoard's text page."""
 
-    def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
-        """Call `draw(picture)` when the logger is closed, not now: importing matplotlib and drawing take over a second."""
-
     def close(self) -> None:
         """Write the buffered records and draw the pictures."""
 
@@ -104,7 +101,7 @@ class FileLogger(Logger):
 
         self.constants, self.classes = constants, classes
         self.metrics = run_dir / "metrics.jsonl"
-        self.pictures: dict[Path, Callable[[Path], None]] = {}
+        self.pictures: dict[str, Callable[[Path], None]] = {"curves.png": partial(draw_metrics, self.metrics)}
         drop_rows(self.metrics, *start)
         is_new = not list(run_dir.glob("events.*"))
         self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start[0])
@@ -149,7 +146,7 @@ class FileLogger(Logger):
 
     def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
         if counts is not None:
-            self.draw_at_close(partial(self._draw_confusion, epoch, counts.long()), self.metrics.with_name("confusion.png"))
+            self.pictures["confusion.png"] = partial(self._draw_confusion, epoch, counts.long())
 
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
         figure = confusion_figure(counts, self.classes)
@@ -160,12 +157,9 @@ class FileLogger(Logger):
         with surviving_a_full_disk(self.metrics.parent):
             self.board.add_text(title, markdown)
 
-    def draw_at_close(self, draw: Callable[[Path], None], picture: Path) -> None:
-        self.pictures[picture] = draw
-
     def close(self) -> None:
-        self.draw_at_close(partial(draw_metrics, self.metrics), self.metrics.with_name("curves.png"))
-        for picture, draw in self.pictures.items():
+        for name, draw in self.pictures.items():  # not before: importing matplotlib and drawing take over a second
+            picture = self.metrics.with_name(name)
             try:
                 draw(picture)
             except Exception as error:  # a picture that fails must not fail the run

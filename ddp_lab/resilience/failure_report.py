@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.config.errors import FailureKind
-from ddp_lab.resilience.heartbeats import LISTED, Heartbeat, Overview
+from ddp_lab.resilience.heartbeats import LISTED, Heartbeat
 from ddp_lab.resilience.run_directory import write_status
 from ddp_lab.world.process import show
 
@@ -33,34 +33,32 @@ def advice(error: str) -> str:
     return next((f"\n{todo}" for part, todo in ADVICE.items() if part in error), "")
 
 
-def others(failed: int, everyone: Overview) -> list[Heartbeat]:
-    """Return the heartbeats of at most LISTED ranks with the least progress other than `failed`, by rank."""
-    return sorted([beat for beat in everyone.least if beat["rank"] != failed][:LISTED], key=lambda beat: beat["rank"])
+def others(failed: int, everyone: list[Heartbeat]) -> list[Heartbeat]:
+    """Return at most LISTED of the heartbeats other than that of the rank `failed`, by rank."""
+    return sorted([beat for beat in everyone if beat["rank"] != failed][:LISTED], key=lambda beat: beat["rank"])
 
 
-def describe(who: Heartbeat, what: str, everyone: Overview) -> str:
-    """Return the message about a failure of the rank with the heartbeat `who`."""
+def describe(who: Heartbeat, what: str, everyone: list[Heartbeat]) -> str:
+    """Return the message about a failure of the rank with the heartbeat `who`. `everyone`: as `Table.everyone`."""
     place = f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step {who['step']}"
     message = f"error: {place}, {who['doing']}: {what.rstrip()}"
     if listed := others(who["rank"], everyone):
         message += "\nThe other ranks at that time: "
         message += "; ".join(f"rank {beat['rank']} {beat['doing']}, step {beat['step']}" for beat in listed)
-    if sum(everyone.phases.values()) > len(listed) + 1:
-        message += f". All ranks: {'; '.join(f'{number:,} {doing}' for doing, number in everyone.phases.items())}"
     return message
 
 
-def report(run_dir: Path, reporter: int, who: Heartbeat, kind: FailureKind, message: str, everyone: Overview) -> bool:
+def report(run_dir: Path, reporter: int, who: Heartbeat, kind: FailureKind, message: str, everyone: list[Heartbeat]) -> bool:
     """Write and print a failure if it is the launch's first. Return whether it is.
 
     Args:
         reporter: the rank that reports.
         who: the heartbeat of the rank that failed.
-        everyone: what all ranks do.
+        everyone: as `Table.everyone`.
     """
     path = run_dir / FILE
     listed = [{key: beat[key] for key in SHOWN} for beat in others(who["rank"], everyone)]
-    record: dict[str, Any] = {**who, "kind": kind, "message": message, "others": listed, "all": everyone.phases}
+    record: dict[str, Any] = {**who, "kind": kind, "message": message, "others": listed}
     try:
         with path.open("x") as file:  # fails if another rank was first
             json.dump(record | {"reported_by": reporter, "time": time.time()}, file, indent=1)

@@ -3,7 +3,6 @@
 | kind | what happens on rank R before step S |
 |---|---|
 | crash | it is killed by SIGKILL, as by the kernel of a machine that runs out of memory |
-| segfault | it reads an invalid address |
 | raise | it raises a RuntimeError |
 | exit | it exits with code 0 |
 | hang | it sleeps for an hour |
@@ -15,7 +14,6 @@
 Each fault is injected once in a run: the file `.injected` in the run directory records it across restarts.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -73,39 +71,29 @@ class Fault:
         if self.taken == self.at and not (done.exists() and self.injection in done.read_text()):
             with done.open("a") as file:
                 file.write(self.injection + "\n")
-            getattr(self, f"_{self.kind}")(batch)
+            self._inject(batch)
         else:
             self.step(batch)
 
-    def _crash(self, batch: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _segfault(self, batch: Any) -> None:
-        ctypes.string_at(0)
-
-    def _raise(self, batch: Any) -> None:
-        raise RuntimeError(f"injected by inject={self.injection}")
-
-    def _exit(self, batch: Any) -> None:
-        sys.stdout.flush()
-        os._exit(0)
-
-    def _hang(self, batch: Any) -> None:
-        time.sleep(3600)
-
-    def _slow(self, batch: Any) -> None:
-        time.sleep(3)
-        self.step(batch)
-
-    def _nan(self, batch: Any) -> None:
-        batch = self.step.gather(batch)
-        self.step(batch._replace(inputs=batch.inputs * float("nan")))
-
-    def _sigterm(self, batch: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        self.step(batch)
-
-    def _disk_full(self, batch: Any) -> None:
-        self.checkpoints.wait()  # a save of an earlier step succeeds, however late its writer thread starts
-        self.checkpoints.before_write = fill_disk
+    def _inject(self, batch: Any) -> None:
+        match self.kind:
+            case "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                sys.stdout.flush()
+                os._exit(0)
+            case "raise":
+                raise RuntimeError(f"injected by inject={self.injection}")
+            case "hang":
+                time.sleep(3600)
+            case "slow":
+                time.sleep(3)
+            case "nan":
+                batch = self.step.gather(batch)
+                batch = batch._replace(inputs=batch.inputs * float("nan"))
+            case "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case _:
+                self.checkpoints.wait()  # a save of an earlier step succeeds, however late its writer thread starts
+                self.checkpoints.before_write = fill_disk
         self.step(batch)

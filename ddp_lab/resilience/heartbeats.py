@@ -19,19 +19,18 @@ import os
 import tempfile
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore
 
 ROW = 4096  # bytes
-SHARED = ["failure", "overview"]  # the first rows, the same on all nodes: the first failure, and what all ranks do
+SHARED = ["failure", "overview"]  # the first rows, the same on all nodes: the first failure, and the slowest of all ranks
 PERIOD = 1.0  # seconds between two heartbeats of a node
 VANISHED = 7.0  # seconds without a heartbeat after which a node counts as vanished
 STOP = 3.0  # seconds that the last exchange with the store may take
@@ -66,28 +65,17 @@ class Unchanged(dict[Any, tuple[Any, int]]):
         return self[key][1]
 
 
-class Overview(NamedTuple):
-    """What a number of ranks do. Its size does not depend on the number.
+def least(heartbeats: Iterable[Heartbeat]) -> list[Heartbeat]:
+    """Return the heartbeats of the ranks with the least progress, the least first, and at most LISTED + 1.
 
-    Attributes:
-        phases: the number of ranks in each phase.
-        least: heartbeats of the ranks with the least progress, at most LISTED + 1, the least first.
+    This overview of ranks has the same size for any number of them.
     """
+    return sorted(heartbeats, key=suspicion)[: LISTED + 1]
 
-    phases: dict[str, int]
-    least: list[Heartbeat]
 
-    @classmethod
-    def of(cls, heartbeats: Iterable[Heartbeat]) -> "Overview":
-        """Return the overview of some ranks."""
-        beats = sorted(heartbeats, key=suspicion)
-        return cls(Counter(beat["doing"] for beat in beats), beats[: LISTED + 1])
-
-    @classmethod
-    def merge(cls, overviews: Collection["Overview"]) -> "Overview":
-        """Return the overview of all ranks that are in one of several."""
-        least = sorted(chain.from_iterable(one.least for one in overviews), key=suspicion)
-        return cls(sum((Counter(one.phases) for one in overviews), Counter[str]()), least[: LISTED + 1])
+def any_is(doing: str, heartbeats: Iterable[Heartbeat]) -> bool:
+    """Return whether a rank is in the phase `doing`."""
+    return any(beat["doing"] == doing for beat in heartbeats)
 
 
 class Table:
@@ -134,10 +122,10 @@ class Table:
         """Return the heartbeats of the node's ranks that have written one, in order of local rank."""
         return [beat for beat in map(self.read, range(self.size)) if beat]
 
-    def everyone(self) -> Overview:
-        """Return what all ranks do; what those of other nodes did is up to two seconds old."""
+    def everyone(self) -> list[Heartbeat]:
+        """Return those with the `least` progress of all ranks; what ranks of other nodes did is up to two seconds old."""
         record = self.read("overview")
-        return Overview(*record["ranks"]) if record else Overview.of(self.heartbeats())
+        return record["ranks"] if record else least(self.heartbeats())
 
     def remove_name(self) -> None:
         """Remove the file's name when all ranks of the node have opened it, which they show by a heartbeat."""
@@ -165,13 +153,12 @@ class NodeLink(threading.Thread):
     Attributes:
         turns: number of exchanges with the store.
         vanished: on node 0, the rank with the least progress on a node that has vanished; None if none has.
-        error: why the store does not answer, if it says so. The thread may also wait for it forever.
     """
 
     def __init__(self, runtime: Runtime, table: Table):
         super().__init__(name="nodes", daemon=True)
         self.runtime, self.table = runtime, table
-        self.turns, self.error = 0, "which does not answer"
+        self.turns = 0
         self.vanished: Heartbeat | None = None
         self._nodes, self._looks = Unchanged(), Unchanged()
         self._last = threading.Event()  # the next exchange is the last one
@@ -190,23 +177,21 @@ class NodeLink(threading.Thread):
             self.runtime.abandoned.append(self)
 
     def run(self) -> None:
-        """Exchange rows every PERIOD seconds."""
-        try:
+        """Exchange rows every PERIOD seconds, until the store does not answer any more."""
+        with suppress(RuntimeError):  # torch's errors of a store are subclasses
             store, last = self.runtime.store.connect("nodes"), False
             while not last:
                 last = self._last.is_set()
                 self.exchange(store)
                 self._last.wait(PERIOD)
-        except RuntimeError as error:  # torch's errors of a store are subclasses
-            self.error = str(error).splitlines()[0]
 
     def exchange(self, store: CountedStore) -> None:
         """Send what this node knows, and read what the others know."""
-        ranks = Overview.of(self.table.heartbeats())
-        record = {"turn": self.turns, "ranks": ranks}
+        ranks = self.table.heartbeats()
+        record = {"turn": self.turns, "ranks": least(ranks), "done": any_is("done", ranks)}
         store.set(f"{self.runtime.node}", json.dumps(record))
         if self.runtime.node == 0:
-            store.set("overview", json.dumps(record | self._merge(store, STARTING in ranks.phases)))
+            store.set("overview", json.dumps(record | self._merge(store, any_is(STARTING, ranks))))
         failure, overview = store.multi_get(SHARED)
         if overview:
             self.table.write("overview", json.loads(overview))
@@ -219,13 +204,14 @@ class NodeLink(threading.Thread):
     def _merge(self, store: CountedStore, starting: bool) -> dict[str, Any]:
         """Return the overview of all nodes, and notice nodes that have vanished."""
         values = store.multi_get([str(node) for node in range(self.runtime.nodes)])
-        nodes = {node: Overview(*json.loads(value)["ranks"]) for node, value in enumerate(values) if value}
-        for node, ranks in nodes.items():
+        nodes = {node: json.loads(value) for node, value in enumerate(values) if value}
+        for node, record in nodes.items():
             if starting:  # the process group opens, which may keep the store of many ranks busy for longer than VANISHED
                 self._nodes.clear()
-            elif self._nodes.count(node, values[node]) * PERIOD >= VANISHED and "done" not in ranks.phases:
-                self.vanished = ranks.least[0]
-        return {"ranks": Overview.merge(nodes.values()), "first": nodes[0].least[0]}
+            elif self._nodes.count(node, values[node]) * PERIOD >= VANISHED and not record["done"]:
+                self.vanished = record["ranks"][0]
+        ranks = least(chain.from_iterable(record["ranks"] for record in nodes.values()))
+        return {"ranks": ranks, "done": any(record["done"] for record in nodes.values()), "first": nodes[0]["ranks"][0]}
 
     def find_lost(self, looks: float) -> tuple[Heartbeat, str] | None:
         """Return a rank of the node that has vanished, if one has, and what is known. Call it `looks` times per second.
@@ -233,12 +219,12 @@ class NodeLink(threading.Thread):
         Node 0 notices that another node sends no heartbeats; the others notice that node 0 sends no overview.
         """
         overview = self.table.read("overview")
-        if overview is None or STARTING in Overview.of(self.table.heartbeats()).phases:  # as in `_merge`
+        if overview is None or any_is(STARTING, self.table.heartbeats()):  # as in `_merge`
             self._looks.clear()
             return None
         if self.vanished:
             return self.vanished, GONE
-        if self._looks.count("overview", overview["turn"]) / looks < VANISHED or "done" in Overview(*overview["ranks"]).phases:
+        if self._looks.count("overview", overview["turn"]) / looks < VANISHED or overview["done"]:
             return None
         host, port = self.runtime.master
-        return overview["first"], f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}, {self.error}"
+        return overview["first"], f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}"

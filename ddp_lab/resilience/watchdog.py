@@ -187,7 +187,7 @@ class Watchdog:
         self._write()
         if still < self.settled:
             return None
-        last = self.table.everyone().least[0]
+        last = self.table.everyone()[0]
         if last["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
             limit = f"timeout={self.timeout:g}; raise it if a step may take longer"

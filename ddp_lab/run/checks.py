@@ -11,12 +11,11 @@ from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoi
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import listed
-from ddp_lab.launchers.preflight import Finding, check_network, check_shared_memory
-from ddp_lab.launchers.storage import check_storage
+from ddp_lab.launchers.preflight import Finding, check_network, check_shared
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
-from ddp_lab.run.job import Job, build, check_optimizer, criterion
+from ddp_lab.run.job import Job, build, check_optimizer
 from ddp_lab.world.runtime import Runtime
 
 # By the set that a metric needs: how it is called, and what to use without it.
@@ -42,9 +41,7 @@ class Checked(NamedTuple):
     source: Path | None
 
 
-def check_and_build(
-    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
-) -> Checked:
+def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch) -> Checked:
     """Construct a run and check everything that can be checked before its directory is created. Collective.
 
     Args:
@@ -52,7 +49,6 @@ def check_and_build(
         runtime: The ranks.
         choose_batch: Replaces batch_size=auto in the config by a number, given the directory of the run that is resumed, and
             returns a line for the log. Collective.
-        check_memory: Raises a ConfigError if the state of a job does not fit on its GPUs. Collective.
 
     Raises:
         ConfigError: The config cannot be used, or a machine cannot take part in the run.
@@ -72,12 +68,8 @@ def check_and_build(
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
         findings.append(Finding("warning", "strategy", text))
     check_optimizer(cfg, job.strategy)
-    check_memory(cfg, job)
-    if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
-        loaders, ranks = job.loaders.values(), runtime.local_world_size
-        runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
-    kept, required = cfg.checkpoint.keep + (criterion(cfg, job.dataset) is not None), cfg.checkpoint.on_error == "stop"
-    findings += check_storage(runtime, Path(cfg.runs_dir), cfg.name, job.checkpoint_bytes, kept, required)
+    if runtime.nodes > 1:  # on a single node, RunDir checks the directory
+        findings.append(check_shared(Path(cfg.runs_dir), runtime))
     if skipped := job.dataset.skipped:
         text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
         findings.append(Finding("warning", "dataset", text))

@@ -1,7 +1,6 @@
 """The command `ddp-lab doctor`, below its arguments: the checks of train.py before it creates the run directory."""
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,15 +9,14 @@ from omegaconf import DictConfig
 from torch.cuda import nccl
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.launchers.preflight import Finding
-from ddp_lab.launchers.storage import check_shared
+from ddp_lab.launchers.preflight import Finding, check_shared
 from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.job import Job
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
 
-def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]) -> None:
+def diagnose(cfg: DictConfig, choose_batch: ChooseBatch) -> None:
     """Print one line per finding about the machines and the run. Collective.
 
     The first rank of each machine prints what concerns its machine, and rank 0 everything else.
@@ -28,7 +26,7 @@ def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[
     """
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
         show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
-        checked = check_and_build(cfg, runtime, choose_batch, check_memory)
+        checked = check_and_build(cfg, runtime, choose_batch)
         job, findings = checked.job, checked.findings
         writable = [check_shared(Path(cfg.runs_dir), runtime)] if runtime.nodes == 1 else []
         show([*findings, *writable, *describe(job)], runtime.rank == 0)

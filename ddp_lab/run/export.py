@@ -37,8 +37,9 @@ def describe_input(run: TrainedRun) -> str:
     shape = f"input {['batch', *example(run.data).shape[1:]]}".replace("'", "")
     if "image_size" not in run.data.shape:
         return shape
+    classes = f"; {len(run.data.classes)} classes" if run.data.classes else ""
     mean, std = list(run.cfg.data.mean), list(run.cfg.data.std)
-    return f"{shape}, (pixels / 255 - {mean}) / {std}; {len(run.data.classes)} classes"
+    return f"{shape}, (pixels / 255 - {mean}) / {std}{classes}"
 
 
 def write_safetensors(run: TrainedRun, path: Path) -> None:

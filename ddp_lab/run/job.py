@@ -24,7 +24,6 @@ from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.lab.trainer import Recipe, Trainer
-from ddp_lab.launchers.storage import checkpoint_bytes
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, random_like
 from ddp_lab.run.speed import find_options
@@ -32,9 +31,9 @@ from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
-from ddp_lab.tasks.classification import Classification
+from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import FitSettings
-from ddp_lab.training.optimizer import require_support
+from ddp_lab.training.optimizer import MakeOptimizer, require_support, state_copies
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import build_shape, make_scheduler
@@ -137,9 +136,16 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
     if not issubclass(task, Classification):
         if mixed:
             raise ConfigError(f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}: are for task=classification; use mixup=0 cutmix=0")
-        return instantiate(cfg.task, loss=build_loss(cfg.loss))
+        loss = build_loss(cfg.loss)
+        if isinstance(loss, CrossEntropy):
+            raise ConfigError(
+                f"loss=cross_entropy: is for task=classification, got task._target_={cfg.task['_target_']}. Use loss=default, "
+                "the task's own loss, or loss=own"
+            )
+        return instantiate(cfg.task, loss=loss)
     if not dataset.classes:
-        raise ConfigError("task=classification: needs a dataset with classes; set data.num_classes, or choose another task")
+        advice = "use task=tokens" if "vocabulary" in dataset.model_shape() else "set data.num_classes, or choose another task"
+        raise ConfigError(f"task=classification: needs a dataset with classes; {advice}")
     return instantiate(cfg.task, loss=build_loss(cfg.loss, len(dataset.classes), mixed))
 
 
@@ -194,6 +200,18 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
     )
+
+
+def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> int:
+    """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the optimizer's state.
+
+    Args:
+        optimizer: constructs the optimizer of a list of parameters.
+        model: the unsharded model.
+        ema: whether the weights are averaged.
+    """
+    parameters = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + state_copies(optimizer) * parameters
 
 
 def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:

@@ -1,6 +1,5 @@
 """Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -14,7 +13,7 @@ from ddp_lab.launchers.preflight import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result
-from ddp_lab.observe.profiler import NEEDED, Profiled
+from ddp_lab.observe.profiler import Profiled
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
@@ -29,7 +28,7 @@ from ddp_lab.speed.fastest import build_step
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
-from ddp_lab.world.precision import describe_matmul, float32_matmul
+from ddp_lab.world.precision import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
@@ -42,22 +41,20 @@ class Outcome(NamedTuple):
     run_dir: Path
 
 
-def train(
-    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
-) -> Outcome:
+def train(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch) -> Outcome:
     """Train according to the config. Collective.
 
     Args:
         cfg: The config.
         runtime: The ranks.
-        choose_batch, check_memory: As in `check_and_build`.
+        choose_batch: As in `check_and_build`.
 
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
-    checked = check_and_build(cfg, runtime, choose_batch, check_memory)
+    checked = check_and_build(cfg, runtime, choose_batch)
     job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
@@ -73,8 +70,6 @@ def train(
         log.warning(text)
     for note in job.notes:
         log.info(note)
-    if line := describe_matmul(cfg.float32_matmul, cfg.precision, job.strategy.device):
-        log.info(line)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
     matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
@@ -112,9 +107,7 @@ def train_guarded(
     if cfg.inject:
         trainer.train_step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = None
-    if cfg.profile and steps_left < NEEDED:
-        log.info(f"profile=true: disabled: {steps_left} steps are left, but the profiler needs {NEEDED}")
-    elif cfg.profile:
+    if cfg.profile:
         graph, folder = isinstance(step, GraphStep), run_dir.path / "profile"
         trainer.train_step = profile = Profiled(trainer.train_step, runtime, logger, folder, graph, job.strategy.bubble)
     every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)

@@ -163,7 +163,7 @@ def configure_optimizer(
     """Set the optimizer's options that are left to this launch, and return it. Called before the optimizer has a state.
 
     A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is fused in all runs on GPUs:
-    torch's default, foreach, needs temporary memory of the size of all parameters, and is slow with parameters on the host.
+    torch's default, foreach, needs temporary memory of the size of all parameters.
 
     Args:
         optimizer: of the strategy's parameters.

@@ -56,6 +56,7 @@ class Strategy(SavedState, ABC):
     Attributes, besides those of the class:
         axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
         dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
+        pp_rank: number of this rank in its pipeline; 0 without one.
         dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
@@ -108,7 +109,7 @@ class Strategy(SavedState, ABC):
         self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
         self.axes = {"dp": self.dp_size, **inner}
         self.dp_group: dist.ProcessGroup | None = None
-        self.is_metric_rank = True
+        self.is_metric_rank, self.pp_rank = True, 0
         self.batch_norm: BatchNorm = "local"
         self.task: Task = Classification()
         self.initial_weights: Weights | None = None

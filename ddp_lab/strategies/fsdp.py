@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
-from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.fully_shard import FullyShard
-from ddp_lab.strategies.sharding import fill, local, require_one_place
+from ddp_lab.strategies.sharding import fill, require_one_place
 from ddp_lab.world.runtime import Runtime
 
 
@@ -35,8 +34,6 @@ class FSDP(FullyShard):
             ranks that read different local batches together (sync).
         checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
             forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
-        offload: whether parameters, gradients and the optimizer's state are in host memory, and the optimizer's step is on the
-            CPU, which takes less memory of the GPU and more time.
     """
 
     sharded = averages = True
@@ -47,9 +44,8 @@ class FSDP(FullyShard):
         reshard_after_forward: bool,
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
-        offload: bool = False,
     ):
-        super().__init__(runtime, batch_norm, checkpoint_activations, offload)
+        super().__init__(runtime, batch_norm, checkpoint_activations)
         self.reshard_after_forward = reshard_after_forward
 
     def partition(self, model: nn.Module, samples: int) -> None:
@@ -78,14 +74,11 @@ class FSDP(FullyShard):
         self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
         self.shard([*units(model), model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
-            fill(model, self.initial_weights, self.home)  # now that it is sharded, a rank allocates only its shards
+            fill(model, self.initial_weights, self.device)  # now that it is sharded, a rank allocates only its shards
         if isinstance(model, Chain) and self.checkpointing != "none":
             model.execute_in([checkpointed(block, self.checkpointing) for block in model])
 
     def gradient_norm(self) -> torch.Tensor:
-        if self.offload:  # torch would add up the ranks' norms on the host, and NCCL adds up on GPUs only
-            squares = [local(gradient).double().square().sum() for gradient in gradients_of(self.parameters())]
-            return self.runtime.all_reduce(torch.stack(squares).sum().to(self.device)).sqrt().to(torch.get_default_dtype())
         return cast(DTensor, super().gradient_norm()).full_tensor()
 
 

@@ -1,13 +1,4 @@
-"""What `fsdp` and `mesh` have in common: torch's `fully_shard`, applied to parts of a model.
-
-With `strategy.offload=true` the shards, their gradients and the optimizer's state are in host memory:
-
-    host:  shards of parameters --copy--> GPU: all_gather -> block -> reduce_scatter --copy--> host: shards of gradients
-           optimizer's step on the CPU
-
-It costs a copy of the rank's shards to the GPU for every gather, one of the gradients back, and a slower optimizer's step. It
-leaves the GPU's memory to activations and one gathered block (Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840).
-"""
+"""What `fsdp` and `mesh` have in common: torch's `fully_shard`, applied to parts of a model."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from ddp_lab.config.errors import ConfigError
@@ -31,18 +22,15 @@ class FullyShard(Strategy):
 
     Args:
         runtime: of this rank.
-        batch_norm, checkpoint_activations, offload: as described by the strategies.
-
-    Attributes:
-        home: device of the shards, their gradients and the optimizer's state.
+        batch_norm, checkpoint_activations: as described by the strategies.
     """
 
     has_dtensors = compiled_by_block = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
-    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing, offload: bool):
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing):
         super().__init__(runtime)
-        self.batch_norm, self.offload = batch_norm, offload
+        self.batch_norm = batch_norm
         self.checkpointing: Checkpointing = checkpoint_activations
         self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
         if checkpoint_activations != "none":
@@ -51,23 +39,12 @@ class FullyShard(Strategy):
             )
         if checkpoint_activations == "selective":
             self.refusals["compile"] = "strategy.checkpoint_activations=selective keeps what a compiled block fuses; use block"
-        if offload:
-            self.refusals["cuda_graph"] = "with strategy.offload=true the optimizer's step is on the CPU"
-
-    @property
-    def home(self) -> torch.device:
-        return torch.device("cpu") if self.offload else self.device
 
     def partition(self, model: nn.Module, samples: int) -> None:
         if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
             raise ConfigError(
                 f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape "
                 "[1], or use another strategy, for example ddp"
-            )
-        if self.offload and (buffers := [name for name, _ in model.named_buffers()]):  # they stay on the GPU
-            raise ConfigError(
-                "strategy.offload=true: is not supported by models with buffers, such as BatchNorm's statistics; this one has "
-                f"{buffers[0]}. Use strategy.offload=false"
             )
         if self.checkpointing != "none" and any(map(is_batch_norm, model.modules())):
             raise ConfigError(
@@ -90,12 +67,10 @@ class FullyShard(Strategy):
             for layer in filter(is_batch_norm, parts[-1].modules()):
                 keep = MixedPrecisionPolicy(cast_forward_inputs=False)
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
-        # Pinned memory lets copies overlap with computation.
-        where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.offload else OffloadPolicy()
         copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))  # not at the top: it loads torch.compile in 1 s
         for part in parts:
             part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
-            fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=where)
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return without_sync(self.forward)

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -60,8 +59,6 @@ class Mesh(FullyShard):
             ranks that read different local batches together (sync).
         checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
             forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
-        offload: whether parameters, gradients and the optimizer's state are in host memory, and the optimizer's step is on the
-            CPU, which takes less memory of the GPU and more time.
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
@@ -83,12 +80,11 @@ class Mesh(FullyShard):
         cut: list[BlockName] | None,
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
-        offload: bool = False,
     ):
-        super().__init__(runtime, batch_norm, checkpoint_activations, offload)
+        super().__init__(runtime, batch_norm, checkpoint_activations)
         self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
         self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
-        self.dp_rank = runtime.rank // tp % self.dp_size
+        self.dp_rank, self.pp_rank = runtime.rank // tp % self.dp_size, runtime.rank // (tp * self.dp_size)
         self.sharded = self.axes["shard"] > 1
         self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
         self.sequence_parallel = sequence_parallel
@@ -122,8 +118,7 @@ class Mesh(FullyShard):
         assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
         boundaries = boundaries_of(self.plan, self.shapes, model.input_dtype, self.runtime.precision)
-        rank = dist.get_rank(self.pp_group)
-        stages = make_stages(model, self.plan, rank, boundaries, nullcontext, self.checkpointing)
+        stages = make_stages(model, self.plan, self.pp_rank, boundaries, nullcontext, self.checkpointing)
         for stage in stages.values():
             self._place(stage)
         self.module = blocks_of(stages)
@@ -158,7 +153,7 @@ class Mesh(FullyShard):
             part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
         if self.initial_weights is not None:
-            fill(stage, self.initial_weights, self.home)
+            fill(stage, self.initial_weights, self.device)
 
     def describe(self) -> str:
         lines = f"mesh on {self.where}:\n{describe_layout(self.axes, self.plan.parts)}"

@@ -51,6 +51,7 @@ class Pipeline(Strategy):
         inner: Mapping[str, int] | None = None,
     ):
         super().__init__(runtime, inner or {"pp": runtime.world_size})
+        self.pp_rank = runtime.rank % self.axes["pp"]
         self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
         if "zerobubble" in schedule:
             self.refusals["compile"] = (
@@ -67,8 +68,7 @@ class Pipeline(Strategy):
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
         boundaries = boundaries_of(self.plan, self.plan.parts.shapes, model.input_dtype, self.runtime.precision)
-        rank = dist.get_rank(self.pp_group)
-        stages = make_stages(model, self.plan, rank, boundaries, self.runtime.autocast, "none")
+        stages = make_stages(model, self.plan, self.pp_rank, boundaries, self.runtime.autocast, "none")
         for stage in stages.values():
             to_device(stage, self.device, self.initial_weights)
         self.module = blocks_of(stages)

@@ -62,7 +62,6 @@ def full_state(state: Any, keep: bool) -> Any:
     if isinstance(state, list):
         return [full_state(value, keep) for value in cast("list[Any]", state)]
     if isinstance(state, DTensor):
-        state = state.to(state.device_mesh.device_type)  # collectives of GPUs need tensors there (strategy.offload)
         # Along dp first and then along tp: shards of shards cannot be gathered in one collective.
         along_tp = [place if place.is_shard() else Replicate() for place in state.placements]
         state = state.redistribute(placements=along_tp).full_tensor()
@@ -71,21 +70,14 @@ def full_state(state: Any, keep: bool) -> Any:
     return state.cpu() if isinstance(state, torch.Tensor) else state
 
 
-def reshard(module: nn.Module, device: torch.device) -> None:
-    """Free gathered parameters, and wait for their copies from host memory, so that the shards can be changed.
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, so that the shards can be changed. A module that is not sharded is left as it is.
 
-    With reshard_after_forward=False an evaluation leaves the blocks gathered. The optimizer's step need not call this, because
-    its gradients come after all copies.
-
-    Args:
-        module: a rank's part of the model; one that is not sharded is left as it is.
-        device: on which it is computed.
+    With reshard_after_forward=False an evaluation leaves the blocks gathered.
     """
     for part in module.modules():
         if hasattr(part, "reshard"):  # not isinstance: importing FSDPModule takes as long as importing DTensor
             cast(Any, part).reshard()
-    if device.type == "cuda" and any(parameter.device.type == "cpu" for parameter in module.parameters()):
-        torch.cuda.synchronize(device)
 
 
 def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -> Module:

@@ -72,7 +72,7 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         """Exchange weights and averages, in place, one by one, so that no second copy of the model is needed."""
-        reshard(self.strategy.module, self.strategy.device)
+        reshard(self.strategy.module)
         for name, average in self.averages.items():
             weight = local(self.tensors[name])
             before = weight.clone()

@@ -127,13 +127,16 @@ class Step:
     def prepare(self) -> None:
         """Do the work on the host that a step needs: draw how its batch is mixed, and seed what it draws, as dropout masks.
 
-        So a resumed run draws what an uninterrupted one does. The ranks of a replica draw the same, replicas do not.
+        So a resumed run draws what an uninterrupted one does. The ranks of a tensor-parallel layer draw the same; replicas, and
+        the stages of a pipeline, do not.
         """
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
-        key = seed_of(f"masks seed={self.options.seed} step={step} replica={self.strategy.dp_rank}")
+        strategy = self.strategy
+        place = strategy.dp_rank + strategy.dp_size * strategy.pp_rank
+        key = seed_of(f"masks seed={self.options.seed} step={step} replica={place}")
         torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
-        if self.strategy.device.type == "cuda":  # a CUDA graph reads the seed at every replay
-            torch.cuda.default_generators[self.strategy.device.index].manual_seed(key)
+        if strategy.device.type == "cuda":  # a CUDA graph reads the seed at every replay
+            torch.cuda.default_generators[strategy.device.index].manual_seed(key)
         for drawn in filter(None, (self.options.mix, self.options.drop_paths)):
             drawn.prepare(step)
 
@@ -176,6 +179,6 @@ class Step:
         """
         for parameter in self.strategy.parameters():
             gradient = local(gradient_of(parameter))
-            gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=gradient.is_cuda), gradient, 0))
+            gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):
             buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import (
     ADAMW,
-    EMPTY_STAGE,
     RECIPE,
     UNDECAYED,
     VIT,
@@ -50,7 +49,7 @@ RUNS = {  # by model: case and number of ranks. Each writes both formats, and ea
     "tied": {"tied@1": (Case(Single, **TIED), 1), "tied fsdp@2": (fsdp(**TIED), 2)},
 }
 REFERENCES = {"lenet": "single@1", "vit": "vit@1", "tied": "tied@1"}
-GROUPED = {"model": "unbiased", "epochs": 2, **UNDECAYED}  # one stage of its pipeline has no biases
+GROUPED = {"model": "unbiased", "epochs": 2, **UNDECAYED}
 UNGROUPED = GROUPED | {"decay_norms_and_biases": True}
 RECIPES = {  # runs of `single`, and the checkpoint from which others resume
     "recipe": (Case(Single, epochs=2, save_at=4, **RECIPE), 4),
@@ -61,9 +60,7 @@ RESUMED = [  # a recipe, and a run of two ranks that resumes it
     ("recipe", scratch(epochs=2, loader="workers", **RECIPE)),
     ("recipe", pipeline("1f1b", epochs=2, **RECIPE)),
     ("one group", tp(2, **GROUPED)),
-    ("one group", pipeline("gpipe", **GROUPED | EMPTY_STAGE)),
     ("two groups", fsdp(**UNGROUPED)),
-    ("two groups", pipeline("gpipe", **UNGROUPED)),
 ]
 Key = str | tuple[str, str, str] | Case  # a writer; a writer, a reader and the format; a recipe
 

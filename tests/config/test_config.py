@@ -113,7 +113,7 @@ def test_help_names_every_strategy():
         ("max_grad_norm=inf", "max_grad_norm=inf: must be a number above 0 or null"),
         ("checkpoint.keep=1", "checkpoint.keep=1: must be an integer of at least 2"),
         ("compile=fast", "compile=fast: must be true or false or auto"),
-        ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, segfault,"),
+        ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, raise,"),
         (
             "optimizer=adamw +optimizer.betas=[a,b]",
             "optimizer: TypeError: '<=' not supported between instances of 'float' and 'str'; it was given lr=0.001, ",

@@ -142,6 +142,14 @@ def test_own_loop_gives_the_weights_losses_and_metrics_of_one_rank(case, folder)
     assert found["outputs"].allclose(expected["outputs"], atol=1e-5)
 
 
+def test_batch_whose_targets_are_all_ignored_has_the_loss_0_and_changes_nothing():
+    with Lab(device="cpu") as lab:
+        trainer, (inputs, targets) = trainer_of(lab), pixels()[:BATCH]
+        before = {name: value.clone() for name, value in trainer.strategy.model_state().items()}
+        assert trainer.step(inputs, torch.full_like(targets, IGNORE)) == 0
+        assert all(torch.equal(value, before[name]) for name, value in trainer.strategy.model_state().items())
+
+
 def test_weighted_loss_is_that_of_the_global_batch_and_not_the_mean_of_the_means(folder):
     """Averaging the means of micro-batches or ranks is the known accumulation error of other trainers."""
     with Lab(device="cpu"):

@@ -93,16 +93,17 @@ def drawn() -> dict[str, list[float]]:
     """Return what this rank draws in its first step, by strategy."""
     numbers = {}
     with Runtime("cpu", timeout=30) as runtime:
-        for case in (ddp(**FROZEN), tp(2, **FROZEN)):
+        for case in (ddp(**FROZEN), tp(2, **FROZEN), pipeline("gpipe", **FROZEN)):
             build(config_of(case), runtime).trainer().eager_step.prepare()
             numbers[case.strategy.__name__] = torch.rand(4).tolist()
     return numbers
 
 
-def test_replicas_draw_different_dropout_masks_and_ranks_of_a_replica_the_same():
+def test_replicas_and_stages_draw_different_dropout_masks_and_tp_ranks_the_same():
     first, second = run_world(2, drawn)
     assert first["DDP"] != second["DDP"]
     assert first["TP"] == second["TP"] == first["DDP"]
+    assert first["Pipeline"] != second["Pipeline"]
 
 
 def test_resume_with_other_frozen_parameters_is_refused(tmp_path):

@@ -8,9 +8,8 @@ import pytest
 from figures import texts
 from launches import ROOT
 from matplotlib.figure import SubFigure
-from PIL import Image
 
-from ddp_lab.observe.plot import Curve, Plot, beside, curves, figure, short, stacked, timeline
+from ddp_lab.observe.plot import Curve, Plot, curves, figure, short, stacked, timeline
 
 LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")
@@ -102,17 +101,6 @@ def test_boxes_of_a_timeline_are_at_their_times_in_the_rows_and_colours_of_the_l
     assert shown == {"issue": boxes[0, 0, 2], "wait": boxes[0, 6, 1]}
     assert boxes[1, 1, 4] == boxes[0, 6, 1]
     assert [text.get_text() for text in axes.texts if text.get_text()] == ["7"]
-
-
-def test_beside_writes_all_panels_in_rows(tmp_path):
-    beside([EPOCHS], tmp_path / "one.png")
-    beside([EPOCHS] * 3, tmp_path / "three.png")
-    single, three = Image.open(tmp_path / "one.png"), Image.open(tmp_path / "three.png")
-    assert three.size == (2 * single.width, 2 * single.height)
-    quarters = [(0, 0), (single.width, 0), (0, single.height), (single.width, single.height)]
-    panels = [three.convert("RGB").crop((x, y, x + single.width, y + single.height)) for x, y in quarters]
-    filled = [len(panel.getcolors(single.width * single.height)) > 1 for panel in panels]
-    assert filled == [True, True, True, False]
 
 
 def test_plot_imports_matplotlib_at_the_first_picture_and_changes_no_global_setting(tmp_path):

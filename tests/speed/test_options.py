@@ -85,7 +85,6 @@ def options_on_gpu(monkeypatch, *overrides: str, model=None) -> PerformanceOptio
     return find_options(cfg, strategy, Synthetic(8, 8, 1, 28, 10).load(), model)
 
 
-HOST = "with strategy.offload=true the optimizer's step is on the CPU"
 SYNC = "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
 MASKS = "strategy.checkpoint_activations=block keeps the random generators' state on the host"
 
@@ -96,7 +95,6 @@ MASKS = "strategy.checkpoint_activations=block keeps the random generators' stat
         ("strategy=single optimizer._target_=torch.optim.Rprop", {"fused": "torch.optim.Rprop has no fused kernel for GPUs"}),
         ("strategy=ddp strategy.batch_norm=sync", {"cuda_graph": SYNC}),
         ("strategy=pipeline", dict.fromkeys(["cuda_graph", "channels_last", "fused"], "not supported by strategy=pipeline")),
-        ("strategy=fsdp strategy.offload=true", {"channels_last": "not supported by strategy=fsdp", "cuda_graph": HOST}),
         (
             "strategy=mesh strategy.checkpoint_activations=block",
             {"channels_last": "not supported by strategy=mesh", "cuda_graph": MASKS},

@@ -99,7 +99,6 @@ SPARSE = NARROW | {"samples": 49}  # some ranks have only padding in the last ba
 ONE_STEP = {"model": "narrow", "samples": 24, "epochs": 1}
 # The complete models, in float64: in float32 it depends on the processor whether rounding changes the sign of a ReLU's input.
 RESNET = {"samples": 24, "epochs": 1, "batch_norm": "sync", "dtype": torch.float64}
-OFFLOADED = fsdp(offload=True, accumulate=2, **SHORT, **CLIPPED)
 
 
 class Row(NamedTuple):
@@ -154,7 +153,6 @@ MATRIX = [
     Row(fsdp(**DROPPING), "", "2"),
     Row(fsdp(checkpointing="block", **SHORT, **CLIPPED), "", "2"),
     Row(fsdp(False, checkpointing="selective", accumulate=2, **SHORT), "", "2"),
-    Row(OFFLOADED, "2"),
     Row(pipeline("1f1b"), "1"),
     Row(pipeline("gpipe", m=24, cut=("fc2",), loader="workers"), "2"),
     Row(pipeline("interleaved1f1b", stages=4, accumulate=2, **CLIPPED), "2"),
@@ -188,7 +186,6 @@ MATRIX = [
     Row(mesh(), "1", "2"),
     Row(mesh(shard=None, **ALMOST_EMPTY, **CLIPPED), "1", "2"),
     Row(mesh(shard=None, checkpointing="selective", accumulate=2, ema=0.8), "2"),  # clipping would hide a wrong factor
-    Row(mesh(shard=None, offload=True, **ADAMW | {"optimizer": "fused_adamw"}, **CLIPPED), "", "2"),
     Row(mesh(shard=2, **ADAMW, **ALMOST_EMPTY), "", "4"),
     Row(mesh(shard=2, accumulate=2, checkpointing="selective", **CLIPPED), "", "4"),
     Row(mesh(dp=8, shard=4), "", "8"),
@@ -196,7 +193,6 @@ MATRIX = [
     Row(mesh(tp=2, sequence=True, checkpointing="block", loader="workers", **ALMOST_EMPTY), "", "2"),
     Row(mesh(tp=2, sequence=True, **ADAMW, **CLIPPED), "", "2"),
     Row(mesh(tp=2, **RECIPE), "", "2"),
-    Row(mesh(tp=2, offload=True), "", "2"),
     Row(mesh(tp=4, sequence=True), "", "4"),
     Row(mesh(shard=None, tp=2, sequence=True, accumulate=2, **CLIPPED), "", "4"),
     Row(mesh(shard=None, tp=2, **ADAMW | {"optimizer": "fused_adamw"}), "", "4"),
@@ -206,7 +202,6 @@ MATRIX = [
     Row(mesh(pp=2, schedule="interleaved1f1b", checkpointing="selective"), "", "2"),
     Row(mesh(pp=2, schedule="gpipe", accumulate=2), "", "2"),
     Row(mesh(pp=2, m=5, **RECIPE, **ALMOST_EMPTY), "", "2"),
-    Row(mesh(pp=2, offload=True, accumulate=2, **CLIPPED), "", "24"),
     Row(mesh(shard=None, pp=2, **LENET | EMPTY_STAGE), "", "4"),
     Row(mesh(shard=None, pp=2, schedule="gpipe", m=3, cut=("block1",), **ADAMW, **ALMOST_EMPTY), "", "4"),
     Row(mesh(shard=2, pp=2, **ALMOST_EMPTY), "", "8"),

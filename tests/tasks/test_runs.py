@@ -68,9 +68,14 @@ def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, comma
     prompt = ["--prompt", "to be or ", "--tokens", "4", "--temperature", "0"]
     code, output, errors = command(predict.main, folder / "text-long", *prompt)
     assert (code, output) == (0, "to be or not,\n"), output + errors
-    code, output, errors = command(predict.main, folder / "text-single", folder / "text.txt")
+    code, output, errors = command(predict.main, folder / "text-single", folder / "missing.txt")
     assert code == 2
     assert "its task is Tokens, for which predict needs --prompt TEXT" in errors + output
+    for option, message in (("--output", ": is for images; leave it out; the text is printed"), ("--top", ": is for images")):
+        code, output, errors = command(predict.main, folder / "text-single", *prompt, option, 1)
+        assert (code, f"{option} 1{message}" in errors + output) == (2, True), errors + output
+    code, output, errors = command(predict.main, folder / "masks-single", folder / "text.txt", "--tokens", 3)
+    assert (code, "--tokens 3: is for a text, with --prompt; leave it out" in errors + output) == (2, True), errors + output
     code, output, errors = command(predict.main, folder / "masks-single", folder / "text.txt")
     assert (code, "its task is Segmentation, for which predict is not made" in errors + output) == (2, True), errors + output
 
@@ -111,8 +116,10 @@ def test_run_with_dropout_that_is_resumed_in_an_epoch_is_bitwise_the_same(ranks,
         ("data=digits task=regression model=lenet", "the outputs must have the shape of the targets, [2], got [2, 10]"),
         (
             "data=tensors data.dataset._target_=own_datasets.numbers model=own model._target_=own_models.regressor",
-            "needs a dataset",
+            "needs a dataset with classes; set data.num_classes, or choose another task",
         ),
+        ("data=text data.root=README.md model=gpt", "task=classification: needs a dataset with classes; use task=tokens"),
+        ("data=digits task=regression loss=cross_entropy", "loss=cross_entropy: is for task=classification, got"),
         ("mixup=0.2 task=regression", "mixup=0.2, cutmix=0: are for task=classification"),
         (
             "task=regression data=tensors data.dataset._target_=own_datasets.numbers data.flip=true model=own "
