@@ -14,13 +14,14 @@ from ddp_lab.launchers.preflight import Finding, check_network, check_shared
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
-from ddp_lab.run.job import Job, build, check_optimizer
+from ddp_lab.run.job import Job, build
+from ddp_lab.tasks.base import Task
 from ddp_lab.world.runtime import Runtime
 
 # By the set that a metric needs: how it is called, and what to use without it.
 NEEDED = {
     "val": ("validation", "data.val_fraction=0.1, or with data=folder a folder val/"),
-    "test": ("test", "val_loss or val_accuracy, or add a test set"),
+    "test": ("test", "val_loss, or add a test set"),
 }
 
 ChooseBatch = Callable[[DictConfig, Runtime, Path | None], str]
@@ -57,7 +58,7 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
     chosen = choose_batch(cfg, runtime, run_of(source) if source else None)
     job = build(cfg, runtime, with_weights=source is None)
     job.notes.extend([chosen] * bool(chosen))
-    check_selection(cfg, job.dataset)
+    check_selection(cfg, job.dataset, job.task)
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
     if source and (other := runtime.agree("data", partial(compare_data, run_of(source), job.dataset, resumes=True))):
@@ -66,7 +67,6 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
         findings.append(Finding("warning", "strategy", text))
-    check_optimizer(cfg, job.strategy)
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         findings.append(check_shared(Path(cfg.runs_dir), runtime))
     if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
@@ -74,15 +74,21 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
     return Checked(job, findings, source)
 
 
-def check_selection(cfg: DictConfig, dataset: Dataset) -> None:
-    """Check that the sets exist whose metrics are to choose the best checkpoint, the result of a sweep, and the last epoch.
+def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
+    """Check that the sets and metrics exist that choose the best checkpoint, the result of a sweep, and the last epoch.
 
     Raises:
         ConfigError: one does not.
     """
     wanted = {"checkpoint.best": cfg.checkpoint.best, "optimize": cfg.optimize, "patience": cfg.patience}
     for key, value in wanted.items():
-        name = "val" if key == "patience" and value else str(value).partition("_")[0]
+        name, _, metric = ("val", "", "") if key == "patience" and value else str(value).partition("_")
+        known = ["loss", *task.better]
+        if metric and metric not in known:
+            raise ConfigError(
+                f"{key}={value}: {type(task).__name__} has no such metric; allowed: "
+                f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others in its attribute `better`"
+            )
         if name in NEEDED and name not in dataset.sets:
             what, remedy = NEEDED[name]
             raise ConfigError(f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}")

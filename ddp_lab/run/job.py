@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -33,7 +32,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import FitSettings
-from ddp_lab.training.optimizer import MakeOptimizer, require_support, state_copies
+from ddp_lab.training.optimizer import MakeOptimizer, state_copies
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import build_shape, make_scheduler
@@ -195,7 +194,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         model=model,
         task=task,
         recipe=Recipe(batch_size, optimizer, scheduler, step, cfg.ema, decay, options),
-        fit_settings=FitSettings(cfg.epochs, cfg.patience, cfg.evaluate_test),
+        fit_settings=FitSettings(cfg.epochs, cfg.patience, cfg.evaluate_test, criterion(cfg, dataset) or "val_loss"),
         shapes=shapes,
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
@@ -234,12 +233,6 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)
     return {name: make(found, training if name == "train" else evaluated) for name, found in job.dataset.sets.items()}
-
-
-def check_optimizer(cfg: DictConfig, strategy: Strategy) -> None:
-    """Check that the optimizer can update what the strategy will hold. Call it after `arrange`."""
-    optimizer = instantiate(cfg.optimizer)([nn.Parameter(torch.zeros(1))])
-    require_support(optimizer, strategy, f"optimizer._target_={cfg.optimizer['_target_']}")
 
 
 def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:

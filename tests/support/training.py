@@ -34,7 +34,7 @@ from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import cosine, multi_step, one_cycle
+from ddp_lab.training.schedule import cosine, multi_step
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
@@ -283,7 +283,6 @@ OPTIMIZERS = {
 SCHEDULES = {
     "cosine": target(cosine, _partial_=True),
     "multi_step": target(multi_step, milestones=[1.6], gamma=0.2, _partial_=True),
-    "one_cycle": target(one_cycle, pct_start=0.3, div_factor=5.0, final_div_factor=10.0, _partial_=True),
 }
 
 
