@@ -7,7 +7,6 @@ The runs are short and follow each other in one process.
 import contextlib
 import importlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -43,12 +42,17 @@ WORKERS = [
     "data=own",
     "data.dataset._target_=own_datasets.Workers",
     "data.num_classes=2",
-    "data.image_size=24",
-    "data.crop_scale=null",
 ]
-MASKS = ["task=segmentation", "data=tensors", "data.dataset._target_=own_datasets.Masks", "data.num_workers=0"]
+MASKS = [
+    "task=segmentation",
+    "data=own",
+    "data.mean=[0.0]",
+    "data.std=[1.0]",
+    "data.dataset._target_=own_datasets.Masks",
+    "data.num_workers=0",
+]
 MASKS += ["data.num_classes=2", "model=own", "model._target_=own_models.segmenter"]
-NUMBERS = ["data=tensors", "data.dataset._target_=own_datasets.numbers", "data.num_workers=0"]
+NUMBERS = ["data=own", "data.dataset._target_=own_datasets.numbers", "data.num_workers=0"]
 NUMBERS += ["model=own", "model._target_=own_models.regressor"]
 TEXT = ["task=tokens", "data=text", "data.root={SENTENCES}", "data.num_workers=0", "data.context=16", "model=gpt"]
 TEXT += ["model.depth=1", "model.width=16", "model.heads=2", "optimizer.lr=1"]
@@ -126,8 +130,8 @@ def writes(name: str) -> Effect:
 TRAINED, TESTED, VALIDATED = changes("train_loss", "test_loss"), changes("test_loss"), changes("train_loss", "val_loss")
 STEPS = [f"step_{step:08}.pt" for step in range(7)]
 FAULTS = "tests/resilience/test_faults.py::"
-# {FOLDER} is a folder of images of which one cannot be decoded, {RUN} the directory of the base run, {NEW} a new directory.
-FOLDER = "data=folder data.root={FOLDER} data.on_corrupt=skip data.image_size=16 data.num_workers=0"
+# {FOLDER} is a folder of images, {RUN} the directory of the base run, {NEW} a new directory.
+FOLDER = "data=folder data.root={FOLDER} data.image_size=16 data.num_workers=0"
 KEYS: dict[str, Row | str] = {
     "seed": Row("seed=1", TRAINED),
     "epochs": Row("epochs=2", lambda run, base: [row["epoch"] for row in read_metrics(run.path)] == [1, 2]),
@@ -187,8 +191,8 @@ KEYS: dict[str, Row | str] = {
     "data.std": Row("data.std=[0.3]", TRAINED),
     "data.channels": Row("{OWN} data.channels=1", VALIDATED, "{OWN}"),
     "data.image_size": Row("{OWN} data.image_size=20", VALIDATED, "{OWN}"),
-    "data.resize": Row("{OWN} data.resize=32 data.crop_scale=null", VALIDATED, "{OWN} data.crop_scale=null"),
-    "data.crop_scale": Row("{OWN} data.crop_scale=null", VALIDATED, "{OWN}"),
+    "data.resize": Row("{OWN} data.resize=32", VALIDATED, "{OWN}"),
+    "data.crop_scale": Row("{OWN} data.crop_scale=[0.5,1]", VALIDATED, "{OWN}"),
     "data.randaugment": Row("{OWN} data.randaugment=9", VALIDATED, "{OWN}"),
     "data.erasing": Row("{OWN} data.erasing=1", VALIDATED, "{OWN}"),
     "data.context": Row("{TEXT} data.context=8", VALIDATED, "{TEXT}"),
@@ -197,11 +201,6 @@ KEYS: dict[str, Row | str] = {
         "{OWN} data.val_split=null data.test_split=val", lambda run, base: "val_loss" not in run.last, "{OWN}"
     ),
     "data.test_split": Row("{OWN} data.test_split=test", lambda run, base: "test_loss" in run.last, "{OWN}"),
-    "data.on_corrupt": Row(FOLDER, logs("data.on_corrupt=skip: 1 files cannot be decoded and are left out")),
-    "data.cache": Row(f"{FOLDER} data.cache=disk", lambda run, base: (run.path.parent / "images" / ".cache").is_dir()),
-    "data.cache_dir": Row(
-        f"{FOLDER} data.cache=disk data.cache_dir={{NEW}}/cache", lambda run, base: any(run.path.parent.glob("new*/cache/*"))
-    ),
     "model.weights": Row("model.weights={RUN}/checkpoints/" + STEPS[2], TRAINED),
     "model.init": Row("model.init=by_block", TRAINED),
     "optimizer.lr": Row("optimizer.lr=0.02", TESTED),
@@ -213,7 +212,7 @@ KEYS: dict[str, Row | str] = {
         refused("optimizer.fused=True: there is no such key"),
     ),
 }
-# More rows: groups and their options, and keys that data=tensors reads in another way than data=own.
+# More rows: groups and their options, and keys that tensors use in another way than images of Pillow.
 MORE: dict[str, dict[str, Row]] = {
     "group": {
         "task": Row("{MASKS} task=segmentation", reports("val_mean_iou", "val_accuracy")),
@@ -265,7 +264,6 @@ def runs(tmp_path_factory) -> dict[str, Ended]:
     """Return the runs of all rows, and those that they are compared with, by their overrides."""
     folder = tmp_path_factory.mktemp("runs")
     images = write_folder(folder / "images", {"train": 20, "test": 6}, sides=(20, 30))
-    (images / "train" / "class 0" / "broken.png").write_bytes(b"not an image")
     (folder / "sentences.txt").write_bytes(b"to be or not, " * 90)
     lines = ["", CHOSEN, SHARED, NORMED, *(line for row in ROWS.values() for line in (row.base, row.overrides))]
     lines = list(dict.fromkeys(lines))
@@ -480,25 +478,3 @@ def test_averages_of_shared_and_of_sharded_weights_are_saved(runs, four, command
     for path in (runs[SHARED].path, four):
         found = evaluated(command, path, "strategy=single")
         assert found["test_loss"] == pytest.approx(read_metrics(path)[-1]["test_loss"], rel=1e-5)
-
-
-def on_node(root: str, *overrides: str) -> None:
-    """Train as the only rank of a machine, with a directory of its own."""
-    node = os.environ["RANK"]
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": node}
-    main_in_world(*(override.replace("NODE", node) for override in overrides), f"data.root={root}/{node}")
-
-
-def test_each_node_prepares_its_own_files(tmp_path):
-    for node in "01":
-        write_folder(tmp_path / node, {"train": 8, "val": 4}, sides=(20, 30))
-    files = [
-        "data=folder",
-        "data.cache=disk",
-        "data.image_size=16",
-        "data.num_workers=0",
-        "strategy=ddp",
-        f"runs_dir={tmp_path}/runs",
-    ]
-    run_world(2, on_node, str(tmp_path), *FILES, *files)
-    assert all((tmp_path / node / ".cache").is_dir() for node in "01")

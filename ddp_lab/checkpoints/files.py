@@ -120,20 +120,6 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     sync_folder(path.parent)
 
 
-def publish_folder(temporary: Path, path: Path, digests: dict[str, str]) -> None:
-    """Give a directory with all files of a sharded checkpoint its SHA256SUMS and its final name.
-
-    Raises:
-        OSError: it cannot be written or renamed.
-    """
-    write_text(temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
-    sync_folder(temporary)
-    if path.exists():  # a directory that is not empty cannot be replaced by renaming another
-        remove(path)
-    os.rename(temporary, path)
-    sync_folder(path.parent)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text file, and sync it to the disk."""
     with path.open("w") as file:

@@ -7,6 +7,7 @@ The files are safetensors. Other formats of DCP have pickled metadata, which exe
 """
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ddp_lab.checkpoints.files import STATE, publish_folder, sha256, write_text
+from ddp_lab.checkpoints.files import STATE, SUMS, remove, sha256, sync_folder, write_text
 from ddp_lab.checkpoints.state import KEYS, Shapes, State, Write, check_shapes, reading, require_keys
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.saved_state import merge
@@ -156,7 +157,7 @@ class ShardWriter:
 
 
 def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
-    """Add what is not a tensor to a directory with the shards of all ranks, and rename it. On rank 0.
+    """Complete a directory with the shards of all ranks by what is not a tensor and by its hashes, and rename it. On rank 0.
 
     Args:
         temporary: the directory.
@@ -166,7 +167,13 @@ def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
     state = {key: parts[0][key] for key in KEYS} | {"optimizer": merge(parts)["optimizer"]}
     write_text(temporary / STATE, json.dumps(state))
     digests = {name: digest for part in parts for name, digest in part["digests"].items()}
-    publish_folder(temporary, path, digests | {STATE: sha256(temporary / STATE)})
+    digests |= {STATE: sha256(temporary / STATE)}
+    write_text(temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
+    sync_folder(temporary)
+    if path.exists():  # a directory that is not empty cannot be replaced by renaming another
+        remove(path)
+    os.rename(temporary, path)
+    sync_folder(path.parent)
 
 
 class ShardedCheckpoint:

@@ -47,9 +47,6 @@ class DataConfig(Keys):
     crop_scale: list[Positive] | None = None
     randaugment: Annotated[int, Field(ge=0, le=30), Allowed("an integer from 0 to 30")] | None = None
     erasing: Probability = 0.0
-    on_corrupt: Literal["stop", "skip"] = "stop"
-    cache: Literal["none", "disk"] = "none"
-    cache_dir: str | None = None
     context: Count = 256
     num_classes: Count | None = None
     val_split: str | None = "val"

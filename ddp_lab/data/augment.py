@@ -6,11 +6,12 @@ its position in the epoch, or on where the run was resumed.
 
 import hashlib
 import math
+import random
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from random import Random
 
+import numpy as np
 import torch
 
 from ddp_lab.config.errors import ConfigError
@@ -27,12 +28,17 @@ def seed_of(key: str, bits: int = 32) -> int:
 
 @contextmanager
 def seeded(key: str) -> Generator[None]:
-    """Seed torch's global generator, from which transforms and datasets draw, with a key, and restore it afterwards."""
+    """Seed the global generators of torch, NumPy and Python, from which datasets draw, with a key; restore them afterwards."""
+    seed, of_python, of_numpy = seed_of(key), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed_of(key)
-        )  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
-        yield
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 def draw_offsets(samples: int, crop_padding: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:
@@ -102,14 +108,14 @@ def draw_mix(mixup: float, cutmix: float, size: int, seed: int, step: int) -> tu
         The weight of a sample's own target; and of a rectangle, the weight of the partner's pixels in it, its first row, the
         row after its last, its first column and the column after its last.
     """
-    random = Random(seed_of(f"mix seed={seed} step={step}", bits=256))
-    cut = cutmix > 0 and (mixup == 0 or random.random() < 0.5)
+    draw = random.Random(seed_of(f"mix seed={seed} step={step}", bits=256))
+    cut = cutmix > 0 and (mixup == 0 or draw.random() < 0.5)
     alpha = cutmix if cut else mixup
-    own = random.betavariate(alpha, alpha)
+    own = draw.betavariate(alpha, alpha)
     if not cut:
         return own, 1 - own, 0, size, 0, size
     half = int(size * math.sqrt(1 - own) / 2)  # the rectangle is cut off at the border, so `own` is computed again
-    centers = random.randrange(size), random.randrange(size)
+    centers = draw.randrange(size), draw.randrange(size)
     top, bottom, left, right = (max(0, min(size, center + side)) for center in centers for side in (-half, half))
     return 1 - (bottom - top) * (right - left) / size**2, 1.0, top, bottom, left, right
 

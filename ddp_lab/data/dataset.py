@@ -2,23 +2,62 @@
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from PIL import Image
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
 from ddp_lab.data.augment import seeded
-from ddp_lab.data.images import Streamed
+from ddp_lab.data.images import ImageOptions
 
 DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 
 
-class InMemory(NamedTuple):
-    """Inputs and targets in memory; on the meta device if only the sizes are known.
+class Samples(ABC):
+    """The training set, the validation set or the test set: pairs of an input and a target, tensors of any shape and dtype."""
+
+    first: tuple[torch.Tensor, torch.Tensor]  # the first sample
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an input and its target; a function of seed, epoch and index."""
+
+    @abstractmethod
+    def subset(self, indices: torch.Tensor, augment: bool) -> "Samples":
+        """Return some of the samples, int64 [n], as training samples (`augment`) or to evaluate with."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a sample's input, for example channels, height and width."""
+        return tuple(self.first[0].shape)
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the inputs are images, which the loader augments and normalises: uint8 [channels, height, width]."""
+        return self.first[0].dtype == torch.uint8 and self.first[0].dim() == 3
+
+    @property
+    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of a sample's input and of its target, as the loader returns them: no longer uint8."""
+        numbers = [torch.int64 if tensor.dtype == torch.uint8 else tensor.dtype for tensor in self.first]
+        dtypes = [torch.get_default_dtype() if self.is_image else numbers[0], numbers[1]]
+        return [(tuple(tensor.shape), dtype) for tensor, dtype in zip(self.first, dtypes, strict=True)]
+
+
+@dataclass(frozen=True)
+class InMemory(Samples):
+    """Samples in memory; on the meta device if only the sizes are known. The loader augments them.
 
     Attributes:
         inputs: [N, ...]; images are uint8 [N, channels, height, width].
@@ -30,95 +69,59 @@ class InMemory(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of samples."""
         return len(self.targets)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of a sample's input, for example channels, height and width."""
-        return tuple(self.inputs.shape[1:])
-
-    @property
-    def is_image(self) -> bool:
-        """Whether the inputs are images, which the loader augments and normalises."""
-        return self.inputs.dtype == torch.uint8 and self.inputs.dim() == 4
-
-    @property
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first sample."""
+    def first(self) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.inputs[0], self.targets[0]
 
-    @property
-    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of a sample's input and of its target, as the loader returns them."""
-        return forms_of(self.first, self.is_image)
-
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an input and its target, the same in every epoch."""
         return self.inputs[index], self.targets[index]
 
     def subset(self, indices: torch.Tensor, augment: bool) -> "InMemory":
-        """Return a copy of some of the samples, int64 [n]; the loader decides whether to `augment` them."""
         return InMemory(self.inputs[indices], self.targets[indices])
 
 
 @dataclass(frozen=True)
-class Indexed:
-    """Samples that a map-style dataset of (input, target) returns one by one, tensors of any shape and dtype.
+class Indexed(Samples):
+    """Samples that are read one by one when they are needed.
 
     Attributes:
-        read: returns a sample by its number. It may draw from the global generators, which are seeded for each sample.
-        numbers: int64 [N], the samples, in order.
+        read: returns an input, which is a tensor or an image of Pillow, and its target by number. It may draw from the global
+            generators, which are seeded for each sample.
+        numbers: int64 [N], the samples, in order. Worker processes share it, unlike a list of integers.
         seed: of the run.
+        images: how images of Pillow become tensors, uint8 [channels, height, width]; tensors stay as they are.
+        augment: whether images get the random transforms of training.
     """
 
-    read: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    read: Callable[[int], tuple[torch.Tensor | Image.Image, torch.Tensor]]
     numbers: torch.Tensor
-    seed: int = 0
+    seed: int
+    images: ImageOptions | None = None
+    augment: bool = False
 
     @property
     def size(self) -> int:
-        """Number of samples."""
         return len(self.numbers)
 
     @cached_property
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first sample."""
+    def first(self) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.sample(0, 0)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of a sample's input."""
-        return tuple(self.first[0].shape)
-
-    @property
-    def is_image(self) -> bool:
-        """Whether the inputs are images, which the loader augments and normalises."""
-        return self.first[0].dtype == torch.uint8 and self.first[0].dim() == 3
-
-    @property
-    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of a sample's input and of its target, as the loader returns them."""
-        return forms_of(self.first, self.is_image)
+    @cached_property
+    def view(self) -> Callable[[Image.Image], torch.Tensor]:
+        """The transform of images to samples."""
+        assert self.images is not None, "images of Pillow need options"
+        return self.images.view(self.augment)
 
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an input and its target; a function of seed, epoch and index."""
         with seeded(f"sample seed={self.seed} epoch={epoch} index={index}"):
-            return self.read(int(self.numbers[index]))
+            inputs, target = self.read(int(self.numbers[index]))
+            return self.view(inputs) if isinstance(inputs, Image.Image) else inputs, target
 
     def subset(self, indices: torch.Tensor, augment: bool) -> "Indexed":
-        """Return some of the samples, int64 [n]."""
-        return Indexed(self.read, self.numbers[indices], self.seed)
-
-
-def forms_of(sample: tuple[torch.Tensor, torch.Tensor], is_image: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of an input and its target, as the loader returns them: uint8 becomes float32 or int64."""
-    numbers = [torch.int64 if tensor.dtype == torch.uint8 else tensor.dtype for tensor in sample]
-    dtypes = [torch.get_default_dtype() if is_image else numbers[0], numbers[1]]
-    return [(tuple(tensor.shape), dtype) for tensor, dtype in zip(sample, dtypes, strict=True)]
-
-
-Samples = InMemory | Indexed | Streamed  # the training set, the validation set or the test set
+        return replace(self, numbers=self.numbers[indices], augment=augment)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Dataset:
         names: returns the name of a training sample, by which it can be held out; None: its number is used.
         held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
         digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
-        skipped: the files that are left out because they cannot be decoded, with the reason.
+        find_corrupt: decodes all files and raises a NodeError about those that cannot be decoded; None: there are no files.
         arguments: of models that name them, besides those of `model_shape`.
     """
 
@@ -143,7 +146,7 @@ class Dataset:
     names: Callable[[int], str] | None = None
     held_out: str = ""
     digest: str = ""
-    skipped: dict[str, str] = field(default_factory=dict[str, str])
+    find_corrupt: Callable[[], None] | None = None
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property

@@ -1,23 +1,22 @@
 """`data=folder`: the images of a directory with a folder for each class."""
 
 import hashlib
-import json
 import os
 import socket
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
+from PIL import Image
+from tqdm import tqdm
 
-from ddp_lab.config.errors import NodeError
-from ddp_lab.config.types import SETS
-from ddp_lab.data.cache import Pictures, build_record
-from ddp_lab.data.dataset import Dataset
-from ddp_lab.data.images import SUFFIXES, ImageOptions, Streamed, find_files
+from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.types import SETS, Seed
+from ddp_lab.data.dataset import Dataset, Indexed
+from ddp_lab.data.images import SUFFIXES, ImageError, ImageOptions, decode, find_files
 
-VERSION = 2  # of what a record contains
 # Folders beside train that would be silently unused, though their names, in any case, say what they are.
 MEANT = {"val": ("val", "valid", "validation", "dev", "eval", "evaluation"), "test": ("test", "testing")}
 
@@ -25,111 +24,79 @@ MEANT = {"val": ("val", "valid", "validation", "dev", "eval", "evaluation"), "te
 class Folder:
     """The images of DIR/train and, if there are such folders, of DIR/val and DIR/test.
 
-    All files are decoded once before the first training, to find corrupt ones. What was found is kept in a record in the cache
-    directory, so every launch, on any number of ranks, leaves out the same files.
-
     Args:
         images: how images are transformed.
         root: directory that contains train and, if there are such images, val and test, each with a folder for each class.
-        on_corrupt: what to do about files that cannot be decoded: name them and stop before training (stop), or leave them out
-            (skip).
-        cache: where the decoded, resized images are kept, once for each machine: nowhere (none), or in cache_dir, also for
-            later launches (disk).
-        cache_dir: directory of the cache; null is root/.cache or, if root is not writable, ~/.cache/ddp_lab.
+        seed: of the run.
     """
 
-    def __init__(
-        self,
-        images: ImageOptions,
-        root: str,
-        on_corrupt: Literal["stop", "skip"],
-        cache: Literal["none", "disk"],
-        cache_dir: str | None,
-    ):
-        self.root, self.images = Path(root), images
-        self.on_corrupt, self.cached = on_corrupt, cache == "disk"
-        default = self.root / ".cache" if os.access(self.root, os.W_OK) else Path.home() / ".cache" / "ddp_lab"
-        self.cache_dir = Path(cache_dir) if cache_dir else default
+    def __init__(self, images: ImageOptions, root: str, seed: Seed):
+        self.root, self.images, self.seed = Path(root), images, seed
 
-    def prepare(self) -> str:
-        """Write the record of the images if there is none, and return its path.
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of all files. A NodeError is raised if the directory does not have the expected form."""
+        return find_images(self.root)
 
-        Raises:
-            NodeError: the directory does not have the expected form, a file is corrupt and on_corrupt is stop, or the record
-                cannot be written.
-        """
-        names = find_images(self.root)
-        pictures = Pictures(self.root, np.array([os.fsencode(name) for name in names]), self.images)
-        try:
-            record = build_record(self.cache_dir / self._key(names), pictures, self.cached)
-        except OSError as error:
-            raise NodeError(
-                f"data.cache_dir={self.cache_dir}: cannot write the record of the images on {socket.gethostname()} "
-                f"({error.strerror or error}). Free some space, or use a smaller data.resize, another data.cache_dir or "
-                "data.cache=none"
-            ) from None
-        corrupt = corrupt_files(record)
-        if corrupt and self.on_corrupt == "stop":
-            raise NodeError(
-                f"data.root={self.root}: {len(corrupt)} of {len(names)} files cannot be decoded: {listed(corrupt)}. Remove "
-                "them, or use data.on_corrupt=skip"
-            )
-        return str(record)
+    def prepare(self) -> None:
+        """Find the files, so that an error is reported once for each machine."""
+        _ = self.names
 
-    def load(self, prepared: str) -> Dataset:
-        """Read the record that `prepare` returned."""
-        record, images = Path(prepared), self.images
-        packed, corrupt = np.load(record / "names.npy"), corrupt_files(record)
-        names = [os.fsdecode(name) for name in packed]
+    def load(self) -> Dataset:
+        """Return the sets. The files are decoded when they are needed."""
+        names = self.names
         parts = [name.split("/", 2) for name in names]
         classes = sorted({name for _, name, _ in parts})
         number_of = {name: number for number, name in enumerate(classes)}
         targets = torch.tensor([number_of[name] for _, name, _ in parts])
-        read = partial(read_labelled, Pictures(self.root, packed, images, record if self.cached else None), targets)
-        sets: dict[str, Streamed] = {}
-        for split in dict.fromkeys(split for split, _, _ in parts):
-            found = [number for number, name in enumerate(names) if parts[number][0] == split and name not in corrupt]
-            if not found:
-                raise NodeError(f"data.root={self.root}: no image in {split} can be decoded; remove the folder, or add images")
-            sets[split] = Streamed(read, torch.tensor(found), images, augment=split == "train")
-        train = sets["train"].numbers.tolist()
-        listing = b"\0".join([*packed.tolist(), json.dumps(sorted(corrupt)).encode()])
+        packed = np.array([os.fsencode(name) for name in names])  # worker processes share an array, unlike a list
+        read = partial(read_labelled, self.root, packed, targets)
+        splits = {split: [i for i, part in enumerate(parts) if part[0] == split] for split in SETS}
+        sets = {
+            split: Indexed(read, torch.tensor(numbers), self.seed, self.images, augment=split == "train")
+            for split, numbers in splits.items()
+            if numbers
+        }
         return Dataset(
             sets["train"],
             sets.get("test"),
             classes,
             sets.get("val"),
-            names=lambda index: names[train[index]].removeprefix("train/"),
-            digest=hashlib.sha256(listing).hexdigest(),
-            skipped=corrupt,
+            names=lambda index: names[splits["train"][index]].removeprefix("train/"),
+            digest=hashlib.sha256(b"\0".join(packed.tolist())).hexdigest(),
+            find_corrupt=partial(find_corrupt, self.root, names),
         )
 
-    def _key(self, names: list[str]) -> str:
-        """Return a hash of the names, sizes and times of all files and of what is computed from them."""
-        key = hashlib.sha256(f"{VERSION} {self.cached and (self.images.channels, self.images.short_side)}".encode())
-        for name in names:
-            try:
-                status = os.stat(self.root / name)
-                key.update(os.fsencode(f"{name}\0{status.st_size} {status.st_mtime_ns}\0"))
-            except OSError:  # a link to nothing, which is reported when it is decoded
-                key.update(os.fsencode(f"{name}\0missing\0"))
-        return key.hexdigest()[:16]
 
-
-def read_labelled(pictures: Pictures, targets: torch.Tensor, number: int) -> tuple[torch.Tensor, int]:
+def read_labelled(root: Path, names: np.ndarray, targets: torch.Tensor, number: int) -> tuple[Image.Image, torch.Tensor]:
     """Return an image by its number, and its class."""
-    return pictures[number], int(targets[number])
+    try:
+        return decode(root / os.fsdecode(names[number])), targets[number]
+    except ImageError as error:
+        raise ConfigError(f"{error}. Remove it; `ddp-lab doctor` with the same data finds all such files") from None
 
 
-def corrupt_files(record: Path) -> dict[str, str]:
-    """Return the files that cannot be decoded, with the reason."""
-    return json.loads((record / "corrupt.json").read_text())
+def find_corrupt(root: Path, names: list[str]) -> None:
+    """Decode all files.
 
+    Raises:
+        NodeError: some cannot be decoded; it names them all.
+    """
 
-def listed(reasons: dict[str, str], most: int = 5) -> str:
-    """Return the first of some reasons, and how many more there are."""
-    more = len(reasons) - most
-    return "; ".join(list(reasons.values())[:most]) + (f"; and {more} more" if more > 0 else "")
+    def reason(name: str) -> str:
+        try:
+            decode(root / name)
+        except ImageError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor() as pool:  # Pillow releases the interpreter's lock
+        found = tqdm(pool.map(reason, names), "decoding images", len(names), delay=2, disable=None)
+        corrupt = [text for text in found if text]
+    if corrupt:
+        raise NodeError(
+            f"data.root={root}: {len(corrupt)} of {len(names)} files cannot be decoded. Remove them: {'; '.join(corrupt)}"
+        )
 
 
 def find_images(root: Path) -> list[str]:

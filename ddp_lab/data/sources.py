@@ -1,30 +1,29 @@
 """The dataset that the config describes: a class with `prepare` and `load`, or with data=own any map-style dataset."""
 
 import inspect
-import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from hydra.utils import get_object
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.dataset import Dataset, InMemory, hold_out
-from ddp_lab.data.images import ImageOptions, Streamed, resize, to_tensor
+from ddp_lab.data.dataset import Dataset, Indexed, InMemory, hold_out
+from ddp_lab.data.images import ImageOptions
 
 
 class Source(Protocol):
     """Where a dataset comes from."""
 
-    def prepare(self) -> str | None:
-        """Download or prepare files, on the first rank of each machine. A string is passed to `load` on all its ranks."""
+    def prepare(self) -> None:
+        """Download or prepare files, on the first rank of each machine."""
         ...
 
-    def load(self, prepared: str = ..., /) -> Dataset:
+    def load(self) -> Dataset:
         """Return the dataset."""
         ...
 
@@ -41,21 +40,17 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
     """
     node = data["dataset"]
     target = get_object(node["_target_"])
-    images = image_options(data, seed)
+    images = image_options(data)
     if hasattr(target, "prepare") and hasattr(target, "load"):
         # By position, because instantiate would turn a dataclass that is passed by name into a DictConfig.
         return build(node, images) if "images" in inspect.signature(target).parameters else build(node)
-    if "val_split" not in data:
+    if images is None or "val_split" not in data:
         raise ConfigError(
-            f"data.dataset._target_={node['_target_']}: must have the methods prepare and load; a map-style dataset of (image, "
-            "label) needs data=own, one of other samples data=tensors"
+            f"data.dataset._target_={node['_target_']}: must have the methods prepare and load; a map-style "
+            "dataset needs data=own"
         )
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
-    if images is None:
-        from ddp_lab.data.tensors import Tensors
-
-        return Tensors(node, data["num_classes"], splits, seed)
-    return Own(node, images, data["num_classes"], splits)
+    return Own(node, splits, images, data["num_classes"], seed)
 
 
 def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
@@ -77,11 +72,11 @@ def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
     return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
 
 
-def image_options(data: Mapping[str, Any], seed: int) -> ImageOptions | None:
+def image_options(data: Mapping[str, Any]) -> ImageOptions | None:
     """Return how images are transformed according to the config group `data`; None if it holds a dataset in memory."""
     if "image_size" not in data:
         return None
-    return ImageOptions(seed, **{key: data[key] for key in ImageOptions.__dataclass_fields__ if key != "seed"})
+    return ImageOptions(**{key: data[key] for key in ImageOptions.__dataclass_fields__})
 
 
 def check_same(digests: list[str]) -> None:
@@ -97,21 +92,42 @@ def check_same(digests: list[str]) -> None:
         )
 
 
-class OwnSets:
-    """The sets of a map-style dataset whose constructor has a parameter `split` or `train` (true, false).
+class Own:
+    """A map-style dataset of the user, of (input, target), whose constructor has a parameter `split` or `train` (true, false).
 
     Args:
         node: the config group `data.dataset`.
         splits: value of the parameter `split` for each set of samples; None: there is no such set.
+        images: how Pillow's images are transformed.
+        num_classes: number of classes; None: that of the attribute `classes`, if there is one.
+        seed: of the run.
     """
 
-    def __init__(self, node: dict[str, Any], splits: dict[str, str | None]):
-        self.node, self.splits = node, splits
+    def __init__(
+        self,
+        node: dict[str, Any],
+        splits: dict[str, str | None],
+        images: ImageOptions,
+        num_classes: int | None,
+        seed: int,
+    ):
+        self.node, self.splits, self.images, self.num_classes, self.seed = node, splits, images, num_classes, seed
         self.name = f"data.dataset._target_={node['_target_']}"
 
     def prepare(self) -> None:
         """Construct all sets once on this machine, because constructors may download files."""
         self.sets()
+
+    def load(self) -> Dataset:
+        """Construct the training set, the validation set and the test set, and check the first sample of each."""
+        made = self.sets()
+        found = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
+        classes = [str(name) for name in found] if isinstance(found, Sequence) else []
+        sets = {
+            name: samples_of(dataset, self.name, self.seed, self.images, len(classes), augment=name == "train")
+            for name, dataset in made.items()
+        }
+        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
 
     def sets(self) -> dict[str, Any]:
         """Construct the training set, the validation set and the test set: map-style datasets by name."""
@@ -126,89 +142,92 @@ class OwnSets:
         )
 
     def _construct(self, key: str, value: str | bool) -> Any:
-        """Return a set, which is a map-style dataset."""
+        """Return a set."""
         try:
-            made = build(self.node, **{key: value})
+            return build(self.node, **{key: value})
         except ConfigError:
             raise
         except Exception as error:
             names = [name for name, split in self.splits.items() if split == value and name != "train"]
             hint = f". data.{names[0]}_split is the name of this split; null: there is none" if names else ""
             raise ConfigError(f"{self.name}: cannot be constructed with {key}={value}: {describe_error(error)}{hint}") from None
-        if not (hasattr(made, "__len__") and hasattr(made, "__getitem__") and len(made)):
-            raise ConfigError(f"{self.name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
-        return made
 
 
-class Own(OwnSets):
-    """A map-style dataset of (image, label).
+def samples_of(
+    dataset: Any,
+    name: str = "the dataset",
+    seed: int = 0,
+    images: ImageOptions | None = None,
+    classes: int = 0,
+    augment: bool = False,
+) -> InMemory | Indexed:
+    """Return the samples of a map-style dataset of (input, target), and check the first one.
 
     Args:
-        node, splits: as in `OwnSets`.
-        images: how images are transformed.
-        num_classes: number of classes; None: that of the attribute `classes`.
+        dataset: has `__len__` and `__getitem__`; a torch TensorDataset of two tensors is used without a copy.
+        name: begins messages.
+        seed: of the run, which determines what the dataset draws at random.
+        images: how Pillow's images are transformed; None: they are refused.
+        classes: number of classes; 0: targets are not classes.
+        augment: whether images get the random transforms of training.
+
+    Raises:
+        ConfigError: it is not map-style, is empty, or its first sample is not a pair of tensors or numbers.
     """
-
-    def __init__(self, node: dict[str, Any], images: ImageOptions, num_classes: int | None, splits: dict[str, str | None]):
-        super().__init__(node, splits)
-        self.images, self.num_classes = images, num_classes
-
-    def load(self, prepared: str = "") -> Dataset:
-        """Construct the training set, the validation set and the test set, and check the first sample of each."""
-        made = self.sets()
-        classes: Any = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", None)
-        if not isinstance(classes, Iterable):
-            raise ConfigError(f"{self.name}: has no attribute classes, a list of names; set data.num_classes")
-        classes = [str(name) for name in classes]
-        sets: dict[str, Streamed] = {}
-        for name, dataset in made.items():
-            read = partial(self.read, dataset, len(classes))
-            read(0)
-            sets[name] = Streamed(read, torch.arange(len(dataset)), self.images, augment=name == "train")
-        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
-
-    def read(self, dataset: Any, classes: int, number: int) -> tuple[torch.Tensor, int]:
-        """Return a sample of a dataset whose labels are below `classes`: its image, uint8, resized, and its class."""
-        # The dataset may draw from these generators. torch's is seeded for this sample already (images.py).
-        key = int(torch.randint(2**32, ()))
-        np.random.seed(key)
-        random.seed(key)
-        try:
-            item = dataset[number]
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{self.name}: sample {number} cannot be read: {describe_error(error)}") from None
-        if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise ConfigError(f"{self.name}: sample {number} must be (image, label), got {type(item).__name__}")
-        image = as_image(item[0], self.images.channels, f"{self.name}: the image of sample {number}")
-        return resize(image, self.images.short_side), as_label(item[1], classes, f"{self.name}: the label of sample {number}")
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        require_no_transforms(dataset.tensors[0], name, images)
+        return InMemory(*dataset.tensors)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
+        raise ConfigError(f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
+    samples = Indexed(partial(read, dataset, name, images, classes), torch.arange(len(dataset)), seed, images, augment)
+    _ = samples.first
+    return samples
 
 
-def as_image(image: Any, channels: int, what: str) -> torch.Tensor:
-    """Return an image of a user's dataset as uint8 [channels, height, width]. `what` begins the message of a ConfigError."""
-    if isinstance(image, Image.Image):
-        return to_tensor(image, channels)
-    if not isinstance(image, torch.Tensor):
-        raise ConfigError(f"{what} must be a PIL image or a tensor, got {type(image).__name__}")
-    image = image.unsqueeze(0) if image.dim() == 2 else image
-    if image.dim() != 3 or len(image) not in (1, channels):
-        raise ConfigError(f"{what} must be [{channels}, height, width] (data.channels={channels}), got {list(image.shape)}")
-    if image.is_floating_point() and 0 <= image.min() <= image.max() <= 1:
-        image = (image * 255).round().to(torch.uint8)
-    if image.dtype != torch.uint8:
-        got = f"{image.dtype} from {image.min():.3g} to {image.max():.3g}"
-        raise ConfigError(f"{what} must be uint8 or a float in [0, 1], which data.mean and data.std normalise, got {got}")
-    return image.expand(channels, -1, -1)
+def read(
+    dataset: Any, name: str, images: ImageOptions | None, classes: int, number: int
+) -> tuple[torch.Tensor | Image.Image, torch.Tensor]:
+    """Return a sample of a map-style dataset. The arguments are as in `samples_of`.
 
-
-def as_label(label: Any, classes: int, what: str) -> int:
-    """Return a label of a user's dataset as an integer below `classes`. `what` begins the message of a ConfigError."""
+    Raises:
+        ConfigError: it cannot be read, is not a pair of tensors or numbers, or its target is no class.
+    """
     try:
-        value = int(label)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{what} must be an integer, got {label!r}") from None
-    if not 0 <= value < classes:
-        allowed = f"with {classes} classes it must be 0 to {classes - 1} (attribute classes, or data.num_classes)"
-        raise ConfigError(f"{what} is {value}; {allowed}")
-    return value
+        item = dataset[number]
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name}: sample {number} cannot be read: {describe_error(error)}") from None
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise ConfigError(f"{name}: sample {number} must be (input, target), got {type(item).__name__}")
+    inputs, target = item
+    try:
+        if not (images and isinstance(inputs, Image.Image)):
+            inputs = torch.as_tensor(inputs)
+            require_no_transforms(inputs, name, images)
+        target = torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kinds = " and ".join(type(each).__name__ for each in item)
+        also = ", or an image of Pillow as the input" if images else ""
+        raise ConfigError(f"{name}: sample {number} must be tensors, arrays or numbers{also}, got {kinds} ({error})") from None
+    if isinstance(inputs, Image.Image) and target.dim() > 1:
+        raise ConfigError(
+            f"{name}: the target of sample {number} is {list(target.shape)}, but would not be resized with its "
+            "image of Pillow. Return both as tensors of one size"
+        )
+    is_number = not target.dim() and not target.is_floating_point()
+    if classes and is_number and not 0 <= int(target) < classes:
+        raise ConfigError(
+            f"{name}: the target of sample {number} is {int(target)}; with {classes} classes it must be 0 to {classes - 1} "
+            "(attribute classes, or data.num_classes)"
+        )
+    return inputs, target
+
+
+def require_no_transforms(inputs: torch.Tensor, name: str, images: ImageOptions | None) -> None:
+    """Raise a ConfigError if inputs that are tensors should be augmented like images of Pillow."""
+    if images and images.augments:
+        raise ConfigError(
+            f"{name}: data.crop_scale, data.randaugment and data.erasing are for images of Pillow, but its inputs are "
+            f"tensors of {inputs.dtype}. Use null, null and 0, or return images of Pillow"
+        )

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import Batch
+from ddp_lab.data.batch import Batch, real_samples
 from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
-from ddp_lab.data.tensors import samples_of
+from ddp_lab.data.sources import samples_of
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.speed.options import DATA_SHARE
 from ddp_lab.strategies.base import Strategy
@@ -114,7 +114,7 @@ class LocalBatches:
         try:
             for inputs, targets, count in loader:
                 samples += count
-                real = self.strategy.real(count)
+                real = real_samples(count, self.strategy.dp_rank, self.strategy.dp_size)
                 self.handed = Handed(epoch, samples, real, len(inputs), count)
                 yield inputs[:real], targets[:real]
         finally:

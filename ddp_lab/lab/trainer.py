@@ -25,7 +25,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import FitSettings, Hooks, Parts, fit
 from ddp_lab.training.metrics import evaluate
-from ddp_lab.training.optimizer import param_groups, require_support
+from ddp_lab.training.optimizer import param_groups
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step, StepOptions, TrainStep
 
@@ -276,7 +276,6 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
         optimizer = make(param_groups(strategy.parameters(), recipe.decay_norms_and_biases))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: {describe_error(error)}") from None
-    require_support(optimizer, strategy, f"optimizer={type(optimizer).__name__}")
     return configure_optimizer(optimizer, recipe.performance, strategy.device)
 
 

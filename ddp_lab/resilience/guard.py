@@ -36,8 +36,9 @@ class GuardSettings:
 class Guard(Hooks):
     """The hooks of the training loop that save checkpoints, compare replicas and stop the run.
 
-    All ranks make the same decision to stop. Methods then raise Preempted if a rank received a signal to stop, or TrainingError
-    if a loss or a weight is not finite, the replicas differ, or a checkpoint could not be written.
+    All ranks make the same decision to stop. The methods then raise Preempted on all ranks if a rank received a signal to stop,
+    while a checkpoint of this step is being written, or TrainingError if a loss or a weight is not finite, the replicas differ,
+    or a checkpoint could not be written.
 
     Args:
         decisions: begun for the steps of this launch.
@@ -73,9 +74,6 @@ class Guard(Hooks):
         Args:
             progress: the progress after the step, but with the sums at the start of the epoch or of this launch.
             here: returns `progress` with the current sums. Collective; waits for the device.
-
-        Raises:
-            Preempted, TrainingError: on all ranks.
         """
         if self.decisions.due(progress.step) and self._must_leave(progress.step, progress):
             self.save(here())
@@ -89,9 +87,6 @@ class Guard(Hooks):
         """Yield the batches of an evaluation and check for a preemption after each one.
 
         A preemption therefore does not wait for the end of a long evaluation; the next launch repeats the evaluation.
-
-        Raises:
-            Preempted, TrainingError: on all ranks.
         """
         for number, batch in enumerate(self.batches("evaluating", loader, progress), progress.step + done + 1):
             yield batch
@@ -103,19 +98,12 @@ class Guard(Hooks):
 
         Args:
             progress: the progress after the last step, with the sums of the epoch.
-
-        Raises:
-            Preempted, TrainingError: on all ranks.
         """
         if self._must_leave(progress.step, progress):
             self.save(progress)
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
-        """Save a checkpoint after an evaluation if one is due or the best. `progress` is at the beginning of the next epoch.
-
-        Raises:
-            Preempted, TrainingError: on all ranks.
-        """
+        """Save a checkpoint after an evaluation if one is due or the best. `progress` is at the beginning of the next epoch."""
         due = last or (progress.epoch - 1) % self.settings.every_epochs == 0
         if due or progress.is_best(self.checkpoints.best):
             self.save(progress)
@@ -123,11 +111,7 @@ class Guard(Hooks):
             self.check(progress)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            TrainingError: the checkpoint could not be written; on all ranks.
-        """
+        """Wait until the last checkpoint is written."""
         self.watchdog.at("finishing")
         self.checkpoints.wait()
         self._must_leave(self.progress.step, self.progress)
@@ -137,9 +121,6 @@ class Guard(Hooks):
 
         Args:
             progress: the progress in the checkpoint.
-
-        Raises:
-            Preempted, TrainingError: on all ranks. If it is Preempted, the checkpoint is being written.
         """
         # Weights that are not finite must not be saved.
         weights = [local(tensor) for tensor in self.strategy.module.state_dict().values()]

@@ -10,12 +10,11 @@ from omegaconf import DictConfig
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.data.folder import listed
 from ddp_lab.launchers.preflight import Finding, check_network, check_shared
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
-from ddp_lab.run.job import Job, build, check_optimizer
+from ddp_lab.run.job import Job, build
 from ddp_lab.world.runtime import Runtime
 
 # By the set that a metric needs: how it is called, and what to use without it.
@@ -67,12 +66,8 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
         findings.append(Finding("warning", "strategy", text))
-    check_optimizer(cfg, job.strategy)
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         findings.append(check_shared(Path(cfg.runs_dir), runtime))
-    if skipped := job.dataset.skipped:
-        text = f"data.on_corrupt=skip: {len(skipped)} files cannot be decoded and are left out: {listed(skipped)}"
-        findings.append(Finding("warning", "dataset", text))
     if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
         runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
     return Checked(job, findings, source)

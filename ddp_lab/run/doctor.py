@@ -28,6 +28,8 @@ def diagnose(cfg: DictConfig, choose_batch: ChooseBatch) -> None:
         show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
         checked = check_and_build(cfg, runtime, choose_batch)
         job, findings = checked.job, checked.findings
+        if find_corrupt := job.dataset.find_corrupt:
+            runtime.agree("files", find_corrupt, per_node=True)
         writable = [check_shared(Path(cfg.runs_dir), runtime)] if runtime.nodes == 1 else []
         show([*findings, *writable, *describe(job)], runtime.rank == 0)
         show([finding for finding in findings if finding.level == "warning"], runtime.local_rank == 0 < runtime.rank)

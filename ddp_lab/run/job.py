@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -33,7 +32,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import FitSettings
-from ddp_lab.training.optimizer import MakeOptimizer, require_support, state_copies
+from ddp_lab.training.optimizer import MakeOptimizer, state_copies
 from ddp_lab.training.plan import Plan
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import build_shape, make_scheduler
@@ -114,8 +113,8 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     """Return the dataset in host memory. Collective: the first rank of each machine downloads it if it is missing."""
     data = cfg.data
     source = make_source(cast("dict[str, Any]", OmegaConf.to_container(data, resolve=True)), cfg.seed)
-    prepared = runtime.agree("dataset", source.prepare, per_node=True)
-    dataset = hold_out(source.load() if prepared is None else source.load(prepared), data.val_fraction, data.val_seed)
+    runtime.agree("dataset", source.prepare, per_node=True)
+    dataset = hold_out(source.load(), data.val_fraction, data.val_seed)
     if dataset.digest:
         digests = runtime.collect("dataset", dataset.digest)
         runtime.agree("same dataset", lambda: check_same(digests or []))
@@ -234,12 +233,6 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)
     return {name: make(found, training if name == "train" else evaluated) for name, found in job.dataset.sets.items()}
-
-
-def check_optimizer(cfg: DictConfig, strategy: Strategy) -> None:
-    """Check that the optimizer can update what the strategy will hold. Call it after `arrange`."""
-    optimizer = instantiate(cfg.optimizer)([nn.Parameter(torch.zeros(1))])
-    require_support(optimizer, strategy, f"optimizer._target_={cfg.optimizer['_target_']}")
 
 
 def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:

@@ -2,16 +2,17 @@
 
 import csv
 import glob
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import torch
 from omegaconf import DictConfig
+from PIL import Image
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.images import SUFFIXES, ImageError, decode, evaluation_view, find_files
+from ddp_lab.data.images import SUFFIXES, ImageError, ImageOptions, decode, find_files
 from ddp_lab.data.loader import scale_and_offset
 from ddp_lab.data.sources import image_options
 from ddp_lab.run.trained import TrainedRun
@@ -56,9 +57,8 @@ class Predictor:
     def __init__(self, run: TrainedRun, runtime: Runtime, top: int):
         shape, data, self.classes = run.data.shape, run.cfg.data, run.data.classes
         self.model, self.runtime = run.model.to(runtime.device), runtime
-        self.channels, self.image_size = shape["in_channels"], shape["image_size"]
         self.top = min(top, len(self.classes))
-        self.short_side = short_side(data, self.image_size)
+        self.transform = transform(data, shape["in_channels"], shape["image_size"])
         self.scale, self.offset = scale_and_offset(data.mean, data.std, runtime.device)
 
     def run(self, paths: list[str], batch_size: int) -> tuple[list[Prediction], list[str]]:
@@ -77,7 +77,7 @@ class Predictor:
 
     def _view(self, path: str) -> torch.Tensor | ImageError:
         try:
-            return evaluation_view(decode(path, self.channels), self.short_side, self.image_size)
+            return self.transform(decode(path))
         except ImageError as error:
             return error
 
@@ -91,13 +91,15 @@ class Predictor:
         return [Prediction(path, [self.classes[i] for i in numbers], values) for path, numbers, values in rows]
 
 
-def short_side(data: DictConfig, image_size: int) -> int:
-    """Return the length to which the shorter side of an image is resized before the crop of its centre.
+def transform(data: DictConfig, channels: int, image_size: int) -> Callable[[Image.Image], torch.Tensor]:
+    """Return the transform of images to samples of the size that the model was trained with.
 
-    Datasets that are held in memory have no such option: other images are resized to the size of theirs.
+    Where a dataset consists of tensors, which have that size already, the shorter side of other images is resized to it.
     """
-    images = image_options(data, seed=0)  # evaluation has no randomness
-    return image_size if images is None else images.short_side
+    images = image_options(data)
+    if images is None or (images.channels, images.image_size) != (channels, image_size):
+        images = ImageOptions(channels, image_size, resize=image_size)
+    return images.view(augment=False)
 
 
 def write_table(file: TextIO, predictions: list[Prediction]) -> None:

@@ -13,7 +13,7 @@ from ddp_lab.launchers.preflight import warn
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result
-from ddp_lab.observe.profiler import NEEDED, Profiled
+from ddp_lab.observe.profiler import Profiled
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
@@ -107,9 +107,7 @@ def train_guarded(
     if cfg.inject:
         trainer.train_step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
     profile = None
-    if cfg.profile and steps_left < NEEDED:
-        log.info(f"profile=true: disabled: {steps_left} steps are left, but the profiler needs {NEEDED}")
-    elif cfg.profile:
+    if cfg.profile:
         graph, folder = isinstance(step, GraphStep), run_dir.path / "profile"
         trainer.train_step = profile = Profiled(trainer.train_step, runtime, logger, folder, graph, job.strategy.bubble)
     every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)

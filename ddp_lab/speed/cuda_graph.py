@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.data.batch import Batch, BatchSize
+from ddp_lab.data.batch import Batch, BatchSize, real_samples
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.training.optimizer import state_tensors
 from ddp_lab.training.step import Step
@@ -151,8 +151,8 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         accumulate = step.options.accumulate
         with step.strategy.no_sync():
             first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
-            real = min(step.strategy.real(count), len(first[0]))
-            step.strategy.add_gradient(*first, real, step.strategy.divisor(count))
+            real = min(real_samples(count, step.strategy.dp_rank, step.strategy.dp_size), len(first[0]))
+            step.strategy.add_gradient(*first, real, count)
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())

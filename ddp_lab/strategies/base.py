@@ -83,7 +83,6 @@ class Strategy(SavedState, ABC):
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
-    has_dtensors: bool = False  # parameters become DTensors; known after `partition`
 
     input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`
     input_dtype: torch.dtype | None = None  # None: torch's default
@@ -181,7 +180,7 @@ class Strategy(SavedState, ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
-        known, left = self.task.per_sample is not None, self.real(count)
+        known, left = self.task.per_sample is not None, real_samples(count, self.dp_rank, self.dp_size)
         micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
             real = min(left, len(own))
@@ -190,7 +189,8 @@ class Strategy(SavedState, ABC):
             # their number must be the same on every rank.
             kept = slice(real if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
-        divisor = self.divisor(count)
+        # Summed over micro-batches and replicas, or averaged over replicas, the gradients are then those of the GLOBAL mean.
+        divisor = count / self.dp_size if self.averages else count
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
@@ -201,14 +201,10 @@ class Strategy(SavedState, ABC):
             own = sums.new_tensor(float(self.task.per_sample is not False))
             self.task.per_sample = bool(self.runtime.all_reduce(own, dist.ReduceOp.MIN))
         if not self.task.per_sample:
-            self.divide_by_weight(sums[-1], count)
+            self._divide_by_weight(sums[-1], count)
         return sums
 
-    def real(self, count: int) -> int:
-        """Return how many samples of this rank's local batch are no padding; `count` is the size of the GLOBAL batch."""
-        return real_samples(count, self.dp_rank, self.dp_size)
-
-    def divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
+    def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
         """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.
 
         The weights are known only after the forward passes: of ignored pixels and padded tokens they are 0.
@@ -222,13 +218,6 @@ class Strategy(SavedState, ABC):
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 gradient.mul_(scale.to(gradient))
-
-    def divisor(self, count: int) -> float:
-        """Return what the summed losses are divided by; `count` is the size of the GLOBAL batch.
-
-        Summed over micro-batches and replicas, or averaged over replicas, the gradients are then those of the GLOBAL mean.
-        """
-        return count / self.dp_size if self.averages else count
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""

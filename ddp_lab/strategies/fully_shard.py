@@ -25,7 +25,7 @@ class FullyShard(Strategy):
         batch_norm, checkpoint_activations: as described by the strategies.
     """
 
-    has_dtensors = compiled_by_block = True
+    compiled_by_block = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing):

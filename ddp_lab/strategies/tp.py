@@ -137,7 +137,6 @@ class TP(Strategy):
             lambda name: name if name.rpartition(".")[0] in self.layers else None,
             "would be another one if it is sharded",
         )
-        self.has_dtensors = bool(self.layers)
         if indivisible := [name for name, layer in self.layers.items() if layer.weight.size(0) % size]:
             sizes = ", ".join(f"the {self.layers[name].weight.size(0)} channels or units of {name}" for name in indivisible)
             plan = " ".join(f"++strategy.plan.{name}=replicate" for name in dict.fromkeys(n.split(".")[0] for n in indivisible))

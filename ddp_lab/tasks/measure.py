@@ -33,7 +33,7 @@ def measure(
     Args:
         outputs, targets: of a micro-batch, [b, ...], with padding at the end.
         real: number of samples without padding.
-        divisor: `Strategy.divisor`.
+        divisor: size of the GLOBAL batch; where gradients are averaged over replicas, divided by their number.
     """
     outputs, targets = in_float32(outputs[:real]), targets[:real]
     loss_sum, weight = task.loss_sum(outputs, targets)

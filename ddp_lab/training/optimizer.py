@@ -4,7 +4,6 @@ torch's fused SGD does not support DTensors, and a learning rate on the device, 
 Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,16 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Rprop
+from torch.optim import SGD, Adam, AdamW
 
 from ddp_lab.config.build import for_cpu
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
-UNSUPPORTED = (Adafactor, Rprop)  # fail on DTensors in their first step (torch 2.14); all others of torch.optim do not
 
 
 def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
@@ -41,26 +37,6 @@ def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: boo
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() <= 1]
     return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
-
-
-def require_support(optimizer: torch.optim.Optimizer, strategy: Strategy, key: str) -> None:
-    """Check that the optimizer can update what a strategy will hold.
-
-    Args:
-        optimizer: of any parameters.
-        strategy: after `partition`.
-        key: key and value of the config that chose the optimizer, for the message.
-
-    Raises:
-        ConfigError: it would fail in the first step.
-    """
-    step = inspect.unwrap(type(optimizer).step)  # a subclass may have another one
-    if strategy.has_dtensors and step in [inspect.unwrap(kind.step) for kind in UNSUPPORTED]:
-        raise ConfigError(
-            f"{key}: cannot update DTensors, as strategy={strategy.name} has them: torch's {step.__qualname__} does not "
-            "support them. Use another optimizer, for example torch.optim.AdamW, or a strategy without DTensors, for "
-            "example ddp"
-        )
 
 
 def has_shards(optimizer: torch.optim.Optimizer) -> bool:

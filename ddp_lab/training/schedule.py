@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.config.types import Fraction, Positive
+from ddp_lab.config.types import Positive
 
 
 def constant(progress: float) -> float:
@@ -36,23 +36,6 @@ def multi_step(epoch: float, milestones: list[Positive], gamma: Positive) -> flo
         gamma: factor of the learning rate at each milestone.
     """
     return gamma ** sum(epoch >= milestone for milestone in milestones)
-
-
-def one_cycle(progress: float, pct_start: Fraction, div_factor: Positive, final_div_factor: Positive) -> float:
-    """Return a factor that rises to 1 and falls again, along half cosines (Smith and Topin 2018, arXiv:1708.07120).
-
-    It is that of torch's OneCycleLR without its cycle of the momentum, which stays constant. optimizer.lr is the peak.
-
-    Args:
-        pct_start: fraction of the run in which the learning rate rises.
-        div_factor: the learning rate starts at optimizer.lr / div_factor.
-        final_div_factor: the learning rate ends at that of the start / final_div_factor.
-    """
-    start = 1 / div_factor
-    if progress < pct_start:
-        return start + (1 - start) * (1 - cosine(progress / pct_start))
-    end = start / final_div_factor
-    return end + (1 - end) * cosine((progress - pct_start) / (1 - pct_start))
 
 
 def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:

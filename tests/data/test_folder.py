@@ -1,16 +1,12 @@
 """`data=folder`: which files it finds, how it reads them, and that any world, workers and resume get the same images."""
 
 import hashlib
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from configs import config
@@ -18,13 +14,12 @@ from image_folders import write_folder
 from launches import ROOT
 from torchvision.transforms import v2
 
-from ddp_lab.config.errors import ConfigError, NodeError, SampleError
-from ddp_lab.data import cache as cache_module
+from ddp_lab.commands import doctor
+from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.augment import draw_offsets
-from ddp_lab.data.cache import Pictures, build_record
 from ddp_lab.data.dataset import Dataset, is_held_out
 from ddp_lab.data.folder import find_images
-from ddp_lab.data.images import ImageOptions, decode, evaluation_view, resize
+from ddp_lab.data.images import decode, to_tensor
 from ddp_lab.data.loader import LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.run.job import LOADERS, load_dataset
@@ -46,8 +41,8 @@ def dataset(root: Path, *overrides: str) -> Dataset:
 
 def names(found) -> list[str]:
     """Return the names of the files of a set."""
-    pictures, _ = found.read.args
-    return [os.fsdecode(pictures.names[number]) for number in found.numbers.tolist()]
+    _, packed, _ = found.read.args
+    return [os.fsdecode(packed[number]) for number in found.numbers.tolist()]
 
 
 def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
@@ -66,11 +61,6 @@ def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
     assert sorted(names(found.train) + names(found.val)) == wanted
 
 
-def break_file(root: Path) -> None:
-    path = sorted(root.glob("train/class 1/*.png"))[0]
-    path.write_bytes(path.read_bytes()[:100])
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -79,8 +69,6 @@ def break_file(root: Path) -> None:
         (lambda root: (root / "test" / "class 0").mkdir(parents=True), r"no image in test; expected .* Remove the folder, or"),
         (lambda root: (root / "val" / "new").mkdir(), r"train and val must have the same classes, but new is in val only"),
         (lambda root: (root / "val").rename(root / "Valid"), r"the folder Valid would not be used. Rename it to val, or move"),
-        (lambda root: (root / "val" / "class 0" / "a.png").symlink_to("a.png"), r"1 of 17 files cannot be decoded: .*/a.png: "),
-        (break_file, r"1 of 16 files cannot be decoded: .*class 1/.*png: cannot be decoded .*use data.on_corrupt=skip"),
         ("data.resize=20", r"data.resize=20: must be at least data.image_size=24"),
         ("data.crop_scale=[0.5]", r"data.crop_scale=\[0.5\]: must be null or the smallest and the largest area"),
         ("data.crop_scale=[0.5,2.0]", r"data.crop_scale=\[0.5, 2.0\]: must be null"),
@@ -95,17 +83,6 @@ def test_folders_and_options_that_cannot_be_used_are_refused(tmp_path, damage, m
         dataset(root, *overrides)
 
 
-def test_corrupt_files_are_left_out_the_same_with_and_without_a_cache(tmp_path):
-    root = write_folder(tmp_path, {"train": 12, "val": 4})
-    whole = names(dataset(root).train)
-    break_file(root)
-    plain, cached = (dataset(root, "data.on_corrupt=skip", f"data.cache={cache}") for cache in ("none", "disk"))
-    (corrupt,) = plain.skipped
-    assert names(plain.train) == names(cached.train) == [name for name in whole if name != corrupt]
-    assert (plain.digest, plain.skipped) == (cached.digest, cached.skipped)
-    assert all(same(cached.train.sample(0, i), plain.train.sample(0, i)) for i in range(plain.train.size))
-
-
 def same(one: tuple, other: tuple) -> bool:
     return torch.equal(one[0], other[0]) and one[1] == other[1]
 
@@ -117,7 +94,6 @@ def test_held_out_files_depend_on_their_name_and_the_seed_only(tmp_path):
     assert found.test is None
     assert 8 <= len(out) <= 35
     assert all(is_held_out(name.removeprefix("train/"), 0.25, 0) for name in out)
-    assert torch.equal(found.val.sample(3, 0)[0], evaluation_view(decode(root / out[0], 3), SHORT, SIZE))
     assert names(dataset(root, "data.val_fraction=0.25", "data.val_seed=1").val) != out
     for name in names(found.train)[::3]:
         (root / name).unlink()
@@ -151,19 +127,19 @@ def test_images_to_evaluate_with_are_the_centres(root, channels):
     assert found.model_shape() == shape | {"input_shape": [channels, SIZE, SIZE]}
     centre = v2.Compose([v2.Resize(SHORT, antialias=True), v2.CenterCrop(SIZE)])
     for index, name in enumerate(names(found.test)):
-        expected = centre(decode(root / name, channels))
+        expected = centre(to_tensor(decode(root / name), channels))
         assert same(found.test.sample(epoch=4, index=index), (expected, int(name.split("/")[1][-1])))
 
 
 def by_hand(root: Path, name: str, epoch: int, index: int) -> torch.Tensor:
     """Return a training image, computed with torchvision's own composition of the transforms."""
-    digest = hashlib.sha256(f"image seed=5 epoch={epoch} index={index}".encode()).digest()
+    digest = hashlib.sha256(f"sample seed=5 epoch={epoch} index={index}".encode()).digest()
     fill = [round(255 * value) for value in (0.485, 0.456, 0.406)]
-    crop = v2.RandomResizedCrop(SIZE, scale=(0.08, 1.0), antialias=True)
+    crop = [v2.Resize(SHORT, antialias=True), v2.RandomResizedCrop(SIZE, scale=(0.08, 1.0), antialias=True)]
     rest = [v2.ToPILImage(), v2.RandAugment(magnitude=9), v2.PILToTensor(), v2.RandomErasing(0.5, value=fill)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:4], "big"))
-        image = v2.Compose([crop, *rest])(resize(decode(root / name, 3), SHORT))
+        image = v2.Compose([*crop, *rest])(to_tensor(decode(root / name), 3))
     return image.flip(-1) if draw_offsets(53, 0, True, 5, epoch)[2, index] else image
 
 
@@ -201,11 +177,11 @@ def assert_epoch(loaders: list[WorkerLoader], epoch: int, start: int, expected) 
 
 
 @pytest.mark.parametrize(
-    ("size", "workers", "cache"),
-    [(1, 0, "none"), (3, 1, "none"), (2, 2, "disk")],
+    ("size", "workers"),
+    [(1, 0), (3, 1), (2, 2)],
 )
-def test_images_are_the_same_for_any_world_workers_cache_and_resume(root, expected, size, workers, cache):
-    found = dataset(root, f"data.cache={cache}").train
+def test_images_are_the_same_for_any_world_workers_and_resume(root, expected, size, workers):
+    found = dataset(root).train
     loaders = [loader(found, 12, rank, size, workers, shuffle=True, flip=True) for rank in range(size)]
     before = torch.get_rng_state()
     assert_epoch(loaders, 3, 24, expected)  # resumed after two steps
@@ -243,68 +219,19 @@ def test_what_cannot_be_loaded_is_reported(tmp_path):
     found = dataset(root)
     with pytest.raises(ConfigError, match=r"data.loader=device: is not supported by samples that are read one by one"):
         LOADERS["device"](found.train, LoaderOptions(4, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True))
-    os.truncate(root / names(found.test)[2], 50)  # after all files were examined
-    with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded"):
+    os.truncate(root / names(found.test)[2], 50)
+    with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded .*Remove it; `ddp-lab doctor`"):
         next(iter(loader(found.test, 4, shuffle=False)))
 
 
-FORK = multiprocessing.get_context("fork")
-
-
-def build(root: Path, cache: Path, key: str) -> None:
-    options = ImageOptions(0, 3, 24, 24, None, None, 0.0, [0.5])
-    build_record(cache / key, Pictures(root, np.array([os.fsencode(name) for name in find_images(root)]), options), keep=True)
-
-
-def build_slowly(root: Path, cache: Path) -> None:
-    """Build a record slowly, and count the images in a file."""
-
-    def decode_slowly(path, channels):
-        time.sleep(0.03)
-        with (cache / "count").open("a") as file:
-            file.write(".")
-        return decode(path, channels)
-
-    cache_module.decode = decode_slowly  # in this process only
-    build(root, cache, "key")
-
-
-def test_two_launches_build_one_record_and_remove_what_a_killed_build_left(tmp_path):
-    root, cache = write_folder(tmp_path / "images", {"train": 9}), tmp_path / "cache"
-    cache.mkdir()
-    count = cache / "count"
-    killed, *builders = [FORK.Process(target=build_slowly, args=(root, cache)) for _ in range(3)]
-    killed.start()
-    while not count.exists() or count.stat().st_size < 4:
-        time.sleep(0.01)
-    killed.kill()
-    killed.join(60)
-    assert not (cache / "key").exists()
-    assert (cache / "building").exists()
-    build(root, cache, "other")  # also a build of another record removes it
-    assert not (cache / "building").exists()
-    count.unlink()
-    for builder in builders:
-        builder.start()
-    for builder in builders:
-        builder.join(60)
-    assert [builder.exitcode for builder in builders] == [0, 0]
-    assert count.stat().st_size == 9
-    assert sorted(os.listdir(cache)) == ["count", "key", "lock", "other"]
-
-
-def test_cache_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
-    root, sizes = write_folder(tmp_path, {"train": 9, "val": 3}), SimpleNamespace(free=12 * 3 * SHORT**2)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: sizes)
-    monkeypatch.setattr(np, "save", full)
-    message = r"data.cache_dir=.*: cannot write .* \({}.*\)\. Free some space, or use a"
-    with pytest.raises(NodeError, match=message.format("No space left on device")):
-        dataset(root, "data.cache=disk")
-    sizes.free -= 1
-    with pytest.raises(NodeError, match=message.format(r"the resized images need at least 0.\d MiB, but 0.\d MiB are free")):
-        dataset(root, "data.cache=disk")
-    assert os.listdir(root / ".cache") == ["lock"]
+def test_doctor_names_all_files_that_cannot_be_decoded(command, tmp_path):
+    root = write_folder(tmp_path / "images", {"train": 4, "test": 4}, classes=1)
+    given = ["data=folder", f"data.root={root}", "data.image_size=16", "model=simple_cnn", "device=cpu", f"runs_dir={tmp_path}"]
+    code, output, errors = command(doctor.main, *given)
+    assert (code, "train 4, test 4 images of 3x16x16, 1 classes" in output) == (0, True), errors
+    os.truncate(root / "test" / "class 0" / "0002.webp", 50)
+    (root / "train" / "class 0" / "a.png").symlink_to("a.png")
+    code, output, errors = command(doctor.main, *given)
+    assert code == 2
+    assert "2 of 9 files cannot be decoded. Remove them: " in errors
+    assert all(f"/class 0/{name}: cannot be decoded" in errors for name in ("0002.webp", "a.png"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_lab.data.images import ImageError, decode
+from ddp_lab.data.images import ImageError, decode, to_tensor
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -22,7 +22,7 @@ def as_array(image: torch.Tensor) -> np.ndarray:
 def test_lossless_files_are_decoded_exactly(tmp_path, file):
     path = tmp_path / file
     picture().save(path, format="WEBP" if file == "a.webp" else "PNG", lossless=True)
-    image = decode(path, 3)
+    image = to_tensor(decode(path), 3)
     assert (image.dtype, image.shape) == (torch.uint8, (3, 20, 30))
     assert np.array_equal(as_array(image), PIXELS)
 
@@ -32,17 +32,17 @@ def test_lossless_files_are_decoded_exactly(tmp_path, file):
 def test_other_modes_are_converted_as_pillow_does(tmp_path, recwarn, mode, channels):
     picture(mode).save(tmp_path / "a.png", **({"transparency": bytes(range(256))} if mode == "P" else {}))
     expected = np.array(picture(mode).convert("RGB" if channels == 3 else "L")).reshape(20, 30, channels)
-    assert np.array_equal(as_array(decode(tmp_path / "a.png", channels)), expected)
+    assert np.array_equal(as_array(to_tensor(decode(tmp_path / "a.png"), channels)), expected)
     assert not recwarn.list
 
 
 def test_cmyk_jpeg_and_16_bit_grey_are_converted(tmp_path):
     Image.new("RGB", (16, 16), (200, 30, 60)).convert("CMYK").save(tmp_path / "a.jpg", quality=100)
-    assert decode(tmp_path / "a.jpg", 3).float().mean(dim=(1, 2)).tolist() == pytest.approx([200, 30, 60], abs=4)
+    assert to_tensor(decode(tmp_path / "a.jpg"), 3).float().mean(dim=(1, 2)).tolist() == pytest.approx([200, 30, 60], abs=4)
     values = np.arange(0, 65536, 128, dtype=np.uint16).reshape(16, 32)
     Image.fromarray(values).save(tmp_path / "a.png")
     for channels in (1, 3):
-        image = decode(tmp_path / "a.png", channels)
+        image = to_tensor(decode(tmp_path / "a.png"), channels)
         assert len(image) == channels
         assert all(np.array_equal(channel, values >> 8) for channel in image.numpy()), "the upper 8 bits count"
 
@@ -52,7 +52,7 @@ def test_exif_orientation_is_applied(tmp_path, orientation, turned):
     exif = Image.Exif()
     exif[0x0112] = orientation
     picture().save(tmp_path / "a.png", exif=exif)
-    assert np.array_equal(as_array(decode(tmp_path / "a.png", 3)), turned)
+    assert np.array_equal(as_array(to_tensor(decode(tmp_path / "a.png"), 3)), turned)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_truncated_file_or_file_that_is_no_image_is_named(tmp_path, content, rea
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ImageError, match=rf"{path}: cannot be decoded \({reason}"):
-        decode(path, 3)
+        decode(path)

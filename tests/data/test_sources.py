@@ -1,5 +1,6 @@
 """`data=own`: map-style datasets of users."""
 
+import own_datasets
 import pytest
 import torch
 from configs import config
@@ -7,7 +8,7 @@ from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.data.sources import check_same
 from ddp_lab.run.job import build, load_dataset
 from ddp_lab.world.runtime import Runtime
@@ -35,32 +36,46 @@ def test_random_numbers_of_a_dataset_depend_on_seed_epoch_and_index():
     assert torch.equal(val.sample(0, 3)[0], val.sample(0, 3)[0])
 
 
-def test_float_images_are_those_of_uint8_and_images_to_test_on_are_not_augmented():
-    numbers = "data.num_classes=2"
-    dataset, floats = (load("Tensors", f"+data.dataset.kind={kind}", numbers) for kind in ("uint8", "float"))
-    assert (dataset.train.size, dataset.val, dataset.test.size) == (6, None, 6)
-    one, other = dataset.test, floats.test
-    assert torch.equal(one.sample(0, 3)[0], other.sample(0, 3)[0])
-    assert torch.equal(one.sample(0, 3)[0], one.sample(7, 3)[0])
-    assert one.sample(0, 3)[1] == 1
+def test_tensors_stay_as_they_are_and_images_of_pillow_are_augmented_in_training_only():
+    masks = load("Masks")
+    image, mask = own_datasets.Masks("train")[5]
+    assert same(masks.train.sample(0, 5), (image, mask))
+    assert masks.train.forms == [((3, 8, 8), torch.float32), ((8, 8), torch.int64)]
+    dataset = load("Shapes", "data.erasing=1", "data.mean=[1.0]")
+    erased, whole = (each.sample(0, 0)[0] == 255 for each in (dataset.train, dataset.val))
+    assert erased.any()
+    assert not whole.any()
+    numbers = load("numbers")
+    assert isinstance(numbers.train, InMemory)
+    assert numbers.classes == []
+
+
+def same(one: tuple, other: tuple) -> bool:
+    return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
 @pytest.mark.parametrize(
     ("target", "overrides", "message"),
     [
-        ("Tensors", ["+data.dataset.kind=normalised"], r"must be uint8 or a float in \[0, 1\].*, got torch.float32 from -1 to"),
-        ("Tensors", ["+data.dataset.kind=int64"], r"image of sample 0 must be uint8 .*, got torch.int64 from 0 to 255"),
-        ("Tensors", ["+data.dataset.kind=wide"], r"must be \[3, height, width\] \(data.channels=3\), got \[1, 3, 30, 40\]"),
-        ("Tensors", ["+data.dataset.kind=array"], r"must be a PIL image or a tensor, got ndarray"),
-        ("Tensors", ["+data.dataset.label=2"], r"the label of sample 0 is 2; with 2 classes it must be 0 to 1"),
-        ("Words", [], r"own_datasets.Words: the label of sample 0 must be an integer, got 'cat'$"),
+        (
+            "Tensors",
+            ["data.crop_scale=[0.5,1]"],
+            r"data.crop_scale, .* are for images of Pillow, .* tensors of torch.uint8\. Use",
+        ),
+        ("numbers", ["data.erasing=0.5"], r"data.erasing are for images of Pillow, .* tensors of torch.float32\. Use"),
+        ("Tensors", ["+data.dataset.label=2"], r"the target of sample 0 is 2; with 2 classes it must be 0 to 1"),
+        ("Words", [], r"sample 0 must be tensors, arrays or numbers, or an image of Pillow as the input, got Tensor and str"),
+        (
+            "Outlines",
+            [],
+            r"the target of sample 0 is \[30, 40\], but would not be resized with its image of Pillow\. Return both",
+        ),
         (
             "Shapes",
             ["+data.dataset.size=0"],
             r"must be a map-style dataset, with __len__, __getitem__ and at least one sample$",
         ),
-        ("Tensors", ["data.num_classes=null"], r"has no attribute classes, a list of names; set data.num_classes"),
-        ("Single", [], r"sample 0 must be \(image, label\), got Tensor"),
+        ("Single", [], r"sample 0 must be \(input, target\), got Tensor"),
         ("Iterable", [], r"Iterable: must be a map-style dataset, with __len__, __getitem__ and at least one sample$"),
         ("NoSplit", [], r"must have a parameter split, which is train, data.val_split=val or data.test_split=None, or a"),
         ("Broken", [], r"cannot be constructed with split=train: OSError: no images \(own_datasets.py, line \d+\)$"),
@@ -83,7 +98,7 @@ def test_datasets_that_cannot_be_used_are_refused(target, overrides, message):
 def test_label_that_is_wrong_in_a_later_sample_is_named():
     """The error of a worker process is the message, without a traceback."""
     own = build(checked("Later", "data.num_classes=2", "data.num_workers=1"), Runtime("cpu")).loaders["test"]
-    with pytest.raises(SampleError, match=r"^data.dataset._target_=own_datasets.Later: the label of sample 4 is 5; .*$"):
+    with pytest.raises(SampleError, match=r"^data.dataset._target_=own_datasets.Later: the target of sample 4 is 5; .*$"):
         list(own)
 
 

@@ -66,7 +66,6 @@ LOCAL = [scratch(**NARROW), ddp(**NARROW)]  # BatchNorm normalises by the local 
 DECAYED = Case(Single, weight_decay=UNDECAYED["weight_decay"])
 EACH_OF_RECIPE = [
     *(Case(Single, **{key: value}) for key, value in RECIPE.items() if key not in UNDECAYED),
-    Case(Single, lr_schedule="one_cycle"),
     DECAYED,
 ]
 QUICK = [(row.case, int(size)) for row in MATRIX for size in row.quick]

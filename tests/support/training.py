@@ -28,23 +28,17 @@ from ddp_lab.run.job import Job, build
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.speed.options import AUTO
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.ddp import DDP
-from ddp_lab.strategies.fsdp import FSDP
-from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.sharding import local
 from ddp_lab.strategies.single import Single
-from ddp_lab.strategies.tp import TP
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import cosine, multi_step, one_cycle
+from ddp_lab.training.schedule import cosine, multi_step
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
 TEST_SAMPLES = 31
-# The cases with files take their images from each kind of cache, which must make no difference.
-CACHES = {Single: "none", DDP: "none", FSDP: "disk", Pipeline: "none", TP: "disk"}
 
 
 class Performance(NamedTuple):
@@ -224,7 +218,7 @@ def data_of(case: Case, root: str) -> dict[str, Any]:
     _, channels, image_size = MODELS[case.model]
     if case.files:
         transforms = {"resize": None, "crop_scale": [0.3, 1.0], "randaugment": 9, "erasing": 0.5, "num_classes": None}
-        dataset = target(Folder, root=root, on_corrupt="stop", cache=CACHES[case.strategy], cache_dir=None)
+        dataset = target(Folder, root=root, seed=SEED)
         # `single` reads without worker processes, which must make no difference.
         workers = int(case.strategy is not Single)
         return {"dataset": dataset, "channels": channels, "image_size": image_size, "num_workers": workers} | transforms
@@ -289,7 +283,6 @@ OPTIMIZERS = {
 SCHEDULES = {
     "cosine": target(cosine, _partial_=True),
     "multi_step": target(multi_step, milestones=[1.6], gamma=0.2, _partial_=True),
-    "one_cycle": target(one_cycle, pct_start=0.3, div_factor=5.0, final_div_factor=10.0, _partial_=True),
 }
 
 

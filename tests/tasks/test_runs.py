@@ -13,9 +13,9 @@ from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.tasks.tokens import Tokens
 
 SHORT = ["epochs=2", "device=cpu", "data.num_workers=0", "optimizer.lr=0.3"]
-MASKS = ["task=segmentation", "data=tensors", "data.dataset._target_=own_datasets.Masks", "data.num_classes=2"]
+MASKS = ["task=segmentation", "data=own", "data.dataset._target_=own_datasets.Masks", "data.num_classes=2"]
 MASKS += ["data.flip=true", "data.crop_padding=2", "batch_size=16", "model=own", "model._target_=own_models.segmenter"]
-NUMBERS = ["task=regression", "data=tensors", "data.dataset._target_=own_datasets.numbers", "batch_size=16"]
+NUMBERS = ["task=regression", "data=own", "data.dataset._target_=own_datasets.numbers", "batch_size=16"]
 NUMBERS += ["model=own", "model._target_=own_models.regressor"]
 TEXT = ["task=tokens", "data=text", "data.context=16", "model=gpt", "model.depth=2", "model.width=32", "batch_size=16"]
 STRATEGIES = {
@@ -115,14 +115,14 @@ def test_run_with_dropout_that_is_resumed_in_an_epoch_is_bitwise_the_same(ranks,
     [
         ("data=digits task=regression model=lenet", "the outputs must have the shape of the targets, [2], got [2, 10]"),
         (
-            "data=tensors data.dataset._target_=own_datasets.numbers model=own model._target_=own_models.regressor",
+            "data=own data.dataset._target_=own_datasets.numbers model=own model._target_=own_models.regressor",
             "needs a dataset with classes; set data.num_classes, or choose another task",
         ),
         ("data=text data.root=README.md model=gpt", "task=classification: needs a dataset with classes; use task=tokens"),
         ("data=digits task=regression loss=cross_entropy", "loss=cross_entropy: is for task=classification, got"),
         ("mixup=0.2 task=regression", "mixup=0.2, cutmix=0: are for task=classification"),
         (
-            "task=regression data=tensors data.dataset._target_=own_datasets.numbers data.flip=true model=own "
+            "task=regression data=own data.dataset._target_=own_datasets.numbers data.flip=true model=own "
             "model._target_=own_models.regressor",
             "data.crop_padding=0, data.flip=true: are for images",
         ),

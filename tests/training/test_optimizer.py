@@ -1,16 +1,13 @@
 """Optimizers' steps on the shards of DTensors."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.distributed as dist
-from launches import refusal_in_world
 from steps import make_step
 from torch import optim
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import run_world
 
-from ddp_lab.training.optimizer import match_strides, require_support, step_of
+from ddp_lab.training.optimizer import match_strides, step_of
 from ddp_lab.world.runtime import Runtime
 
 OPTIMIZERS = {
@@ -73,27 +70,6 @@ def test_other_optimizers_keep_their_own_step():
     for make in (torch.optim.RMSprop, type("Own", (torch.optim.SGD,), {})):
         optimizer = make([parameter], lr=0.1)
         assert step_of(optimizer) == optimizer.step
-
-
-def refusals(strategies: list[str]) -> list[tuple[object, str]]:
-    rest = "~optimizer.momentum ~optimizer.nesterov data=synthetic data.dataset.image_size=28 batch_size=8 device=cpu"
-    return [refusal_in_world(f"strategy={name} optimizer._target_=torch.optim.Adafactor {rest}") for name in strategies]
-
-
-def test_optimizers_that_do_not_support_shards_are_refused_before_the_group_opens():
-    strategies = ["fsdp", "mesh strategy.shard=2", "mesh strategy.pp=2", "tp strategy.tp=2"]
-    for strategy, one, other in zip(strategies, *run_world(2, refusals, strategies), strict=True):
-        assert (one[0], other[0]) == (2, 2)
-        assert one[1] + other[1] == (
-            "error: optimizer._target_=torch.optim.Adafactor: cannot update DTensors, as "
-            f"strategy={strategy.split()[0]} has them: torch's Adafactor.step does not support them. Use another optimizer, "
-            "for example torch.optim.AdamW, or a strategy without DTensors, for example ddp\n"
-        )
-
-
-def test_optimizer_with_a_step_of_its_own_is_not_refused():
-    own = type("Own", (torch.optim.Adafactor,), {"step": lambda self, closure=None: None})
-    require_support(own([torch.nn.Parameter(torch.ones(1))]), SimpleNamespace(has_dtensors=True), "")
 
 
 def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights():

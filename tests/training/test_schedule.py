@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.schedule import build_shape, make_scheduler, multi_step, one_cycle
+from ddp_lab.training.schedule import build_shape, make_scheduler, multi_step
 
 EPOCHS, STEPS = 6, 5  # steps per epoch
 
@@ -40,25 +40,6 @@ def test_milestones_count_the_epochs_of_the_warm_up():
     shape = partial(multi_step, milestones=[2, 2.4], gamma=0.5)
     seen = rates(make_scheduler(sgd(), shape, EPOCHS, STEPS, 4), 13)
     assert seen == pytest.approx([0.08, 0.16, 0.24, 0.32, *[0.4] * 6, 0.2, 0.2, 0.1])
-
-
-@pytest.mark.parametrize("pct", [0.3, 0.25])
-def test_one_cycle_has_the_rates_of_one_cycle_lr(pct):
-    """As under cosine, the end of the schedule is one step after the last: torch's schedule has one step more than the run."""
-    total = EPOCHS * STEPS
-    shape = partial(one_cycle, pct_start=pct, div_factor=20.0, final_div_factor=100.0)
-    theirs = OneCycleLR(
-        sgd(),
-        0.4,
-        total_steps=total + 1,
-        pct_start=(pct * total + 1) / (total + 1),
-        div_factor=20.0,
-        final_div_factor=100.0,
-        cycle_momentum=False,
-    )
-    seen = rates(make_scheduler(sgd(), shape, EPOCHS, STEPS, 0), total)
-    assert seen == pytest.approx(rates(theirs, total), rel=1e-9)
-    assert 0.39 < max(seen) <= 0.4
 
 
 def own(name: str, **options):
