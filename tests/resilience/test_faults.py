@@ -221,33 +221,23 @@ def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path):
     assert (progress["epoch"], progress["step"]) == (1, STEPS)
 
 
-def test_sigterm_to_all_processes_spares_the_loader_workers(tmp_path):
-    """A scheduler may send it to all processes of a launch. The ranks need batches until the step at which they stop."""
-    process = start(
-        "python train.py", *overrides(tmp_path, "mine", "epochs=100000", "data.loader=workers", "data.num_workers=2")
-    )
-    wait_for(tmp_path / "mine", 0, lambda record: record["step"] > 10)
-    os.killpg(process.pid, signal.SIGTERM)
-    code, output = finish(process, timeout=60)
-    assert code == 75, output
-    assert status(tmp_path / "mine")["status"] == "preempted"
-
-
-@pytest.mark.slow
-def test_sigterm_to_all_processes_spares_the_compilers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("override", ["data.num_workers=2", pytest.param("compile=true", marks=pytest.mark.slow)])
+def test_sigterm_to_all_processes_spares_loader_workers_and_compilers(override, tmp_path, monkeypatch):
+    """A scheduler may send it to all processes of a launch. The ranks need batches and kernels until they stop."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
-    process = start("python train.py", *overrides(tmp_path, "mine", "epochs=100000", "compile=true"))
-    wait_for(tmp_path / "mine", 0, lambda record: compiles_kernel(record["pid"]), 120)
+    process = start("python train.py", *overrides(tmp_path, "mine", "epochs=100000", "data.loader=workers", override))
+    busy = compiles_kernel if override == "compile=true" else lambda record: record["step"] > 10
+    wait_for(tmp_path / "mine", 0, busy, 120)
     os.killpg(process.pid, signal.SIGTERM)
     code, output = finish(process, timeout=200)
     assert code == 75, output
     assert status(tmp_path / "mine")["status"] == "preempted"
 
 
-def compiles_kernel(pid: int) -> bool:
-    """Return whether a child of one of the process's threads is a compiler of one of Inductor's kernels."""
+def compiles_kernel(record: dict) -> bool:
+    """Return whether a child of one of the rank's threads is a compiler of one of Inductor's kernels."""
     with contextlib.suppress(OSError):  # a thread or a child has ended meanwhile
-        children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
+        children = " ".join(file.read_text() for file in Path(f"/proc/{record['pid']}/task").glob("*/children")).split()
         return any(b".main.cpp" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
     return False
 

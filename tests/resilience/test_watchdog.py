@@ -2,20 +2,19 @@
 
 import json
 import os
-import signal
 import stat
 import subprocess
-import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import ROOT
 from torch.distributed import HashStore
 
 from ddp_lab.config.errors import ConfigError, SampleError
+from ddp_lab.resilience import heartbeats
 from ddp_lab.resilience.failure_report import describe
 from ddp_lab.resilience.heartbeats import NodeLink, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog
@@ -196,59 +195,17 @@ def test_exception_is_reported_with_its_remedy(error, end, tmp_path, table, caps
     assert type(error).__name__ in (tmp_path / "train.log").read_text()
 
 
-SERVER = """
-import os, signal, sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-RANK = """
-import sys, time
-from torch.distributed import TCPStore
-from ddp_lab.resilience import heartbeats
-from ddp_lab.world.process import Place
-from ddp_lab.world.runtime import Runtime
-from ddp_lab.world.store import CountedStore
-
-class Last:
-    def __del__(self):  # the finalization has come to sys.modules
-        print("finalizes", flush=True)
-        time.sleep(2)
-
-sys.modules["last"] = Last()
-heartbeats.PERIOD = heartbeats.STOP = 0.1
-runtime = Runtime("cpu", place=Place(0, 2, 0, 1, 0, 2))
-runtime._store = CountedStore(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
-heartbeats.NodeLink.prepare(runtime)
-table = heartbeats.Table(runtime)
-table.write(0, {"rank": 0, "step": 5, "waits": False, "doing": "training", "since": 0.0})
-table.remove_name()
-link = heartbeats.NodeLink(runtime, table)
-link.start()
-while not link.turns:
-    assert link.is_alive()
-    time.sleep(0.01)
-print("sends heartbeats", flush=True)
-input()
-link.stop()
-runtime.exit_if_abandoned(0)
-"""
-
-
-@pytest.mark.slow  # two interpreters that import torch
-def test_rank_that_ends_while_the_store_does_not_answer_is_not_aborted_when_it_does():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVER], **pipes) as server:
-        port = server.stdout.readline().strip()
-        with subprocess.Popen([sys.executable, "-c", RANK, port], cwd=ROOT, **pipes) as rank:
-            assert rank.stdout.readline() == "sends heartbeats\n"
-            os.kill(server.pid, signal.SIGSTOP)
-            os.waitpid(server.pid, os.WUNTRACED)  # until it is stopped
-            rank.stdin.write("\n")
-            rank.stdin.flush()
-            finalizes = rank.stdout.readline()  # empty if it has exited
-            os.kill(server.pid, signal.SIGCONT)
-            assert rank.wait(30) == 0
-            assert not finalizes
-        server.stdin.close()
+def test_rank_that_ends_while_the_store_does_not_answer_exits_at_once(nodes, monkeypatch):
+    """Without the interpreter's finalization, in which torch would abort the process when the store answers."""
+    link, answers, codes = nodes[0], threading.Event(), []
+    monkeypatch.setattr(heartbeats, "STOP", 0.1)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(link, "exchange", lambda store: answers.wait())
+    link.start()
+    link.stop()
+    link.runtime.exit_if_abandoned(75)
+    assert codes == [75]
+    answers.set()
+    link.join()
+    link.runtime.exit_if_abandoned(75)
+    assert codes == [75], "it ends normally if the store has answered"
