@@ -1,6 +1,9 @@
 """`advise --measure`: what short runs of train.py take."""
 
+import subprocess
+
 import pytest
+import warm
 
 from ddp_lab.advise import measure
 from ddp_lab.advise.advisor import Advisor
@@ -26,6 +29,7 @@ def advisor() -> Advisor:
 
 def test_short_runs_of_train_fill_in_images_per_second(advisor, monkeypatch, capsys):
     monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(subprocess, "Popen", warm.Warm)
     measure.measure(advisor, minutes=5)
     assert advisor.notes == []
     found = [row.measured for row in advisor.rows]
