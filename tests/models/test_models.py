@@ -168,14 +168,6 @@ def test_partition_cuts_resnet18_by_flops():
 
 
 @pytest.mark.parametrize(
-    ("starts", "parts"),
-    [(["fc2"], [range(0, 3), range(3, 4)]), (("conv2", "fc1"), [range(0, 1), range(1, 2), range(2, 4)])],
-)
-def test_partition_cuts_at_given_names(starts, parts):
-    assert Partition(lenet(1, 28, 10, None), len(parts), starts).parts == parts
-
-
-@pytest.mark.parametrize(
     ("stages", "starts", "message"),
     [
         (5, None, "the model cannot be cut into 5 stages: it has 4 blocks (conv1, conv2, fc1, fc2) and a stage needs"),

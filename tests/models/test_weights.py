@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from launches import OWN, main_in_world, only_run, read_metrics, refusal_in_world
+from launches import OWN, main_in_world, only_run, read_metrics
 from own_models import Plain
 from safetensors.torch import save_file
 from torch import nn
@@ -136,11 +136,3 @@ def test_run_begins_from_the_weights_and_resumes_without_them(tmp_path):
     (tmp_path / "net.pt").unlink()
     run("epochs=2")
     assert [record["epoch"] for record in read_metrics(folder)] == [1, 2]
-
-
-def test_missing_file_is_reported_once_and_nothing_is_written(tmp_path):
-    line = f"{' '.join(OWN)} model._target_=own_models.Plain model.weights={tmp_path}/no.pt runs_dir={tmp_path}/runs"
-    (code, printed), (other, silent) = run_world(2, refusal_in_world, f"{line} strategy=ddp")
-    assert (code, other, silent) == (2, 2, "")
-    assert f"error: model.weights={tmp_path}/no.pt: cannot be read on" in printed
-    assert not (tmp_path / "runs").exists()
