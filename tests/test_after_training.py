@@ -345,7 +345,7 @@ def test_commands_read_sharded_checkpoints(sharded, command, tmp_path):
     assert all(torch.equal(tensor, averages[name]) for name, tensor in exported.items())
 
 
-def test_merge_writes_a_whole_checkpoint(sharded, command, tmp_path):
+def test_merge_writes_a_full_checkpoint(sharded, command, tmp_path):
     code, output, errors = command(merge.main, sharded)
     assert (code, errors) == (0, "")
     merged = sharded / "step_00000010.pt"

@@ -303,16 +303,15 @@ FLAGS = {
     "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --output": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --force": AFTER + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
-    "merge --checkpoint": AFTER + "test_merge_writes_a_whole_checkpoint",
-    "merge --output": AFTER + "test_merge_writes_a_whole_checkpoint",
-    "merge --force": AFTER + "test_merge_writes_a_whole_checkpoint",
+    "merge --checkpoint": AFTER + "test_merge_writes_a_full_checkpoint",
+    "merge --output": AFTER + "test_merge_writes_a_full_checkpoint",
+    "merge --force": AFTER + "test_merge_writes_a_full_checkpoint",
     "train --config-dir": "tests/launchers/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
     "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
-    "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
-    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
-    "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
-    "advise --minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
+    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_page",
+    "advise --measure": "tests/advise/test_measure.py::test_command_recommends_the_fastest_that_was_measured",
+    "advise --minutes": "tests/advise/test_measure.py::test_command_recommends_the_fastest_that_was_measured",
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from launches import SMALL, launch
 from omegaconf import OmegaConf
 
-from ddp_lab.launchers.sweep import Job, job_return
+from ddp_lab.launchers.sweep import Job, job_return, lower_is_better
 
 # Its own requirements are outdated: it pins optuna below 3, and pip would take a pre-release of Hydra for it.
 PACKAGES = ["hydra-optuna-sweeper==1.3.0", "optuna>=4,<6", "alembic", "colorlog", "mako", "sqlalchemy"]
@@ -52,4 +52,8 @@ def test_jobs_of_a_sweep_return_the_metric_of_their_run_directory(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "val_loss": 2.0, "val_accuracy": 0.5, "test_accuracy": 0.25}\n')
     for optimize, value in (("auto", 2.0), ("val_accuracy", 0.5), ("test_accuracy", 0.25)):
         assert job_return(Job("job", ["seed=1"], tmp_path, 1, optimize, False)).return_value == value
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "val_mae": 2.0}\n{"epoch": 3, "val_mae": 1.0}\n{"epoch": 4, "val_mae": 3.0}\n')
+    cfg = OmegaConf.create({"task": {"_target_": "ddp_lab.tasks.Regression"}, "optimize": "val_mae"})
+    assert job_return(Job("job", [], tmp_path, 1, "val_mae", False, lower_is_better(cfg))).return_value == 1.0
     assert job_return(Job("job", ["seed=1"], tmp_path / "queued", 1, "auto", False)).return_value is None

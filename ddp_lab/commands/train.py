@@ -38,6 +38,7 @@ def train_rank(cfg: DictConfig) -> float | None:
     # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
     # most config errors.
     from ddp_lab.advise.fit import choose_batch
+    from ddp_lab.launchers.sweep import lower_is_better
     from ddp_lab.observe.metrics_file import objective
     from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
     from ddp_lab.run.train import train
@@ -51,4 +52,4 @@ def train_rank(cfg: DictConfig) -> float | None:
     runtime.exit_if_abandoned(code)
     if code:
         sys.exit(code)
-    return objective(run_dir / "metrics.jsonl", cfg.optimize)[1]  # for a Hydra sweeper
+    return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better(cfg))[1]  # for a Hydra sweeper

@@ -71,7 +71,7 @@ def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
 
 
 def check_optimizer(node: dict[str, Any]) -> None:
-    """Construct the optimizer and take a step with a single weight, to run its own checks.
+    """Construct the optimizer and take a step with a weight and a bias, to run its own checks.
 
     Args:
         node: The config group `optimizer`.
@@ -81,21 +81,14 @@ def check_optimizer(node: dict[str, Any]) -> None:
     """
     import torch  # takes 1.5 s, so it is imported after all checks that do not need it
 
-    make = build(node)
-    matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,)))
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,))]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
     try:
-        make([matrix])
+        for_cpu(build(node)(parameters)).step()
     except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
         given = ", ".join(f"{key}={value}" for key, value in node.items() if not key.startswith("_"))
-        raise ConfigError(f"optimizer: {describe_error(error)}; it was given {given}") from None
-    bias.grad = torch.zeros(1)
-    try:
-        for_cpu(make([bias])).step()
-    except Exception as error:
-        raise ConfigError(
-            f"optimizer._target_={node['_target_']}: cannot train a bias: {describe_error(error)}. Use an optimizer that takes "
-            "parameters of any shape with dense gradients, and whose step() needs no closure, such as torch.optim.AdamW"
-        ) from None
+        raise ConfigError(f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given {given}") from None
 
 
 def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> str:

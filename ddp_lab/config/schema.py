@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ddp_lab.config.types import (
     Allowed,
+    Best,
     Count,
     DeviceName,
     Fraction,
@@ -17,6 +18,7 @@ from ddp_lab.config.types import (
     Injection,
     NaturalNumber,
     NonNegative,
+    Optimize,
     Positive,
     Probability,
     Resume,
@@ -70,7 +72,7 @@ class CheckpointConfig(Keys):
     every_steps: Count | None
     at_steps: list[Count]
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")]
-    best: Literal["auto", "val_loss", "val_accuracy"] | None
+    best: Best | None
     on_error: Literal["stop", "continue"]
     format: Literal["auto", "full", "sharded"]
 
@@ -118,7 +120,7 @@ class RunConfig(Keys):
     on_nan: Literal["stop", "skip"]
     patience: Count | None
     evaluate_test: Literal["every_epoch", "end"]
-    optimize: Literal["auto", "val_loss", "val_accuracy", "test_accuracy"]
+    optimize: Optimize
     check_replicas: Count | None
     profile: bool
     inject: Injection | None

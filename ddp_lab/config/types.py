@@ -38,6 +38,8 @@ RunName = Annotated[
     Field(pattern=r"^[\w=,+-][\w.=,+-]*$"),
     Allowed("a plain directory name (letters, digits and . _ = , + -, not beginning with a dot)"),
 ]
+Best = Annotated[str, Field(pattern=r"^(auto|val_\w+)$"), Allowed("auto or a metric of the validation set, as val_loss")]
+Optimize = Annotated[str, Field(pattern=r"^(auto|(val|test)_\w+)$"), Allowed("auto, or a metric as val_loss or test_accuracy")]
 Injection = Annotated[
     str,
     Predicate(lambda value: parse_fault(value) is not None),

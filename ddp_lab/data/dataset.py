@@ -1,7 +1,5 @@
 """What a dataset is: a training set, what it is evaluated with, and the names of the classes."""
 
-import hashlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -132,7 +130,6 @@ class Dataset:
         train: what the weights are fitted to.
         test: what the result is measured with, and nothing is chosen by; None: there is no such set.
         val: what epochs, hyperparameters and weights are chosen by; None: there is no such set, and nothing is chosen.
-        names: returns the name of a training sample, by which it can be held out; None: its number is used.
         held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
         digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
         find_corrupt: decodes all files and raises a NodeError about those that cannot be decoded; None: there are no files.
@@ -142,7 +139,6 @@ class Dataset:
     test: Samples | None
     classes: list[str]
     val: Samples | None = None
-    names: Callable[[int], str] | None = None
     held_out: str = ""
     digest: str = ""
     find_corrupt: Callable[[], None] | None = None
@@ -200,13 +196,9 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
     key = f"data.val_fraction={fraction}"
     if dataset.val is not None:
         raise ConfigError(f"{key}: the dataset has a validation set already; use data.val_fraction=0, or remove its own")
-    size, names, held_out = dataset.train.size, dataset.names, f"{key} data.val_seed={seed}"
-    if names is None:
-        held_out += f" of {size:,} samples"  # the choice depends on their number, too
-        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-        chosen = order.argsort() < round(fraction * size)
-    else:
-        chosen = torch.tensor([is_held_out(names(index), fraction, seed) for index in range(size)], dtype=torch.bool)
+    size = dataset.train.size
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    chosen = order.argsort() < round(fraction * size)
     training, evaluated = (part.nonzero().flatten() for part in (~chosen, chosen))
     if not len(training) or not len(evaluated):
         raise ConfigError(
@@ -217,12 +209,5 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
         dataset,
         train=dataset.train.subset(training, augment=True),
         val=dataset.train.subset(evaluated, augment=False),
-        names=None,
-        held_out=held_out,
+        held_out=f"{key} data.val_seed={seed} of {size:,} samples",  # the choice depends on their number, too
     )
-
-
-def is_held_out(name: str, fraction: float, seed: int) -> bool:
-    """Return whether a file is held out: by a hash of its name, so a file stays where it is when others come or go."""
-    digest = hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64

@@ -62,7 +62,6 @@ class Folder:
             sets.get("test"),
             classes,
             sets.get("val"),
-            names=lambda index: names[splits["train"][index]].removeprefix("train/"),
             digest=hashlib.sha256(b"\0".join(packed.tolist())).hexdigest(),
             find_corrupt=partial(find_corrupt, self.root, names),
         )

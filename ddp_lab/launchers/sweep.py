@@ -34,6 +34,7 @@ class Job:
         run_dir: Its run directory, as this machine sees it.
         epochs: Number of epochs after which it is finished.
         optimize: The metric that the sweeper gets.
+        lower_is_better: Whether low values of it are good ones.
         one_process: Whether its strategy drives all devices from one process.
     """
 
@@ -43,6 +44,7 @@ class Job:
     epochs: int
     optimize: str
     one_process: bool
+    lower_is_better: bool = False
 
 
 class SweepLauncher(Launcher):
@@ -86,7 +88,9 @@ class SweepLauncher(Launcher):
             refuse_another(self.sweep_dir / name, cfg)
             overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
-            jobs.append(Job(name, self._config_dir() + overrides, self.sweep_dir / name, cfg.epochs, cfg.optimize, one_process))
+            lower = lower_is_better(cfg)
+            run_dir, arguments = self.sweep_dir / name, self._config_dir() + overrides
+            jobs.append(Job(name, arguments, run_dir, cfg.epochs, cfg.optimize, one_process, lower))
         return jobs
 
     def _config_dir(self) -> list[str]:
@@ -120,6 +124,11 @@ def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
         )
 
 
+def lower_is_better(cfg: DictConfig) -> bool:
+    """Return whether low values of the metric `optimize` are good ones, according to the task."""
+    return get_object(cfg.task["_target_"]).lower_is_better(cfg.optimize.partition("_")[2])
+
+
 def directory_name(overrides: Sequence[str]) -> str:
     """Return the overrides as the name of a directory, with a hash if characters had to be replaced or dropped."""
     plain = ",".join(overrides)
@@ -138,5 +147,5 @@ def is_finished(job: Job) -> bool:
 def job_return(job: Job) -> JobReturn:
     """Return the result that Hydra expects of every job, with the metric for its sweeper; None if the job did not run here."""
     made = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
-    _, made.return_value = objective(job.run_dir / "metrics.jsonl", job.optimize)
+    _, made.return_value = objective(job.run_dir / "metrics.jsonl", job.optimize, job.lower_is_better)
     return made

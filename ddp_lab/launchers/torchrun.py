@@ -156,7 +156,7 @@ def describe(job: Job, code: int | None) -> str:
     """Return a one-line summary of how a job ended."""
     status = read_json(job.run_dir / "status.json")
     metrics = job.run_dir / "metrics.jsonl"
-    name, value = objective(metrics, job.optimize)
+    name, value = objective(metrics, job.optimize, job.lower_is_better)
     if code == 0 and value is not None:
         rate = read_epochs(metrics)[-1]["samples_per_second"]
         return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"

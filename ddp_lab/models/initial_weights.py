@@ -77,14 +77,14 @@ class InitialWeights:
         """Return newly drawn parameters and buffers of a block, from torch's generator for the CPU."""
         block = copy.deepcopy(self.blocks[name]).to_empty(device="cpu")
         for tensor in tensors_of(block).values():
-            tensor.fill_(unset(tensor.dtype))
+            tensor.fill_(math.nan if is_real(tensor) else 0)
         for module in resettable(block, name):
             cast("Any", module).reset_parameters()
         for initialize in self.initializers:
             initialize(block)
         drawn = tensors_of(block)
         for key, tensor in drawn.items():
-            if has_unset(tensor):
+            if is_real(tensor) and tensor.isnan().any():
                 raise ConfigError(
                     f"{KEY}: reset_parameters does not set {name}.{key} completely. It must initialise all parameters and "
                     "buffers of its module, also those of the modules within; or use model.init=default"
@@ -92,17 +92,9 @@ class InitialWeights:
         return drawn
 
 
-def unset(dtype: torch.dtype) -> float:
-    """Return a value that no initial weight has: NaN, or the least integer; 0 for bool, which has none."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return math.nan
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def has_unset(tensor: torch.Tensor) -> bool:
-    """Return whether an element has the value that `unset` returns for its dtype, unless that is 0."""
-    mark = unset(tensor.dtype)
-    return bool(mark and (tensor.isnan() if math.isnan(mark) else tensor == mark).any())
+def is_real(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor may be NaN, which no initial weight is."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def resettable(module: nn.Module, path: str) -> Iterator[nn.Module]:

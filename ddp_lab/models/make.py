@@ -16,9 +16,8 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import KEY, InitialWeights
-from ddp_lab.models.torchvision_models import find_weights, from_torchvision, rename, torchvision_model
+from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial, freeze_unused
-from ddp_lab.models.vit import vit
 from ddp_lab.models.weights import match_weights, read
 from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
@@ -72,8 +71,6 @@ def make_model(
             state = rename(read(runtime.agree("weights", partial(find_weights, node["name"], weights), per_node=True)))
         else:
             state = read(weights)
-            if get_object(target) is vit:
-                state = from_torchvision(state)
         given, found = match_weights(model.state_dict(), state, shape.get("num_classes", 0), f"model.weights={weights}")
         notes += found
         if initial_weights is None:

@@ -191,7 +191,7 @@ def vit(
     """Return the network. It has no dropout.
 
     With `pool=token`, `patch_size=16` and the sizes of ViT-B it is torchvision's `vit_b_16`, of 86,567,656 parameters for 1000
-    classes, and loads its weights.
+    classes.
 
     Args:
         in_channels, image_size, num_classes: follow from the data.

@@ -68,23 +68,25 @@ def drop_rows(metrics: Path, epoch: int, step: int) -> None:
         rest.replace(metrics)
 
 
-def objective(metrics: Path, choice: str) -> tuple[str, float | None]:
+def objective(metrics: Path, choice: str, lower_is_better: bool = False) -> tuple[str, float | None]:
     """Return the result of a run for a sweeper: name and value of a metric, the best val_* or the last test_*.
 
     Args:
         metrics: the file.
         choice: the config's `optimize`.
+        lower_is_better: whether low values of this metric are good ones, as those of the loss always are.
 
     Returns:
         The value is None if no finite one was recorded.
     """
     rows = read_epochs(metrics)
     if choice == "auto":
-        choice = "val_loss" if rows and "val_loss" in rows[-1] else "test_accuracy"
+        last = rows[-1] if rows else {"test_accuracy": None}
+        choice = next((name for name in ("val_loss", "test_accuracy") if name in last), "test_loss")
     values = [row[choice] for row in rows if row.get(choice) is not None and math.isfinite(row[choice])]
     if not values or choice.startswith("test"):
         return choice, values[-1] if values else None
-    return choice, min(values) if choice == "val_loss" else max(values)
+    return choice, min(values) if lower_is_better or choice == "val_loss" else max(values)
 
 
 def kinds_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:

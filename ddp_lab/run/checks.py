@@ -15,12 +15,13 @@ from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import Job, build
+from ddp_lab.tasks.base import Task
 from ddp_lab.world.runtime import Runtime
 
 # By the set that a metric needs: how it is called, and what to use without it.
 NEEDED = {
     "val": ("validation", "data.val_fraction=0.1, or with data=folder a folder val/"),
-    "test": ("test", "val_loss or val_accuracy, or add a test set"),
+    "test": ("test", "val_loss, or add a test set"),
 }
 
 ChooseBatch = Callable[[DictConfig, Runtime, Path | None], str]
@@ -57,7 +58,7 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
     chosen = choose_batch(cfg, runtime, run_of(source) if source else None)
     job = build(cfg, runtime, with_weights=source is None)
     job.notes.extend([chosen] * bool(chosen))
-    check_selection(cfg, job.dataset)
+    check_selection(cfg, job.dataset, job.task)
     if cfg.profile:
         check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
     if source and (other := runtime.agree("data", partial(compare_data, run_of(source), job.dataset, resumes=True))):
@@ -73,15 +74,21 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
     return Checked(job, findings, source)
 
 
-def check_selection(cfg: DictConfig, dataset: Dataset) -> None:
-    """Check that the sets exist whose metrics are to choose the best checkpoint, the result of a sweep, and the last epoch.
+def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
+    """Check that the sets and metrics exist that choose the best checkpoint, the result of a sweep, and the last epoch.
 
     Raises:
         ConfigError: one does not.
     """
     wanted = {"checkpoint.best": cfg.checkpoint.best, "optimize": cfg.optimize, "patience": cfg.patience}
     for key, value in wanted.items():
-        name = "val" if key == "patience" and value else str(value).partition("_")[0]
+        name, _, metric = ("val", "", "") if key == "patience" and value else str(value).partition("_")
+        known = ["loss", *task.better]
+        if metric and metric not in known:
+            raise ConfigError(
+                f"{key}={value}: {type(task).__name__} has no such metric; allowed: "
+                f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others in its attribute `better`"
+            )
         if name in NEEDED and name not in dataset.sets:
             what, remedy = NEEDED[name]
             raise ConfigError(f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}")

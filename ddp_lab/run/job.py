@@ -195,7 +195,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         model=model,
         task=task,
         recipe=Recipe(batch_size, optimizer, scheduler, step, cfg.ema, decay, options),
-        fit_settings=FitSettings(cfg.epochs, cfg.patience, cfg.evaluate_test),
+        fit_settings=FitSettings(cfg.epochs, cfg.patience, cfg.evaluate_test, criterion(cfg, dataset) or "val_loss"),
         shapes=shapes,
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],

@@ -9,7 +9,7 @@ micro-batches or ranks would differ as soon as these hold different weights, for
 """
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -40,12 +40,15 @@ class Task(nn.Module):
 
     Attributes:
         running: names of the training metrics: sums over the steps, divided by the weights.
+        better: which values of its metrics are better, by name, so that `checkpoint.best=val_NAME` can choose by them. The
+            mean loss is always among them.
         pictures: whether the inputs, where they are images, are drawn with their targets and the outputs' largest logits.
         per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a batch is its size, which is
             known without communication; None: it is known after the first step.
     """
 
     running: ClassVar[tuple[str, ...]] = ()
+    better: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {}
     pictures: ClassVar[bool] = False
 
     def __init__(self, loss: LossFunction | None = None):
@@ -86,6 +89,11 @@ class Task(nn.Module):
         if isinstance(found, tuple):
             return (found[0] * found[1]).sum(), found[1].sum()
         return found.sum(), torch.full((), found.numel(), device=found.device)
+
+    @classmethod
+    def lower_is_better(cls, metric: str) -> bool:
+        """Return whether low values of a metric, for example loss, are good ones."""
+        return metric == "loss" or cls.better.get(metric) == "lower"
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         """Return the sums of the training metrics, each [], in the order of `running`."""

@@ -1,6 +1,7 @@
 """Classification: one of several classes for each sample."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ class Classification(Task):
     """
 
     running, pictures = ("accuracy",), True
+    better: ClassVar = {"accuracy": "higher", "top5_accuracy": "higher"}
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())

@@ -1,6 +1,7 @@
 """Multi-label classification: a sample has any number of labels."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ class MultiLabel(Task):
     """
 
     running = ("accuracy",)
+    better: ClassVar = {"accuracy": "higher", "f1_micro": "higher", "f1_macro": "higher"}
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_same_shape(outputs, targets)

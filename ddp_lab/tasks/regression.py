@@ -1,6 +1,7 @@
 """Regression: numbers as targets."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ from ddp_lab.tasks.base import Losses, Task, require_same_shape
 
 class Regression(Task):
     """Targets are numbers of the outputs' shape, [b, ...]. The loss is the squared error; metrics are MAE, RMSE and R2."""
+
+    better: ClassVar = {"mae": "lower", "rmse": "lower", "r2": "higher"}
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_same_shape(outputs, targets)

@@ -1,6 +1,7 @@
 """Semantic segmentation: a class for every pixel, some of which may be ignored."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ class Segmentation(Task):
         loss: as in `Task`.
         ignore: the target of pixels that do not count.
     """
+
+    better: ClassVar = {"accuracy": "higher", "mean_iou": "higher"}
 
     def __init__(self, loss: LossFunction | None = None, ignore: int = 255):
         super().__init__(loss)

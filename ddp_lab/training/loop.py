@@ -14,7 +14,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.metrics import Evaluation, evaluate, means, total
-from ddp_lab.training.progress import Progress
+from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.step import TrainStep
 
 
@@ -24,13 +24,15 @@ class FitSettings:
 
     Attributes:
         epochs: number of the last epoch.
-        patience: stop early after this many epochs in a row without a lower val_loss; None: never.
+        patience: stop early after this many epochs in a row without a better `criterion`; None: never.
         evaluate_test: after every epoch, or after the last one only.
+        criterion: a metric of the validation set.
     """
 
     epochs: int
     patience: int | None = None
     evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
+    criterion: Criterion = "val_loss"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
         progress = following
         hooks.end_epoch(progress, last=is_over(progress, parts.settings))
     if progress.epoch <= parts.settings.epochs:
-        log.info(f"stopped early: {no_lower_loss(progress)} (patience={parts.settings.patience})")
+        log.info(f"stopped early: {no_better(progress, parts.settings)} (patience={parts.settings.patience})")
     return progress
 
 
@@ -164,7 +166,8 @@ def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict
     loaders, settings = parts.loaders, parts.settings
     if "val" in loaders:
         evaluated["val"] = evaluate(parts.strategy, hooks.evaluating(loaders["val"], progress), parts.task)
-    following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {})
+    task = parts.task or parts.strategy.task
+    following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else None, task.lower_is_better)
     if "test" in loaders and (settings.evaluate_test == "every_epoch" or is_over(following, settings)):
         done = len(loaders["val"]) if evaluated else 0
         evaluated["test"] = evaluate(parts.strategy, hooks.evaluating(loaders["test"], progress, done), parts.task)
@@ -172,8 +175,13 @@ def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict
 
 
 def is_over(progress: Progress, settings: FitSettings) -> bool:
-    """Return whether all epochs are done, or the last `patience` epochs did not lower the val_loss."""
-    return progress.epoch > settings.epochs or (settings.patience is not None and progress.stalled >= settings.patience)
+    """Return whether all epochs are done, or the last `patience` epochs were not better than an earlier one."""
+    return progress.epoch > settings.epochs or has_stalled(progress, settings)
+
+
+def has_stalled(progress: Progress, settings: FitSettings) -> bool:
+    """Return whether the last `patience` epochs were not better than an earlier one."""
+    return settings.patience is not None and progress.stalled(settings.criterion) >= settings.patience
 
 
 def why_over(progress: Progress, settings: FitSettings) -> str:
@@ -182,12 +190,13 @@ def why_over(progress: Progress, settings: FitSettings) -> str:
     if progress.epoch > settings.epochs:
         reasons.append(f"{progress.epoch - 1} of epochs={settings.epochs} are done")
         raised.append("epochs")
-    if settings.patience is not None and progress.stalled >= settings.patience:
-        reasons.append(f"{no_lower_loss(progress)} (patience={settings.patience})")
-        raised.append(f"patience above {progress.stalled}")
+    if has_stalled(progress, settings):
+        reasons.append(f"{no_better(progress, settings)} (patience={settings.patience})")
+        raised.append(f"patience above {progress.stalled(settings.criterion)}")
     return f"{' and '.join(reasons)}; raise {' and '.join(raised)} to continue, or use another name"
 
 
-def no_lower_loss(progress: Progress) -> str:
-    """Return how many epochs did not lower the val_loss, for a message."""
-    return f"the last {progress.stalled} epochs had no val_loss below that of epoch {progress.best_epochs.get('val_loss', 0)}"
+def no_better(progress: Progress, settings: FitSettings) -> str:
+    """Return how many epochs were not better, for a message."""
+    name = settings.criterion
+    return f"the last {progress.stalled(name)} epochs had no better {name} than epoch {progress.best_epochs.get(name, 0)}"

@@ -1,11 +1,16 @@
 """The position of a run: what a checkpoint holds besides tensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-Criterion = Literal["val_loss", "val_accuracy"]  # the metric by which the best checkpoint is chosen
+Criterion = str  # the metric of the validation set by which the best checkpoint is chosen, for example val_loss
+
+
+def is_loss(metric: str) -> bool:
+    """Return whether a metric is the mean loss, the only one that every task has."""
+    return metric == "loss"
 
 
 @dataclass
@@ -19,9 +24,8 @@ class Progress:
         sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty at its beginning.
         seconds: duration of this epoch's steps so far.
         lr: learning rate of the last step.
-        best: lowest val_loss and highest val_accuracy (also top-5) so far, by name; empty without a validation set.
+        best: best value of each metric of the validation set so far, by name, for example val_loss; empty without such a set.
         best_epochs: their epochs.
-        stalled: epochs in a row without a lower val_loss.
     """
 
     epoch: int = 1
@@ -32,7 +36,6 @@ class Progress:
     lr: float = 0.0
     best: dict[str, float] = field(default_factory=dict[str, float])
     best_epochs: dict[str, int] = field(default_factory=dict[str, int])
-    stalled: int = 0
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Progress":
@@ -40,21 +43,32 @@ class Progress:
         known = {each.name for each in fields(cls)}
         return cls(**{key: value for key, value in saved.items() if key in known})
 
-    def next_epoch(self, validation: Mapping[str, float]) -> "Progress":
+    def next_epoch(
+        self, validation: Mapping[str, float] | None = None, lower_is_better: Callable[[str], bool] = is_loss
+    ) -> "Progress":
         """Return the position at the beginning of the next epoch.
 
         Args:
-            validation: the metrics val_* after the epoch that ends; empty without a validation set.
+            validation: the metrics val_* after the epoch that ends; None without a validation set.
+            lower_is_better: as `Task.lower_is_better`.
         """
+        validation = validation or {}
         following = replace(self, epoch=self.epoch + 1, samples=0, sums=[], seconds=0.0, lr=0.0)
         finite = all(map(math.isfinite, validation.values()))
-        better = {name: value for name, value in validation.items() if finite and self._is_better(name, value)}
+        better = {
+            name: value
+            for name, value in validation.items()
+            if finite and self._is_better(name, value, lower_is_better(name.removeprefix("val_")))
+        }
         following.best, following.best_epochs = self.best | better, self.best_epochs | dict.fromkeys(better, self.epoch)
-        following.stalled = 0 if "val_loss" in better or not validation else self.stalled + 1
         return following
 
-    def _is_better(self, name: str, value: float) -> bool:
-        return name not in self.best or (value < self.best[name] if name == "val_loss" else value > self.best[name])
+    def _is_better(self, name: str, value: float, lower: bool) -> bool:
+        return name not in self.best or (value < self.best[name] if lower else value > self.best[name])
+
+    def stalled(self, criterion: Criterion) -> int:
+        """Return how many epochs in a row were not better than an earlier one, by a metric."""
+        return self.epoch - 1 - self.best_epochs.get(criterion, 0)
 
     def is_best(self, criterion: Criterion | None) -> bool:
         """Return whether this is the end of the epoch that is the best so far."""

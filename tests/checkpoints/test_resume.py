@@ -36,7 +36,7 @@ def test_finished_run_is_not_changed(tmp_path):
     assert "nothing to do: 2 of epochs=2 are done; raise epochs to continue, or use another name" in log
 
 
-NOT_BELOW = "the last 3 epochs had no val_loss below that of epoch 3"
+NOT_BELOW = "the last 3 epochs had no better val_loss than epoch 3"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ NOT_BELOW = "the last 3 epochs had no val_loss below that of epoch 3"
     ],
 )
 def test_remedy_for_a_run_that_is_over_names_what_ended_it(epochs, patience, expected):
-    progress = Progress(epoch=7, best_epochs={"val_loss": 3}, stalled=3)
+    progress = Progress(epoch=7, best_epochs={"val_loss": 3})
     settings = FitSettings(epochs, patience)
     assert is_over(progress, settings)
     assert why_over(progress, settings).startswith(expected)

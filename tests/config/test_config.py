@@ -4,7 +4,6 @@ import pytest
 import torch
 from configs import CONF, config
 from omegaconf import DictConfig, OmegaConf
-from pydantic import ValidationError
 
 from ddp_lab.config.build import build
 from ddp_lab.config.check import check
@@ -85,7 +84,10 @@ def test_help_names_every_strategy():
         ("data.std=[0]", "data.std=[0]: must be a list, each a number above 0"),
         ("optimizer.lr=nan", "optimizer.lr=nan: must be a number above 0"),
         ("optimizer.momentum=1", "optimizer.momentum=1: must be a number from 0 to below 1"),
-        ("optimizer.nesterov=true optimizer.momentum=0", "optimizer: ValueError: Nesterov momentum requires a momentum"),
+        (
+            "optimizer.nesterov=true optimizer.momentum=0",
+            f"{OPTIMIZER}SGD: ValueError: Nesterov momentum requires a momentum",
+        ),
         (
             "strategy=scratch strategy.algorithm=magic",
             "strategy.algorithm=magic: must be star or per_tensor or flat or ",
@@ -116,16 +118,16 @@ def test_help_names_every_strategy():
         ("inject=crash", "inject=crash: must be of the form KIND@rank=R,step=S, KIND one of crash, raise,"),
         (
             "optimizer=adamw +optimizer.betas=[a,b]",
-            "optimizer: TypeError: '<=' not supported between instances of 'float' and 'str'; it was given lr=0.001, ",
+            f"{OPTIMIZER}AdamW: TypeError: '<=' not supported between instances of 'float' and 'str'; it was given lr=",
         ),
         (
             "optimizer=adamw +optimizer.foreach=true +optimizer.fused=true",
-            "optimizer: RuntimeError: `fused` and `foreach` cannot be `True` together; it was given lr=0.001, ",
+            f"{OPTIMIZER}AdamW: RuntimeError: `fused` and `foreach` cannot be `True` together; it was given lr=0.001, ",
         ),
         *(
             (
                 f"{OPTIMIZER}{name} ~optimizer.momentum ~optimizer.nesterov{more}",
-                f"{OPTIMIZER}{name}: cannot train a bias: {why}",
+                f"{OPTIMIZER}{name}: {why}",
             )
             for name, more, why in (
                 ("LBFGS", " ~optimizer.weight_decay", "TypeError: "),
@@ -158,16 +160,6 @@ def test_optimizer_without_a_fused_kernel_is_chosen_by_its_name():
         check(config(f"{OPTIMIZER}RMSprop", "~optimizer.nesterov", "optimizer.fused=true"))
 
 
-def test_check_returns_plain_frozen_values():
-    checked = check(config("timeout=30", "strategy=ddp", "data.mean=[0.5]"))
-    assert (checked.batch_size, checked.timeout, checked.data.mean, checked.checkpoint.keep) == (64, 30, [0.5], 2)
-    assert type(checked.strategy) is dict
-    assert checked.strategy["bucket_cap_mb"] == 25
-    assert build(checked.strategy, Runtime("cpu")).name == "ddp"
-    with pytest.raises(ValidationError, match="frozen"):
-        checked.epochs = 3
-
-
 def test_configuration_document_is_up_to_date():
     written = configuration.FILE.read_text()
     assert written == configuration.render(), "docs/configuration.md is out of date: run `python scripts/configuration.py`"
@@ -175,12 +167,6 @@ def test_configuration_document_is_up_to_date():
 
 def plan(world: int, replicas: int, *overrides: str) -> Plan:
     return plan_of(config(*overrides), world, replicas, 60000)
-
-
-def test_plan_describes_itself_in_one_line():
-    cfg = ("batch_size=256", "optimizer.lr=0.2")
-    assert str(plan(4, 4, *cfg)) == "4 ranks, global batch 256 = 4 x 64, 235 steps an epoch, lr 0.2"
-    assert str(plan(1, 1, *cfg)) == "1 rank, global batch 256 = 1 x 256, 235 steps an epoch, lr 0.2"
 
 
 @pytest.mark.parametrize(
@@ -197,27 +183,6 @@ def test_scaling_determines_global_batch_and_learning_rate(scaling, lr_scaling, 
     assert made.global_batch_size == batch
     assert made.lr == pytest.approx(lr)
     assert made.steps_per_epoch == -(-60000 // batch)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "overrides", "batch", "lr"),
-    [
-        (1, (), 256, 0.1),
-        (4, (), 1024, 0.4),
-        (2, ("scaling=strong", "batch_size=1024"), 1024, 0.4),
-    ],
-)
-def test_book_resnet18_has_the_book_batch_sizes_and_learning_rates(gpus, overrides, batch, lr):
-    made = plan(1, gpus, "experiment=book_resnet18", *overrides)
-    assert (made.global_batch_size, made.lr) == (batch, pytest.approx(lr))
-    cfg = config("experiment=book_resnet18", *overrides)
-    assert (cfg.epochs, cfg.optimizer.momentum, cfg.optimizer.weight_decay) == (10, 0, 0)
-    assert (cfg.model.init_std, cfg.data.mean, cfg.data.std) == (0.01, [0], [1])
-
-
-def test_lenet_has_the_book_initial_weights_only_in_its_experiments():
-    chosen = ([], ["experiment=book_lenet"], ["experiment=speed_lenet"], ["model.init_std=0.01"])
-    assert [config(*overrides).model.init_std for overrides in chosen] == [None, 0.01, 0.01, 0.01]
 
 
 @pytest.mark.parametrize(("batch", "advice"), [(2, "use 4, or"), (63, "use 60 or 64, or")])

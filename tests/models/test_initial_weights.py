@@ -51,11 +51,7 @@ def test_draw_depends_on_seed_and_name_only():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("lenet", {"init_std": None}),
-        ("resnet18", {"init_std": None}),
-        ("book_resnet18", {"init_std": 0.05}),
-    ],
+    [("lenet", {"init_std": None}), ("resnet18", {"init_std": None}), ("book_resnet18", {"init_std": 0.05})],
 )
 def test_weights_by_block_have_the_distribution_of_the_constructors(name, options):
     node = group(name, **options)
@@ -154,19 +150,17 @@ def test_models_that_cannot_be_drawn_by_block_are_refused(target, message):
     assert str(error.value).startswith(f"model.{message}")
 
 
-@pytest.mark.parametrize(("left_out", "dtype"), [("order", torch.int64), ("scale", torch.float32), ("scale", torch.complex64)])
-def test_tensors_that_reset_parameters_leaves_out_are_named(left_out, dtype):
+def test_tensors_that_reset_parameters_leaves_out_are_named():
     class Incomplete(Scaled):
         def reset_parameters(self):
-            kept = getattr(self, left_out).detach().clone()
+            kept = self.scale.detach().clone()
             super().reset_parameters()
             with torch.no_grad():
-                getattr(self, left_out)[1] = kept[1]
+                self.scale[1] = kept[1]
 
     with torch.device("meta"):
         module = Incomplete()
-        module.scale = nn.Parameter(torch.empty(10, dtype=dtype if left_out == "scale" else torch.float32))
-    with pytest.raises(ConfigError, match=rf"reset_parameters does not set a\.{left_out} completely"):
+    with pytest.raises(ConfigError, match=r"reset_parameters does not set a\.scale completely"):
         InitialWeights(Chain((1, 28, 28), a=module), 3).of("a")
 
 

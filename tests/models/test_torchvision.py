@@ -92,10 +92,10 @@ def test_options_of_the_constructor_are_passed():
 def test_units_of_fsdp_are_the_blocks_of_a_model():
     resnet, vit = on_meta("resnet18"), on_meta("vit_b_16")
     blocks = [block for layer in (resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4) for block in layer]
-    assert units(resnet, None) == [*blocks, resnet.conv1, resnet.bn1, resnet.fc]
-    assert units(vit, None) == [*vit.encoder.layers, vit.conv_proj, vit.encoder, vit.heads]
+    assert units(resnet) == [*blocks, resnet.conv1, resnet.bn1, resnet.fc]
+    assert units(vit) == [*vit.encoder.layers, vit.conv_proj, vit.encoder, vit.heads]
     mobile = on_meta("mobilenet_v3_small")
-    assert units(mobile, None) == [*mobile.features, mobile.classifier]
+    assert units(mobile) == [*mobile.features, mobile.classifier]
 
 
 def test_names_in_torchvision_files_are_adapted_and_auxiliary_classifiers_left_out():

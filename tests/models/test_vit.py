@@ -13,10 +13,9 @@ from torchvision.models import VisionTransformer
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import build_model, make_model
+from ddp_lab.models.make import build_model
 from ddp_lab.models.partition import Partition, trace
 from ddp_lab.models.vit import vit
-from ddp_lab.world.runtime import Runtime
 
 SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "drop_path": 0.0}
 
@@ -56,21 +55,26 @@ def test_default_model_has_tokens_of_28_pixel_images():
     assert trace(model)[1] == [(3, 28, 28), *[(16, 64)] * 5, (10,)]
 
 
+def in_our_order(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the weights of torchvision's VisionTransformer in the order of `vit`, whose query, key and value are separate."""
+    tensors = [state.pop(name) for name in ("class_token", "encoder.pos_embedding", "conv_proj.weight", "conv_proj.bias")]
+    for name, tensor in state.items():
+        if name.endswith("in_proj_weight"):
+            biases = state[name.replace("weight", "bias")]
+            tensors += [part for pair in zip(tensor.chunk(3), biases.chunk(3), strict=True) for part in pair]
+        elif not name.endswith("in_proj_bias"):
+            tensors.append(tensor)
+    return tensors
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("old_names", [False, True])
-def test_weights_of_torchvision_give_its_logits(old_names, tmp_path):
+def test_network_is_that_of_torchvision():
     torch.manual_seed(0)
     source, images = VisionTransformer(28, 7, 2, 4, 16, 32, num_classes=10).eval(), torch.randn(5, 3, 28, 28)
     for parameter in source.parameters():
         nn.init.normal_(parameter, std=0.3)
-    state = source.state_dict()
-    if old_names:  # those of torchvision's first files
-        state = {name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): value for name, value in state.items()}
-    torch.save(state, tmp_path / "vit.pt")
-    node = {"_target_": "ddp_lab.models.vit.vit", **SMALL, "pool": "token", "weights": f"{tmp_path}/vit.pt"}
-    shape = {"in_channels": 3, "image_size": 28, "num_classes": 10}
-    model, _, notes = make_model(node, shape, Runtime("cpu"), 0)
-    assert notes == [f"model.weights={tmp_path}/vit.pt: loaded"]
+    model = vit(3, 28, 10, **SMALL, pool="token")
+    model.load_state_dict(dict(zip(model.state_dict(), in_our_order(source.state_dict()), strict=True)))
     expected = source(images)
     assert expected.std() > 0.1
     torch.testing.assert_close(model.eval()(images), expected, atol=1e-5, rtol=1e-5)

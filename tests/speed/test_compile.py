@@ -79,22 +79,6 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
     assert ended.startswith("compiling the training step: the complete model: took ")
 
 
-@pytest.mark.parametrize(("fused", "compiled"), [(None, 2), (True, 0)])
-def test_optimizer_is_compiled_after_its_first_step_unless_it_is_fused(fused, compiled, monkeypatch):
-    """The first step creates the state, which would be compiled for itself."""
-    step, _ = make_step(fused=fused)
-    calls = []
-    monkeypatch.setattr(torch, "compile", lambda function: lambda: (calls.append(function), function()))
-    step.compile(lambda function: function)
-    for taken in range(3):
-        before = [parameter.detach().clone() for parameter in step.strategy.parameters()]
-        for parameter in step.strategy.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        step._optimize()
-        assert not any(map(torch.equal, before, step.strategy.parameters()))
-        assert len(calls) == (taken if compiled else 0)
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_compile_step_sets_inductor_options_and_pads_convolutions_on_gpus(device):
     given, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))

@@ -11,7 +11,6 @@ from ddp_lab.data.batch import BatchSize
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.speed import cuda_graph
 from ddp_lab.speed.cuda_graph import GraphStep
-from ddp_lab.speed.fastest import TIMED, measure
 from ddp_lab.training.step import Step
 
 
@@ -64,18 +63,6 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     torch.testing.assert_close(graph.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0)
     if step.ema:
         torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)
-
-
-def test_captured_step_is_measured_by_replays(modes, monkeypatch):
-    step, loader = make_step()
-    graph = GraphStep(step, loader)
-    graph.capture(nullcontext())
-    replays = []
-    for size, replayed in graph.graphs.items():
-        monkeypatch.setattr(replayed, "replay", lambda size=size: replays.append(size.size))
-    assert 0 < measure(step, graph, loader) < 10
-    assert replays == [24, 24, 12] * 2
-    assert len(replays) <= 2 * TIMED
 
 
 def test_fault_injects_nan_into_a_captured_step(modes, tmp_path):

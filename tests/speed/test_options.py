@@ -102,14 +102,11 @@ MASKS = "strategy.checkpoint_activations=block keeps the random generators' stat
     ],
 )
 def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reasons, monkeypatch):
+    without = options_on_gpu(monkeypatch, model=torch.nn.Linear(1, 1))
+    assert without.reasons["channels_last"] == "the model has no convolutions"
     options = options_on_gpu(monkeypatch, *overrides.split())
     assert {name: reason for name, reason in options.reasons.items() if reason and name != "loader"} == reasons
     assert values(options) == FASTEST | {name: OFF[name] for name in reasons}
-
-
-def test_model_without_convolutions_keeps_its_memory_format(monkeypatch):
-    reasons = options_on_gpu(monkeypatch, model=torch.nn.Linear(1, 1)).reasons
-    assert reasons["channels_last"] == "the model has no convolutions"
 
 
 def test_free_memory_is_the_smallest_of_all_ranks():

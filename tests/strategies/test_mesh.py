@@ -43,15 +43,9 @@ def strategy_of(runtime: Runtime, model: Chain, **changed) -> Mesh:
     ("ranks", "axes", "expected"),
     [
         (8, (None, 1, 2, 2), (2, 2, 1, 2)),
-        (8, (None, None, 2, 2), (2, 1, 2, 2)),
         (8, (4, 2, 1, 2), (2, 2, 2, 1)),
         (1, (None, None, 1, 1), (1, 1, 1, 1)),
         (2, (3, 1, 1, 1), "strategy.dp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is not equal to 3; use"),
-        (
-            8,
-            (2, 1, 2, 1),
-            "strategy.dp=2 strategy.tp=2: cannot lay 8 ranks on a mesh of pp x dp x tp, because 8 is not equal to 4",
-        ),
         (8, (None, 1, 3, 2), "divisible by 6; use sizes whose product divides 8, or start a multiple of 6 ranks"),
         (8, (None, 3, 2, 1), "strategy.shard=3: must divide the 4 ranks along dp; use 1 or 2 or 4, or null for all of them"),
     ],

@@ -40,6 +40,7 @@ ADDRESS = "DDP_LAB_TESTS_WARM"  # environment variable with the path of the serv
 MACHINE = "DDP_LAB_TESTS_MACHINE"  # the same with the id of a process whose namespaces a program enters
 NUMBER = struct.Struct("q")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+COLD = subprocess.Popen._execute_child
 
 
 class Request(NamedTuple):
@@ -79,7 +80,7 @@ class Warm(subprocess.Popen):
     """
 
     def _execute_child(self, *given: Any) -> None:
-        call = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
+        call = inspect.signature(COLD).bind(self, *given).arguments
         self.connection = ask(call, os.environ[ADDRESS])
         self.pid = receive(self.connection)
         close_pipes(self, call)
@@ -147,12 +148,11 @@ def fork_children() -> None:
         run(serve(listener))
     listener.close()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that this process becomes the parent of the forked programs
-    cold = subprocess.Popen._execute_child
 
     def execute_child(process: subprocess.Popen, *given: Any) -> None:
-        call = inspect.signature(cold).bind(process, *given).arguments
+        call = inspect.signature(COLD).bind(process, *given).arguments
         if program_of(call["args"]) is None:
-            return cold(process, *given)
+            return COLD(process, *given)
         with ask(call, address, owner) as connection:
             process.pid = receive(connection)
         close_pipes(process, call)

@@ -42,6 +42,9 @@ def trained(folder: str) -> Path:
         for name, epochs in (("single", 3), ("long", 40)) if size == 1 else (("pipeline", 3),):
             options = ["optimizer=adamw", "optimizer.lr=0.005", f"epochs={epochs}", *chosen.get(name, [])]
             runs.append([*SHORT, *TEXT, *options, f"data.root={text}", f"runs_dir={folder}", f"name=text-{name}"])
+        if size == 1:
+            choose = ["checkpoint.best=val_mae", "patience=2", "epochs=3", "optimizer.lr=0.01"]
+            runs.append([*SHORT, *NUMBERS, *choose, f"runs_dir={folder}", "name=numbers"])
         run_world(size, train, runs)
     return Path(folder)
 
@@ -59,6 +62,13 @@ def test_masks_give_the_same_metrics_under_every_strategy(name, folder):
     for one, other in zip(expected, found, strict=True):
         for key in ("train_loss", "val_loss", "val_accuracy", "val_mean_iou"):
             assert other[key] == pytest.approx(one[key], rel=1e-5), key
+
+
+def test_best_checkpoint_and_patience_follow_a_metric_of_the_task(folder):
+    errors = [row["val_mae"] for row in read_metrics(folder / "numbers")]
+    assert errors == sorted(errors, reverse=True)
+    assert len(errors) == 3
+    assert "result: epoch 3 (best val_mae), " in (folder / "numbers" / "train.log").read_text()
 
 
 def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, command):
@@ -123,6 +133,10 @@ def test_run_with_dropout_that_is_resumed_in_an_epoch_is_bitwise_the_same(ranks,
             "task=classification: needs a dataset with a class for each sample; use task=tokens",
         ),
         ("data=digits task=regression loss=cross_entropy", "loss=cross_entropy: is for task=classification, got"),
+        (
+            f"{' '.join(NUMBERS)} checkpoint.best=val_accuracy",
+            "checkpoint.best=val_accuracy: Regression has no such metric; allowed: val_loss, val_mae, val_rmse, val_r2. A task",
+        ),
         ("mixup=0.2 task=regression", "mixup=0.2, cutmix=0: are for task=classification"),
         (
             "task=regression data=own data.dataset._target_=own_datasets.numbers data.flip=true model=own "

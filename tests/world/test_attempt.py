@@ -4,13 +4,11 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.world import store as attempt
 from ddp_lab.world.store import CountedStore, agree_on_attempt
 
 RANKS = 3
@@ -54,19 +52,3 @@ def test_start_that_failed_before_its_ranks_agreed_leaves_nothing_that_the_next_
     names = start(server, [1, 2, 0], pause=0.15)
     assert len(set(names)) == 1
     assert names[0] != failed
-
-
-def test_rank_that_waits_for_the_others_asks_the_store_ever_more_rarely(server, monkeypatch):
-    clock = [0.0]
-    pauses = []
-
-    def sleep(pause: float) -> None:
-        clock[0] += pause
-        pauses.append(pause)
-
-    monkeypatch.setattr(attempt, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    store = CountedStore(TCPStore("localhost", server.port, is_master=False, wait_for_workers=False))
-    with pytest.raises(NodeError):
-        agree_on_attempt(store, 1, RANKS, timedelta(seconds=600))
-    assert store.traffic.operations[""] <= 3 * 60 + 2, "three for each look, and one answer"
-    assert max(pauses) <= 60, "it is at most a tenth later than the last rank"
