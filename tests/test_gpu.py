@@ -71,7 +71,7 @@ MODEL_PARALLEL = {
         ddp_pipeline(2, "1f1b"),
         tp(2, samples=97),
         tp(2, accumulate=2, **CLIPPED),
-        mesh(shard=None, checkpointing="selective", accumulate=2, **CLIPPED),
+        mesh(shard=None, checkpointing="block", accumulate=2, **CLIPPED),
         mesh(tp=2, sequence=True, **CLIPPED),
         mesh(pp=2, checkpointing="block", accumulate=2),
         mesh(tp=2, sequence=True, **ADAMW | {"optimizer": "fused_adamw"}),

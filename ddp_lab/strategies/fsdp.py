@@ -32,8 +32,8 @@ class FSDP(FullyShard):
             its backward pass, which takes less memory and 1.5 times the communication.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
-        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
-            forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
+        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), or each block's
+            forward pass (block).
     """
 
     sharded = averages = True

@@ -37,8 +37,6 @@ class FullyShard(Strategy):
             self.refusals["cuda_graph"] = (
                 f"strategy.checkpoint_activations={checkpoint_activations} keeps the random generators' state on the host"
             )
-        if checkpoint_activations == "selective":
-            self.refusals["compile"] = "strategy.checkpoint_activations=selective keeps what a compiled block fuses; use block"
 
     def partition(self, model: nn.Module, samples: int) -> None:
         if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:

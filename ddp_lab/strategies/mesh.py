@@ -57,8 +57,8 @@ class Mesh(FullyShard):
         cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
             ranks that read different local batches together (sync).
-        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), each block's
-            forward pass (block), or a block's forward pass but for matrix multiplications and attention (selective).
+        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), or each block's
+            forward pass (block).
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.

@@ -58,7 +58,6 @@ def test_sharded_convolutions_are_not_replaced():
 @pytest.mark.parametrize(
     ("options", "model", "reason"),
     [
-        ("fsdp strategy.checkpoint_activations=selective", "vit", "strategy.checkpoint_activations=selective keeps "),
         ("fsdp", None, "strategy=fsdp compiles a model in "),
         ("pipeline strategy.schedule=interleavedzerobubble", "vit", "cuts the "),
     ],

@@ -144,21 +144,15 @@ def backward_of_block(mode: str) -> tuple[list[int], list[torch.Tensor]]:
     output = checkpointed(block, mode)(torch.randn(2, 16, 16, requires_grad=True))
     with Counter() as counter:
         output.sum().backward()
-    aten = torch.ops.aten
-    kinds = aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default, aten.native_layer_norm.default
-    return [counter.calls[kind] for kind in (*kinds, aten.gelu.default)], [parameter.grad for parameter in block.parameters()]
+    kinds = torch.ops.aten.addmm.default, torch.ops.aten.native_layer_norm.default, torch.ops.aten.gelu.default
+    return [counter.calls[kind] for kind in kinds], [parameter.grad for parameter in block.parameters()]
 
 
-def test_backward_pass_computes_the_block_again_without_matrix_multiplications_if_selective():
-    (kept, gradients), (block, block_gradients), (selective, selective_gradients) = map(
-        backward_of_block, ("none", "block", "selective")
-    )
-    assert kept == [0, 0, 0, 0]
-    assert block == [5, 1, 2, 1]  # the result of the sixth layer, fc2, is not needed
-    assert selective == [0, 0, 2, 1]
-    for one, other, third in zip(gradients, block_gradients, selective_gradients, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, third)
+def test_backward_pass_computes_a_checkpointed_block_again():
+    (kept, gradients), (block, block_gradients) = map(backward_of_block, ("none", "block"))
+    assert kept == [0, 0, 0]
+    assert block == [5, 2, 1]  # the result of the sixth layer, fc2, is not needed
+    assert all(map(torch.equal, gradients, block_gradients))
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,6 @@ MATRIX = [
     Row(fsdp(accumulate=2, **VIT, **CLIPPED), "", "2"),
     Row(fsdp(**DROPPING), "", "2"),
     Row(fsdp(checkpointing="block", **SHORT, **CLIPPED), "", "2"),
-    Row(fsdp(False, checkpointing="selective", accumulate=2, **SHORT), "", "2"),
     Row(pipeline("1f1b"), "1"),
     Row(pipeline("gpipe", m=24, cut=("fc2",), loader="workers"), "2"),
     Row(pipeline("interleaved1f1b", stages=4, accumulate=2, **CLIPPED), "2"),
@@ -185,9 +184,8 @@ MATRIX = [
     Row(tp(2, (("head", "replicate"),), **VIT, **CLIPPED), "2", "4"),
     Row(mesh(), "1", "2"),
     Row(mesh(shard=None, **ALMOST_EMPTY, **CLIPPED), "1", "2"),
-    Row(mesh(shard=None, checkpointing="selective", accumulate=2, ema=0.8), "2"),  # clipping would hide a wrong factor
+    Row(mesh(shard=None, checkpointing="block", accumulate=2, ema=0.8), "2"),  # clipping would hide a wrong factor
     Row(mesh(shard=2, **ADAMW, **ALMOST_EMPTY), "", "4"),
-    Row(mesh(shard=2, accumulate=2, checkpointing="selective", **CLIPPED), "", "4"),
     Row(mesh(dp=8, shard=4), "", "8"),
     Row(mesh(tp=2, sequence=True, accumulate=2, **CLIPPED), "2"),
     Row(mesh(tp=2, sequence=True, checkpointing="block", loader="workers", **ALMOST_EMPTY), "", "2"),
@@ -199,7 +197,7 @@ MATRIX = [
     Row(mesh(shard=2, tp=2, sequence=True, **CLIPPED), "", "8"),
     Row(mesh(pp=2, **LENET, **CLIPPED), "2"),
     Row(mesh(pp=2, checkpointing="block", accumulate=2), "", "2"),
-    Row(mesh(pp=2, schedule="interleaved1f1b", checkpointing="selective"), "", "2"),
+    Row(mesh(pp=2, schedule="interleaved1f1b"), "", "2"),
     Row(mesh(pp=2, schedule="gpipe", accumulate=2), "", "2"),
     Row(mesh(pp=2, m=5, **RECIPE, **ALMOST_EMPTY), "", "2"),
     Row(mesh(shard=None, pp=2, **LENET | EMPTY_STAGE), "", "4"),
