@@ -37,6 +37,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOAD = ["scripts.scale_ranks"]  # what its server imports before it forks processes
 PROCESSES = 64  # at most, besides that of node 0 and those of the node with the faults
 LIMIT = 240.0  # seconds that anything may take
+TIMEOUT = 10.0  # of the watchdog, in seconds
 
 
 class Counts(NamedTuple):
@@ -212,7 +213,7 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launched(ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = 10.0) -> Generator[Launch]:
+def launched(ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = TIMEOUT) -> Generator[Launch]:
     """Return a launch whose ranks all train, in a temporary directory. What is left of it is ended."""
     with tempfile.TemporaryDirectory() as folder:
         launch = Launch(ranks, nodes, Path(folder), step_seconds, timeout)
@@ -236,7 +237,7 @@ def train(seconds: float, ranks: int, nodes: int, **options: float) -> Training:
         return Training(started, before, after.minus(before), launch.count([]).minus(after), stopped)
 
 
-def fail(fault: Fault, ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = 10.0) -> Failure:
+def fail(fault: Fault, ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = TIMEOUT) -> Failure:
     """Inject a fault and wait until all ranks know.
 
     Raises:
@@ -266,8 +267,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024, help="number of ranks")
     parser.add_argument("--nodes", type=int, default=128, help="number of nodes; must divide the ranks")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of the training without a fault")
-    parser.add_argument("--step-seconds", type=float, default=1.0, help="duration of a simulated step")
-    parser.add_argument("--timeout", type=float, default=10.0, help="the watchdog's timeout")
     arguments = parser.parse_args()
     ranks, nodes = arguments.ranks, arguments.nodes
     if ranks % nodes or ranks < 2 * nodes:
@@ -275,8 +274,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = sys.path[0]  # by which the server of forks finds what it imports
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise a line for every address that has no name
     CONTEXT.set_forkserver_preload(PRELOAD)
-    options = {"step_seconds": arguments.step_seconds, "timeout": arguments.timeout}
-    made = train(arguments.seconds, ranks, nodes, **options)
+    made = train(arguments.seconds, ranks, nodes)
     print(f"start: {made.start_seconds:.1f} s, {made.start.store[''] / ranks:.1f} store operations per rank, ", end="")
     print(f"{made.start.store['attempt'] / ranks:.1f} more while it waits for others, ", end="")
     print(f"{made.start.size / ranks:,.0f} bytes per rank, {made.start.files:,} file operations")
@@ -285,8 +283,8 @@ def main() -> None:
     print(f"preemption: agreed after {made.preempted_seconds:.1f} s, to the end ", end="")
     print(f"{made.end.store.total() / ranks:.2f} store operations per rank, {made.end.files:,} file operations", flush=True)
     for fault in [fault for fault in FAULTS if nodes > 1 or fault.kind != "lost_node"]:
-        failure = fail(fault, ranks, nodes, **options)
-        after = f"{arguments.timeout:g} s + " if fault.kind == "hang" else ""
+        failure = fail(fault, ranks, nodes)
+        after = f"{TIMEOUT:g} s + " if fault.kind == "hang" else ""
         print(f"{fault.name}: reported after {after}{failure.reported_seconds:.1f} s, known everywhere after ", end="")
         print(f"{after}{failure.known_seconds:.1f} s, {failure.counts.files} file operations", flush=True)
 

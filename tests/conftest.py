@@ -14,8 +14,8 @@ from ddp_lab.launchers.command import command as launch_command
 pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")
 
 # These files take the longest and therefore start first. Each file runs in a single pytest process.
-FIRST = ["fit", "tutorial", "advise", "launch", "faults", "measure", "equivalence", "by_strategy", "slurm", "doctor"]
-FIRST += ["start_ranks", "compare", "every_key", "resume", "sweep", "profile", "compile"]
+FIRST = ["tutorial", "equivalence", "faults", "launch", "by_strategy", "fit", "slurm", "examples", "startup", "advise"]
+FIRST += ["sweep", "resume", "start_ranks", "own", "runs", "every_key", "measure", "after_training", "validation", "compile"]
 
 
 gc.set_threshold(20_000)  # by default 700 new objects start a collection, which takes a twentieth of the time

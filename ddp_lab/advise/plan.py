@@ -23,7 +23,7 @@ from ddp_lab.run.job import Job, arrange, make_plan
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.speed.options import AUTO, configure_optimizer
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import ShapesOnly
+from ddp_lab.strategies.sharding import ShapesOnly, forget_layouts
 from ddp_lab.world.planned import PlannedRuntime
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
@@ -91,7 +91,6 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
         CannotPlan: the model reads values in its forward pass, or an operation fails on fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
-    from torch.distributed.tensor import _redistribute, debug  # loads torch._dynamo
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     strategy: Any = build(cfg.strategy, runtime)
@@ -123,9 +122,7 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
         logging.disable(logs)
         if dist.is_initialized():
             dist.destroy_process_group()
-            # DTensor remembers layouts, which refer to the groups of the plan; the next mesh of this size would be equal.
-            debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
-            _redistribute._gen_transform_infos.cache_clear()  # pyright: ignore[reportPrivateUsage]
+            forget_layouts()
 
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:

@@ -69,7 +69,6 @@ def main(arguments: list[str]) -> None:
 
     run = open_run(given.run, given.checkpoint)
     runtime, shape = Runtime(given.device, run.cfg.precision), run.data.shape
-    print(f"weights: {run.checkpoint}", file=sys.stderr)
     kind = get_object(run.cfg.task._target_)
     if not issubclass(kind, Tokens if given.prompt else Classification):
         needs = (
@@ -80,10 +79,11 @@ def main(arguments: list[str]) -> None:
             else "is not made"
         )
         raise ConfigError(f"{given.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab predict --help")
+    images = find_images(given.images) if given.images else []
+    print(f"weights: {run.checkpoint}", file=sys.stderr)
     if given.prompt:
         text = generate(run.model, given.prompt.encode(), given.tokens, given.temperature, runtime, shape["context"])
         return print(given.prompt + text.decode(errors="replace"))
-    images = find_images(given.images)
     predictor = Predictor(run, runtime, given.top)
     with float32_matmul(run.cfg.float32_matmul):
         rows, corrupt = predictor.run(images, given.batch_size)

@@ -16,9 +16,11 @@ from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
-from ddp_lab.lab.trainer import Recipe, Trainer
+from ddp_lab.lab.recipe import Recipe
+from ddp_lab.lab.trainer import Trainer
 from ddp_lab.observe.metrics_file import append_line
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
@@ -74,6 +76,7 @@ class Lab:
         if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
             time.sleep(REPORTING)
         runtime.__exit__(kind, error, traceback)
+        forget_layouts()
 
     @property
     def runtime(self) -> Runtime:

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.lab.trainer import place
+from ddp_lab.lab.recipe import place
 from ddp_lab.launchers.preflight import check_network
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import describe_metrics

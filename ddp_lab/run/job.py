@@ -22,7 +22,8 @@ from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.lab.trainer import Recipe, Trainer
+from ddp_lab.lab.recipe import Recipe
+from ddp_lab.lab.trainer import Trainer
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, random_like
 from ddp_lab.run.speed import find_options

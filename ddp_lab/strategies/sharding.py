@@ -4,6 +4,7 @@ fully_shard.py shards a model, and training/optimizer.py lets an optimizer updat
 used, because that loads 500 modules.
 """
 
+import sys
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar, cast
@@ -163,3 +164,14 @@ def require_one_place(model: nn.Module, strategy: str, place_of: Callable[[str],
                     f"strategy={strategy}: {name} is the same parameter as {first}, which {why}. Use a copy, or another "
                     "strategy, for example ddp"
                 )
+
+
+def forget_layouts() -> None:
+    """Clear what DTensor remembers of layouts, which refer to process groups that are closed. Equal meshes would find them."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # pyright: ignore
+    torch._C._clear_DTensor_sharding_propagator_cache()  # pyright: ignore
+    _redistribute._gen_transform_infos.cache_clear()  # pyright: ignore[reportPrivateUsage]

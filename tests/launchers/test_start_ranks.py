@@ -90,7 +90,7 @@ def test_exception_of_a_rank_is_printed_once(tmp_path):
 def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
     """A terminal sends SIGINT to the process group, which the ranks are not in."""
     overrides = [*SMALL, "strategy=ddp", "epochs=100000", "name=mine", f"runs_dir={tmp_path}"]
-    process = start(TWO, *overrides, cold=True, stderr=subprocess.PIPE)
+    process = start(TWO, *overrides, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while not ((beat := read_heartbeat(tmp_path / "mine", 1)) and beat["step"] > 10):
         assert time.monotonic() < deadline

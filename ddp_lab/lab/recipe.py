@@ -1,0 +1,73 @@
+"""How a model is trained, and the model and its optimizer on the devices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import Task
+from ddp_lab.training.optimizer import param_groups
+from ddp_lab.training.step import StepOptions
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights are updated.
+
+    Attributes:
+        batch_size: samples in the GLOBAL batch; divisible by the number of replicas.
+        optimizer: makes the optimizer of some parameters.
+        scheduler: makes its learning-rate schedule.
+        step: what a step does, and the seed. The drop paths are those of the model.
+        ema: decay of averages of the weights; None: no averages.
+        decay_norms_and_biases: as in `param_groups`.
+        performance: how a step is executed.
+    """
+
+    batch_size: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], LambdaLR]
+    step: StepOptions
+    ema: float | None = None
+    decay_norms_and_biases: bool = True
+    performance: PerformanceOptions = field(default_factory=PerformanceOptions)
+
+
+def place(strategy: Strategy, model: nn.Module, task: Task) -> None:
+    """Connect the ranks, and place the model and the task on their devices. Collective.
+
+    Args:
+        strategy: after `partition`.
+        model: as for `Strategy.setup`.
+        task: with the loss.
+    """
+    if not strategy.one_process:
+        strategy.runtime.open_group()
+    strategy.task = task.to(strategy.device)
+    strategy.setup(model)
+    if strategy.initial_weights is not None:
+        strategy.initial_weights.set_weights({})  # the tensors of a file are not needed any more
+
+
+def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that this rank holds.
+
+    Raises:
+        ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what the strategy holds.
+    """
+    make = recipe.optimizer
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        raise ConfigError(
+            "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
+            f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
+        )
+    try:
+        optimizer = make(param_groups(strategy.parameters(), recipe.decay_norms_and_biases))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {describe_error(error)}") from None
+    return configure_optimizer(optimizer, recipe.performance, strategy.device)
