@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -133,7 +133,6 @@ class Dataset:
         held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
         digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
         find_corrupt: decodes all files and raises a NodeError about those that cannot be decoded; None: there are no files.
-        arguments: of models that name them, besides those of `model_shape`.
     """
 
     train: Samples
@@ -143,7 +142,6 @@ class Dataset:
     held_out: str = ""
     digest: str = ""
     find_corrupt: Callable[[], None] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def sets(self) -> dict[str, Samples]:
@@ -167,11 +165,13 @@ class Dataset:
         return ", ".join(parts[name].format(found.size) for name, found in self.sets.items())
 
     def model_shape(self) -> dict[str, Any]:
-        """Return the arguments of a model function that follow from the data: channels, image size, number of classes, ..."""
-        shape = self.train.shape
-        found = {"input_shape": list(shape), **self.arguments}
+        """Return the arguments of a model function that follow from the data: those of images, or those of tokens."""
+        (shape, dtype), (targets, _) = self.train.forms
+        found: dict[str, Any] = {"input_shape": list(shape)}
         if self.classes:
             found["num_classes"] = len(self.classes)
+        if self.classes and len(shape) == 1 and targets == shape and not dtype.is_floating_point:
+            found |= {"vocabulary": len(self.classes), "context": shape[0]}
         return found | {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) == 3 else found
 
 

@@ -93,7 +93,9 @@ def check_same(digests: list[str]) -> None:
 
 
 class Own:
-    """A map-style dataset of the user, of (input, target), whose constructor has a parameter `split` or `train` (true, false).
+    """A map-style dataset of the user, of (input, target).
+
+    If its constructor has a parameter `split`, or `train` (true, false), that chooses a set; else it is the training set.
 
     Args:
         node: the config group `data.dataset`.
@@ -136,21 +138,19 @@ class Own:
             return {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
         if "train" in accepted:
             return {"train": self._construct("train", True), "test": self._construct("train", False)}
-        raise ConfigError(
-            f"{self.name}: must have a parameter split, which is train, data.val_split={self.splits['val']} or "
-            f"data.test_split={self.splits['test']}, or a parameter train, which is true or false (the test set)"
-        )
+        return {"train": self._construct()}
 
-    def _construct(self, key: str, value: str | bool) -> Any:
-        """Return a set."""
+    def _construct(self, key: str = "", value: str | bool = "") -> Any:
+        """Return a set: that of the value of a parameter, or the only one."""
         try:
-            return build(self.node, **{key: value})
+            return build(self.node, **({key: value} if key else {}))
         except ConfigError:
             raise
         except Exception as error:
             names = [name for name, split in self.splits.items() if split == value and name != "train"]
             hint = f". data.{names[0]}_split is the name of this split; null: there is none" if names else ""
-            raise ConfigError(f"{self.name}: cannot be constructed with {key}={value}: {describe_error(error)}{hint}") from None
+            given = f" with {key}={value}" if key else ""
+            raise ConfigError(f"{self.name}: cannot be constructed{given}: {describe_error(error)}{hint}") from None
 
 
 def samples_of(

@@ -52,4 +52,4 @@ class Text:
             )
         end = number * self.context
         inputs, targets = (part.view(number, self.context) for part in (tokens[:end], tokens[1 : end + 1]))
-        return Dataset(InMemory(inputs, targets), None, [], arguments={"vocabulary": BYTES, "context": self.context})
+        return Dataset(InMemory(inputs, targets), None, [str(byte) for byte in range(BYTES)])

@@ -143,9 +143,10 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
                 "the task's own loss, or loss=own"
             )
         return instantiate(cfg.task, loss=loss)
-    if not dataset.classes:
-        advice = "use task=tokens" if "vocabulary" in dataset.model_shape() else "set data.num_classes, or choose another task"
-        raise ConfigError(f"task=classification: needs a dataset with classes; {advice}")
+    is_tokens = "vocabulary" in dataset.model_shape()
+    if is_tokens or not dataset.classes:
+        advice = "use task=tokens" if is_tokens else "set data.num_classes, or choose another task"
+        raise ConfigError(f"task=classification: needs a dataset with a class for each sample; {advice}")
     return instantiate(cfg.task, loss=build_loss(cfg.loss, len(dataset.classes), mixed))
 
 

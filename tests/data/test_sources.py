@@ -77,7 +77,6 @@ def same(one: tuple, other: tuple) -> bool:
         ),
         ("Single", [], r"sample 0 must be \(input, target\), got Tensor"),
         ("Iterable", [], r"Iterable: must be a map-style dataset, with __len__, __getitem__ and at least one sample$"),
-        ("NoSplit", [], r"must have a parameter split, which is train, data.val_split=val or data.test_split=None, or a"),
         ("Broken", [], r"cannot be constructed with split=train: OSError: no images \(own_datasets.py, line \d+\)$"),
         ("Broken", ["+data.dataset.where=sample"], r"sample 0 cannot be read: KeyError: 0 \(own_datasets.py, line \d+\)"),
         (
@@ -126,3 +125,6 @@ def test_ranks_with_other_files_are_refused():
     check_same(["a", "a"])
     with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 ranks in all\)"):
         check_same(["a", "a", "b"])
+    tokens = load("Tokens", "data.num_classes=11")
+    assert (tokens.train.size, tokens.val.size, tokens.test) == (36, 4, None)
+    assert tokens.model_shape() == {"input_shape": [8], "num_classes": 11, "vocabulary": 11, "context": 8}

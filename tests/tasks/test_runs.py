@@ -126,9 +126,12 @@ def test_run_with_dropout_that_is_resumed_in_an_epoch_is_bitwise_the_same(ranks,
         ("data=digits task=regression model=lenet", "the outputs must have the shape of the targets, [2], got [2, 10]"),
         (
             "data=own data.dataset._target_=own_datasets.numbers model=own model._target_=own_models.regressor",
-            "needs a dataset with classes; set data.num_classes, or choose another task",
+            "needs a dataset with a class for each sample; set data.num_classes, or choose another task",
         ),
-        ("data=text data.root=README.md model=gpt", "task=classification: needs a dataset with classes; use task=tokens"),
+        (
+            "data=text data.root=README.md model=gpt",
+            "task=classification: needs a dataset with a class for each sample; use task=tokens",
+        ),
         ("data=digits task=regression loss=cross_entropy", "loss=cross_entropy: is for task=classification, got"),
         (
             f"{' '.join(NUMBERS)} checkpoint.best=val_accuracy",
