@@ -2,15 +2,20 @@
 
 import contextlib
 import io
+import math
 import os
+import shutil
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from launches import ROOT, SMALL, launch, refusal_in_world
+from launches import ROOT, SMALL, launch, only_run, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from worlds import once, run_world
 
@@ -22,6 +27,13 @@ from ddp_lab.run.job import checkpoint_bytes
 CHECKS = ["devices", "backend", "runs_dir", "dataset", "model", "strategy", "batch"]
 NOWHERE = "no-such-host.invalid"
 HERE = socket.gethostname()
+WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24"
+
+
+def shared_bytes(image: int) -> int:
+    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12 images, and their queues."""
+    pages = math.ceil(12 * image / 4096) + 1
+    return 2 * 2 * ((2 * 2 + 2) * pages * 4096 + 2**17)
 
 
 @dataclass
@@ -32,15 +44,18 @@ class Case:
         line: overrides. FOLDER is replaced by a directory, NODE by the number of the node.
         message: an excerpt of the error.
         env: environment variables; None: without it.
+        free: free bytes of /dev/shm.
         nodes: number of machines.
     """
 
     line: str = ""
     message: str = ""
     env: dict[str, str | None] = field(default_factory=dict)
+    free: int | None = None
     nodes: int = 1
 
 
+MEMORY = f"need {shared_bytes(3 * 28 * 28) / 2**20:.1f} MiB of shared memory, and /dev/shm has 0.2 MiB free. Lower data."
 REFUSED = {
     "no address": Case(message=f"MASTER_ADDR={NOWHERE}: does not resolve on ", env={"MASTER_ADDR": NOWHERE}),
     "silent store": Case(
@@ -50,6 +65,7 @@ REFUSED = {
         "runs_dir=FOLDER/NODE", f"is not shared by all nodes: {HERE} does not see the file that rank 0", nodes=2
     ),
     "no folder": Case("runs_dir=/proc/nowhere", "runs_dir=/proc/nowhere: cannot create the run directory there (", nodes=2),
+    "memory": Case(WORKERS, MEMORY, free=2**18),
 }
 
 
@@ -60,6 +76,8 @@ def run_case(case: Case, function, folder: Path, patch: pytest.MonkeyPatch):
     places = {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local, "GROUP_RANK": rank // local}
     for key, value in ({key: str(number) for key, number in places.items()} | case.env).items():
         patch.delenv(key, raising=False) if value is None else patch.setenv(key, value)
+    if case.free is not None:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=case.free))
     patch.setattr(preflight, "TOKEN_WAIT", 0.5)  # seconds; enough, because the tests use no network file system
     line = f"strategy=ddp {case.line}" + ("" if "runs_dir=" in case.line else " runs_dir=FOLDER/runs")
     return function(line.replace("FOLDER", str(folder)).replace("NODE", str(rank // local)))
@@ -148,3 +166,20 @@ def test_doctor_reports_a_torch_without_the_backend(command, monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     code, _, errors = command(doctor.main, "device=cpu")
     assert (code, "is built without gloo; install one that has it" in errors) == (2, True)
+
+
+@pytest.mark.slow
+def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
+    line = [*WORKERS.split(), "data.dataset.train_size=480", "data.dataset.image_size=128", "device=cpu", "epochs=2"]
+    needed = shared_bytes(3 * 128 * 128)
+    for size, code in ((needed - 2**20, 2), (needed + 2**16, 0)):  # 64 KiB for the ranks' heartbeats
+        mounted = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+        namespace = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
+        if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+            pytest.skip("needs the right to mount in a namespace of its own")
+        command = [*namespace, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+        given = [*line, "strategy=ddp", f"runs_dir={tmp_path}"]
+        ended = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert bool(ended.returncode) == bool(code), ended.stderr
+        assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
+    assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]

@@ -309,9 +309,10 @@ FLAGS = {
     "train --config-dir": "tests/launchers/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
     "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
-    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_page",
-    "advise --measure": "tests/advise/test_measure.py::test_command_recommends_the_fastest_that_was_measured",
-    "advise --minutes": "tests/advise/test_measure.py::test_command_recommends_the_fastest_that_was_measured",
+    "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+    "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+    "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
+    "advise --minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
 }
 
 

@@ -136,7 +136,7 @@ def test_resume_that_holds_out_other_samples_is_refused(given, shown, chosen):
     cfg = config(*RUN, "strategy=single", f"runs_dir={chosen.parent}", given)
     recorded = f"{chosen} was trained with data.val_fraction=0.2 data.val_seed=0 of 125 samples, and a run cannot be resumed"
     with pytest.raises(ConfigError, match=re.escape(f"{shown}{recorded} with another validation set. Use the recorded values")):
-        check_and_build(cfg, Runtime("cpu"), lambda *_: "")
+        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda *_: None)
 
 
 def test_best_and_patience_follow_the_validation_loss():

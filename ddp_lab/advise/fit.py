@@ -1,4 +1,4 @@
-"""batch_size=auto: the largest batch that fits in the memory of the devices, by a plan that a real step verifies."""
+"""Whether a run fits in the memory of its devices: a state that does not is refused; batch_size=auto is the largest one."""
 
 import json
 import math
@@ -24,10 +24,11 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import model_to_plan
+from ddp_lab.run.job import Job, load_dataset, make_task, make_trial
 from ddp_lab.run.job import build as build_job
-from ddp_lab.run.job import load_dataset, make_task, make_trial
 from ddp_lab.speed.options import size
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.optimizer import state_copies
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -39,16 +40,16 @@ LIBRARIES = 0.25 * 2**30  # what the first step of a CPU rank loads and starts: 
 STEP_TIMEOUT = 120.0  # seconds after which the ranks of a real step give up waiting for one that ran out of memory
 
 
-def memory_of(cfg: DictConfig, runtime: Runtime) -> int:
-    """Return the free bytes of a device: the least of all ranks. Collective."""
+def memory_of(cfg: DictConfig, runtime: Runtime) -> list[int]:
+    """Return the bytes of a device, 0 if not known, and those that are free: the least of all ranks. Collective."""
     if cfg.memory_limit:
-        own = int(cfg.memory_limit * 2**30)
+        own = [int(cfg.memory_limit * 2**30)] * 2
     elif runtime.device.type == "cuda":
-        own = runtime.free_memory()
+        own = [*reversed(torch.cuda.mem_get_info(runtime.device))]
     else:
-        own = psutil.virtual_memory().available // runtime.local_world_size
-    everyone = runtime.collect("memory", str(own))
-    return int(runtime.agree("memory", lambda: min(map(int, everyone or []))))
+        own = [0, psutil.virtual_memory().available // runtime.local_world_size]
+    everyone = runtime.collect("memory", json.dumps(own))
+    return runtime.agree("memory", lambda: [min(each) for each in zip(*map(json.loads, everyone or []), strict=True)])
 
 
 def advisor_of(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Runtime, memory: float) -> "Advisor":
@@ -62,6 +63,50 @@ def advisor_of(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Run
     alone, here = get_object(cfg.strategy["_target_"]).one_process, runtime.local_world_size
     devices = Devices("", len(runtime.devices) if alone else here, runtime.world_size // here, memory, kind=runtime.device.type)
     return Advisor(cfg, dataset, model, devices, runtime.free_memory() if devices.kind == "cuda" else 0, ["..."])
+
+
+def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
+    """Return what to use in place of a strategy that does not fit: the two simplest that fit, activations included.
+
+    All GPUs of the machines count, also those for which no rank was started. It takes as long as `ddp-lab advise`.
+    """
+    devices = replace(advisor.devices, per_node=max(runtime.local_world_size, len(runtime.devices)))
+    advisor = replace(advisor, devices=devices).advise()
+    if not advisor.ranked:
+        return f"With activations, on all {devices.number} devices: {advisor.conclusion}"
+    found = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
+    return f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} such devices"
+
+
+def check_memory(cfg: DictConfig, job: Job) -> None:
+    """Check that every rank's part of the model fits on its device. Collective.
+
+    Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned,
+    and a run that cannot be planned is not refused.
+
+    Raises:
+        ConfigError: parameters, gradients, optimizer state and averages do not fit on some rank.
+    """
+    if cfg.memory_limit or job.runtime.device.type == "cuda":  # how much of a host's memory a process may use is not known
+        memory, _ = memory_of(cfg, job.runtime)
+        job.runtime.agree("state", lambda: check_state(cfg, job, memory))
+
+
+def check_state(cfg: DictConfig, job: Job, memory: int) -> None:
+    """As `check_memory`, on one rank, for devices with `memory` bytes."""
+    copies = 2 + state_copies(job.recipe.optimizer) + (job.recipe.ema is not None)
+    if copies * sum(parameter.nbytes for parameter in job.model.parameters()) <= memory:
+        return
+    advisor = advisor_of(cfg, job.dataset, job.model, job.runtime, memory)
+    try:
+        needed, rank = max((sum(plan.held.values()), plan.rank) for plan in advisor.plan([]).plans)
+    except RuntimeError:  # CannotPlan
+        return
+    if needed > memory:
+        raise ConfigError(
+            f"strategy={job.strategy.name}: parameters, gradients and optimizer state take {size(needed)} on rank {rank}, a "
+            f"device has {size(memory)}, and activations need more. {alternatives(advisor, job.runtime)}"
+        )
 
 
 def choose_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None) -> str:
@@ -86,7 +131,7 @@ def choose_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None)
         cfg.batch_size, key = batch_size if "batch_size" in auto else cfg.batch_size, "accumulate"
     elif len(auto) > 1:
         raise ConfigError("accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave accumulate out")
-    cfg[key], memory = "auto", memory_of(cfg, runtime)
+    cfg[key], memory = "auto", memory_of(cfg, runtime)[1]
     strategy, dataset = build(cfg.strategy, runtime), load_dataset(cfg, runtime)
     values = values_of(cfg, strategy, dataset.train.size, steps or 1)
     taken, problem, spare = 0, "", LIBRARIES * (runtime.device.type == "cpu")
@@ -157,7 +202,7 @@ def largest(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[in
         raise ConfigError(f"{key}=auto: cannot be planned: {error}. Use a number") from None
     raise ConfigError(
         f"{key}=auto: not even {values[-1]} fits: it needs {least} of a device, of which {size(budget)} may be used. "
-        f"Use more or larger devices, or another strategy: `ddp-lab advise` plans what each one needs"
+        f"{alternatives(advisor, runtime)}"
     )
 
 

@@ -1,20 +1,28 @@
-"""What strategies take on the devices that are here: short runs of train.py, in alternation."""
+"""What strategies take on the devices that are here: short runs of train.py, in alternation, and a cache of their results."""
 
+import hashlib
+import os
+import platform
 import statistics
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+from omegaconf import OmegaConf
+
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.launchers.short_run import ShortRun, train
+from ddp_lab.resilience.run_directory import read_json, write_json
 
-STEPS, EPOCHS = 16, 4  # of a run: the first epoch warms up, the others count
+STEPS, EPOCHS = 16, 4  # of a run: the first epoch warms up and is profiled, the others count
 ROUNDS, SPREAD = 5, 0.05  # a strategy is measured again until its rates lie within this share of the median
 
 
 def measure(advisor: Advisor, minutes: float) -> None:
-    """Measure the strategies that fit, in alternation. `Advisor.notes` names those that did not run.
+    """Measure the strategies that fit, in alternation, and keep the results. `Advisor.notes` names those that did not run.
 
     Args:
         advisor: after `advise`; `Row.measured` is set.
@@ -37,6 +45,9 @@ def measure(advisor: Advisor, minutes: float) -> None:
             else:
                 found[row.name].append(run)
                 row.measured = summary(advisor, row, found[row.name])
+    path = cache_of(advisor)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, (read_json(path) or {}) | {row.name: row.measured for row in advisor.rows if row.measured})
 
 
 def short_run(advisor: Advisor, row: Row) -> list[str]:
@@ -46,7 +57,7 @@ def short_run(advisor: Advisor, row: Row) -> list[str]:
     sizes |= {"train_size": STEPS * row.images, "test_size": row.images}
     given = ["data=synthetic", *(f"data.dataset.{key}={size}" for key, size in sizes.items())]
     given += [override for override in advisor.common if not override.lstrip("+~").startswith("data")]
-    return [*given, *row.overrides, f"epochs={EPOCHS}", f"device={advisor.devices.kind}"]
+    return [*given, *row.overrides, f"epochs={EPOCHS}", "profile=true", f"device={advisor.devices.kind}"]
 
 
 def is_stable(runs: list[ShortRun]) -> bool:
@@ -56,9 +67,36 @@ def is_stable(runs: list[ShortRun]) -> bool:
 
 
 def summary(advisor: Advisor, row: Row, runs: list[ShortRun]) -> dict[str, Any]:
-    """Return what the runs of a strategy found, as plain values; the MFU only where the peak of the devices is known."""
+    """Return what the runs of a strategy found, as plain values; on CPUs only the rate, which is all that is known."""
     rate = statistics.median(each for run in runs for each in run.rates)
-    found = {"images_per_second": rate, "runs": len(runs)}
+    found = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}
+    if advisor.devices.kind == "cuda":
+        profiles = [run.profile for run in runs if run.profile]
+        found["exposed"] = statistics.median(exposed(profile["rows"]) for profile in profiles)
+        found["allocated"] = max(max(profile["peak_memory_bytes"]) for profile in profiles)
     if peak := advisor.devices.peak(advisor.cfg.precision):
         found["mfu"] = statistics.mean(plan.flops for plan in row.plans) * rate / row.images / peak
     return found
+
+
+def exposed(rows: list[dict[str, float]]) -> float:
+    """Return the fraction of the steps in which devices only communicate. `rows` are those of a summary.json."""
+    return sum(row["communication"] for row in rows) / sum(row["step"] for row in rows)
+
+
+def cache_of(advisor: Advisor) -> Path:
+    """Return the file of the results for this machine, run and version of torch."""
+    devices, run = advisor.devices, OmegaConf.masked_copy(advisor.cfg, [str(key) for key in advisor.cfg if key != "strategy"])
+    name = torch.cuda.get_device_name() if devices.kind == "cuda" else f"{platform.node()} {platform.processor()}"
+    key = hashlib.sha256(f"{name} {devices.number} {torch.__version__} {OmegaConf.to_yaml(run)}".encode()).hexdigest()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
+    return root / f"measured-{key[:16]}.json"
+
+
+def offer(advisor: Advisor) -> None:
+    """Fill in what was measured before on the devices that are here, with a note about it."""
+    known = read_json(cache_of(advisor)) or {}
+    for row in advisor.rows:
+        row.measured = known.get(row.name, {})
+    if dates := sorted({row.measured["date"] for row in advisor.rows if row.measured}):
+        advisor.notes.append(f"images/s were measured on {', '.join(dates)}; --measure measures again")

@@ -1,4 +1,4 @@
-"""Plans as a table, as JSON, and as one page of HTML."""
+"""Plans as a table, as JSON, as a picture, and as one page of HTML."""
 
 import html
 import io
@@ -10,7 +10,8 @@ from ddp_lab.advise.live import HELD
 from ddp_lab.observe.plot import Plot, figure, short, stacked, timeline
 
 PLANNED = ("strategy", "GPUs", "GiB/GPU", "state", "activations", "others", "sent/step", "FLOPs/step", "step takes at least")
-MEASURED = {"images/s": ("images_per_second", ",.0f"), "MFU": ("mfu", ".1%")}
+MEASURED = {"images/s": ("images_per_second", ",.0f"), "MFU": ("mfu", ".1%"), "exposed": ("exposed", ".0%")}
+PEAKS = ("torch's peak: planned", "measured")  # of memory that torch allocates, without CUDA and NCCL
 PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 PAGE = """<!doctype html>
 <html lang=en><meta charset=utf-8><title>What a run needs</title>
@@ -38,7 +39,7 @@ def head(advisor: Advisor) -> list[str]:
 def table(advisor: Advisor) -> str:
     """Return the plans as lines of text, the memory of each strategy that of its fullest device, and the recommendation."""
     measured = any(row.measured for row in advisor.rows)
-    rows = [(*PLANNED, *(MEASURED if measured else ()), ""), *(cells(row, measured) for row in advisor.rows)]
+    rows = [(*PLANNED, *((*MEASURED, *PEAKS) if measured else ()), ""), *(cells(row, measured) for row in advisor.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last]) for first, *between, last in rows
@@ -53,6 +54,7 @@ def cells(row: Row, measured: bool) -> tuple[str, ...]:
     state, activations = sum(plan.peak[kind] for kind in HELD), plan.peak["activations"]
     sent, flops = max(sum(each.sent.values()) for each in row.plans), max(each.flops for each in row.plans)
     found = [format(row.measured[key], form) if key in row.measured else "" for key, form in MEASURED.values()]
+    found += [gib(plan.allocated), gib(row.measured["allocated"])] if "allocated" in row.measured else [""] * len(PEAKS)
     return (
         *(row.name, str(row.devices)),
         *map(gib, (plan.total, state, activations, plan.total - state - activations)),

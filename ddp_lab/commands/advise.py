@@ -2,11 +2,11 @@
 
 ddp-lab advise --gpus 2xH100 model=resnet18 data=fashion_mnist          overrides of train.py as they are
 ddp-lab advise --gpus 8xA100-40 --nodes 2 --link 25 model=vit_g14 data=folder data.root=/data precision=bf16
-ddp-lab advise --gpus here --json advice.json --html advice.html
+ddp-lab advise --gpus here --json advice.json --picture memory.png --html advice.html
 ddp-lab advise --gpus here --measure model=resnet18 data=fashion_mnist
 
 A plan is two real steps of the strategy on tensors without values. No number of images per second is guessed: --measure trains
-each strategy that fits for some steps, in alternation, with made-up images.
+each strategy that fits for some steps, in alternation, with made-up images, and keeps the results in ~/.cache/ddp_lab.
 """
 
 import argparse
@@ -27,13 +27,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--measure", action="store_true", help="measure each strategy that fits, on the devices here")
     parser.add_argument("--minutes", type=float, default=10, metavar="N", help="time limit of --measure (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans to this file, too")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the memory of each strategy")
     parser.add_argument("--html", type=Path, metavar="FILE.html", help="write one page with the table and pictures")
     parser.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
     given = parser.parse_intermixed_args(arguments)
     for option in ("nodes", "link", "minutes"):
         if not 0 < getattr(given, option) < math.inf:
             raise ConfigError(f"--{option} {getattr(given, option):g}: must be a number above 0")
-    for option, ending in {"html": ".html", "json": ""}.items():
+    for option, ending in {"picture": ".png", "html": ".html", "json": ""}.items():
         if path := getattr(given, option):
             if not path.name.endswith(ending):
                 raise ConfigError(f"--{option} {path}: must be the name of a {ending} file")
@@ -50,14 +51,19 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.advise import report
     from ddp_lab.advise.advisor import Advisor
     from ddp_lab.advise.devices import find_devices
-    from ddp_lab.advise.measure import measure
+    from ddp_lab.advise.measure import measure, offer
+    from ddp_lab.observe.plot import beside
     from ddp_lab.resilience.run_directory import write_json
 
     advisor = Advisor.of(given.overrides, given.config_dir, find_devices(given.gpus, given.nodes, given.link)).advise()
     if given.measure:
         measure(advisor, given.minutes)
+    elif given.gpus == "here" or given.gpus.endswith("xcpu"):
+        offer(advisor)
     print(report.table(advisor))
     if given.json:
         write_json(given.json, report.as_json(advisor))
+    if given.picture:
+        beside([report.memory_plot(advisor)], given.picture)
     if given.html:
         given.html.write_text(report.page(advisor))

@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
 def examine(cfg: DictConfig) -> None:
     """Examine the launch of this rank."""
     check(cfg)
-    from ddp_lab.advise.fit import choose_batch
+    from ddp_lab.advise.fit import check_memory, choose_batch
     from ddp_lab.run.doctor import diagnose
 
-    diagnose(cfg, choose_batch)
+    diagnose(cfg, choose_batch, check_memory)

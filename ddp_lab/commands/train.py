@@ -37,7 +37,7 @@ def train_rank(cfg: DictConfig) -> float | None:
     check(cfg)
     # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
     # most config errors.
-    from ddp_lab.advise.fit import choose_batch
+    from ddp_lab.advise.fit import check_memory, choose_batch
     from ddp_lab.launchers.sweep import lower_is_better
     from ddp_lab.observe.metrics_file import objective
     from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
@@ -46,7 +46,7 @@ def train_rank(cfg: DictConfig) -> float | None:
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
         # After it returns, no object refers to the process group.
-        status, run_dir = train(cfg, runtime, choose_batch)
+        status, run_dir = train(cfg, runtime, choose_batch, check_memory)
     # Under torchrun a non-zero exit code would restart the ranks.
     code = 0 if runtime.under_torchrun else EXIT_CODES.get(status, 0)
     runtime.exit_if_abandoned(code)

@@ -120,6 +120,11 @@ class Loader(ABC):
         """Return the number of steps per epoch."""
         return math.ceil(self.data.size / self.batch_size)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the batches that are in shared memory at the same time."""
+        return 0
+
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
         """Select an epoch, and so its order and augmentation. Without this call, every epoch is the same.
 

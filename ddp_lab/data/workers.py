@@ -1,5 +1,7 @@
 """The loader of samples that worker processes prepare in host memory."""
 
+import math
+import mmap
 import signal
 import weakref
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from ddp_lab.data.dataset import Samples
 from ddp_lab.data.loader import Loader, LoaderOptions
 from ddp_lab.world.process import REQUESTS
 
+QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take
 RawBatch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -88,6 +91,16 @@ class WorkerLoader(Loader):
         )
         self._stream: Iterator[RawBatch] | None = None
         weakref.finalize(self, stop_workers, self.loader)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes in shared memory: batches that workers prepare ahead, one in use, one being freed, and the workers' queues."""
+        if not self.loader.num_workers:
+            return 0
+        batches = self.loader.num_workers * (self.loader.prefetch_factor or 0) + 2
+        size = min(self.local_batch_size, self.samples)
+        pages = sum(math.ceil(size * each.nbytes / mmap.PAGESIZE) for each in self.data.first)
+        return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
         self._keys.epoch, self._keys.order = self.epoch, order[self.start :]

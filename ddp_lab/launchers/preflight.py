@@ -1,21 +1,26 @@
-"""Checks of the machines before a run: whether the ranks can connect to each other, and whether they share the run directory.
+"""Checks of the machines before a run: whether ranks reach each other and share the run directory, and the shared memory.
 
 train.py runs them before it opens the process group. Mistakes in the config are reported by the code that reads it: the
 strategies, Plan, the datasets, RunDir.
 """
 
+import math
 import os
+import shutil
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import NEW_TORCHRUN
 
 CONNECT_TIMEOUT = 10.0  # seconds within which the ranks' store must accept a connection
+SHARED_MEMORY = Path("/dev/shm")  # where torch's worker processes put tensors on Linux
 TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache the absence of a file
 
 
@@ -125,3 +130,24 @@ def _try_token(token: Path, rank: int) -> str:
     except OSError as error:
         return f"{here} cannot write to it ({error.strerror})"
     return ""
+
+
+def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> None:
+    """Check that the batches in shared memory fit on the node that calls it; without the check, a worker dies of SIGBUS.
+
+    Args:
+        loaders: All loaders of a rank, which keep their batches ready at the same time.
+        ranks: Number of ranks of this node.
+
+    Raises:
+        NodeError: They do not fit.
+    """
+    needed = ranks * sum(loader.shared_bytes for loader in loaders)
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else math.inf
+    if needed > free:
+        raise NodeError(
+            f"data.loader=workers: the batches on {socket.gethostname()} need {needed / 2**20:,.1f} MiB of shared memory, and "
+            f"{SHARED_MEMORY} has {free / 2**20:,.1f} MiB free. Lower data.num_workers (0 needs none) or "
+            f"batch_size, or enlarge {SHARED_MEMORY}: in a container `docker run --shm-size={math.ceil(2 * needed / 2**30)}g`, "
+            "under Kubernetes a volume emptyDir with medium: Memory"
+        )

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.launchers.preflight import Finding, check_network, check_shared
+from ddp_lab.launchers.preflight import Finding, check_network, check_shared, check_shared_memory
 from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
@@ -41,7 +41,9 @@ class Checked(NamedTuple):
     source: Path | None
 
 
-def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch) -> Checked:
+def check_and_build(
+    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
+) -> Checked:
     """Construct a run and check everything that can be checked before its directory is created. Collective.
 
     Args:
@@ -49,6 +51,7 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
         runtime: The ranks.
         choose_batch: Replaces batch_size=auto in the config by a number, given the directory of the run that is resumed, and
             returns a line for the log. Collective.
+        check_memory: Raises a ConfigError if the state of a job does not fit on its GPUs. Collective.
 
     Raises:
         ConfigError: The config cannot be used, or a machine cannot take part in the run.
@@ -67,6 +70,10 @@ def check_and_build(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
         findings.append(Finding("warning", "strategy", text))
+    check_memory(cfg, job)
+    if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
+        loaders, ranks = job.loaders.values(), runtime.local_world_size
+        runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         findings.append(check_shared(Path(cfg.runs_dir), runtime))
     if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):

@@ -1,6 +1,7 @@
 """The command `ddp-lab doctor`, below its arguments: the checks of train.py before it creates the run directory."""
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
 
 
-def diagnose(cfg: DictConfig, choose_batch: ChooseBatch) -> None:
+def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]) -> None:
     """Print one line per finding about the machines and the run. Collective.
 
     The first rank of each machine prints what concerns its machine, and rank 0 everything else.
@@ -26,7 +27,7 @@ def diagnose(cfg: DictConfig, choose_batch: ChooseBatch) -> None:
     """
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
         show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
-        checked = check_and_build(cfg, runtime, choose_batch)
+        checked = check_and_build(cfg, runtime, choose_batch, check_memory)
         job, findings = checked.job, checked.findings
         if find_corrupt := job.dataset.find_corrupt:
             runtime.agree("files", find_corrupt, per_node=True)

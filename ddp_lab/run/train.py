@@ -1,5 +1,6 @@
 """Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -41,20 +42,22 @@ class Outcome(NamedTuple):
     run_dir: Path
 
 
-def train(cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch) -> Outcome:
+def train(
+    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
+) -> Outcome:
     """Train according to the config. Collective.
 
     Args:
         cfg: The config.
         runtime: The ranks.
-        choose_batch: As in `check_and_build`.
+        choose_batch, check_memory: As in `check_and_build`.
 
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
-    checked = check_and_build(cfg, runtime, choose_batch)
+    checked = check_and_build(cfg, runtime, choose_batch, check_memory)
     job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)

@@ -3,13 +3,18 @@
 import json
 import re
 import shlex
+import subprocess
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
+from launches import refusal_in_world
 from torch.utils.flop_counter import FlopCounterMode
+from worlds import run_world
 
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import GiB, find_devices
@@ -48,13 +53,15 @@ def own_model(name: str) -> list[str]:
     return ["model=own", f"model._target_=own_models.{name}", "data=digits", "batch_size=256"]
 
 
-def test_command_prints_a_table_and_writes_json_and_a_page(tmp_path, command):
-    files = f"--json {tmp_path}/advice.json --html {tmp_path}/advice.html"
+def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command):
+    files = f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png --html {tmp_path}/advice.html"
     code, output, errors = command(advise.main, *f"--gpus 2xH100 batch_size=256 strategy=ddp {files}".split())
     assert code == 0, errors
     lines = output.splitlines()
     assert lines[0] == "2 x H100 (79.1 GiB); 129,068 parameters, images 1x28x28, batch_size=256, float32"
     assert lines[-2] == "Recommended: ddp, the simplest that fits and uses all GPUs, in the order of the table"
+    assert "images/s" not in output, "nobody has measured it"
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "advice.json").read_text())
     assert {"single", "ddp", "fsdp", "pipeline", "scratch", "split", "tp tp=2"} <= {row["name"] for row in found["rows"]}
     row = found["rows"][1]
@@ -70,17 +77,36 @@ def test_command_prints_a_table_and_writes_json_and_a_page(tmp_path, command):
     assert row["launch"] in (tmp_path / "advice.html").read_text()
 
 
-def test_page_shows_memory_and_pipelines_and_loads_nothing():
+def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path):
+    browser = which("chromium") or pytest.skip("there is no chromium")
     found = replace(advised(("single", "pipeline"), *VIT, gpus="4xH100"), notes=["<script>document.title='injected'</script>"])
-    shown = page(found)
+    (tmp_path / "advice.html").write_text(page(found))
+    shown = in_browser(browser, tmp_path / "advice.html", "--dump-dom").stdout
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", shown))
-    assert all(each in text for each in ("single", "pipeline, by rank", *(f"rank {rank}" for rank in range(4))))
+    for row in found.rows:
+        assert row.name in text
+    assert "pipeline, by rank" in text
+    assert all(f"rank {rank}" in text for rank in range(4))
     boxes = re.findall(r"fill: #ffffff[^>]*>(\d)</text>", shown)
     assert Counter(boxes) == {str(number): 8 for number in range(8)}, "forward and backward of 8 micro-batches on 4 ranks"
-    assert "<script" not in shown, "notes are escaped"
-    assert not re.search(
-        r"""(src|href)=["'](?!#)|url\((?!#)|@import""", re.sub(r"<metadata>.*?</metadata>", "", shown, flags=re.S)
-    )
+    assert "<title>What a run needs</title>" in shown, "notes are escaped"
+    assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", shown), "nothing is loaded"
+    in_browser(browser, tmp_path / "advice.html", f"--screenshot={tmp_path}/shot.png", "--window-size=1400,2400")
+    from PIL import Image
+
+    colours = Image.open(tmp_path / "shot.png").convert("RGB").getcolors(1_000_000)
+    assert sum(count for count, colour in colours if max(colour) - min(colour) > 40) > 20_000, "coloured bars are drawn"
+
+
+def in_browser(browser: str, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={page.parent}/profile",
+    ]
+    return subprocess.run([browser, *flags, *options, page.as_uri()], capture_output=True, text=True, timeout=180, check=True)
 
 
 def test_pipelines_wait_for_their_input_and_idle_as_the_bubble_says():
@@ -128,6 +154,11 @@ def test_warm_up_before_a_capture_copies_weights_and_momenta():
         assert planned("ddp", *VIT, keys).fullest.peak["copies"] == expected, keys
 
 
+def test_unsharded_gradients_of_accumulation_are_counted():
+    once, twice = (planned("fsdp", *VIT, f"accumulate={number}").fullest for number in (1, 2))
+    assert twice.peak["gradients"] + twice.peak["in flight"] > once.peak["gradients"] + once.peak["in flight"]
+
+
 def test_own_strategy_is_planned_with_its_options_as_they_were_given():
     found = advisor("strategy=fsdp", "strategy.reshard_after_forward=false", *SYNTHETIC)
     assert found.own in found.candidates()
@@ -152,6 +183,14 @@ def test_what_cannot_be_laid_out_is_listed_with_the_reason_and_others_briefly():
     assert "Use single" not in brief, "nobody has chosen them"
     with pytest.raises(ConfigError, match=r"single: a step on tensors without values failed: DataDep"):
         advised(("single", "ddp"), *own_model("Waiting"), gpus="1xH100")
+
+
+def test_model_that_fails_is_refused_with_the_message_of_train():
+    code, text = run_world(1, refusal_in_world, " ".join([*own_model("Broken"), "device=cpu"]))[0]
+    assert code == 2
+    with pytest.raises(ConfigError) as error:
+        advisor(*own_model("Broken"))
+    assert text.strip() == f"error: {error.value}"
 
 
 def test_nothing_that_does_not_fit_is_recommended():
@@ -182,6 +221,7 @@ REFUSED = {
     "--gpus 2xH900": f"--gpus 2xH900: {CARD}",
     "--gpus 10000xH100": f"--gpus 10000xH100: {CARD}",
     "--gpus 2xH100 --nodes 0": "--nodes 0: must be a number above 0",
+    "--gpus 2xH100 --picture a.xyz": "--picture a.xyz: must be the name of a .png file",
     "--gpus 2xH100 --html a.png": "--html a.png: must be the name of a .html file",
     "--gpus 2xH100 device=cpu": "device and strategy.devices: plans are made for all devices that --gpus names; leave them out",
     "--gpus 2xH100 batch_size=auto": "batch_size=auto: is chosen when training starts; use a number for plans",

@@ -1,4 +1,4 @@
-"""batch_size=auto is the largest batch that fits."""
+"""Runs that do not fit on their devices are refused, and batch_size=auto is the largest that fits."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,49 @@ from worlds import run_world
 from ddp_lab.advise import fit
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
+from ddp_lab.run.job import build
 from ddp_lab.world.planned import PlannedRuntime
 
+STATE = 3 * 4 * 129_068  # bytes of LeNet's parameters, gradients and momentum
+LENET = ["model=lenet", "data=digits", "batch_size=64"]
 WAITING = ["model=own", "model._target_=own_models.Waiting", "data=digits"]
+
+
+def check_state(overrides: list[str], size: int, ranks: int, gpus: int = 1) -> None:
+    """Check whether a run fits on GPUs of a size."""
+    cfg = compose_config(overrides, None)
+    fit.check_state(cfg, build(cfg, PlannedRuntime(ranks, ranks, "float32", gpus=gpus, kind="cpu")), size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [([*LENET, "strategy=ddp"], STATE), ([*LENET, "strategy=fsdp"], STATE - 1), ([*WAITING, "strategy=fsdp"], 1000)],
+    ids=["complete", "in shards", "not planned"],
+)
+def test_state_that_fits_or_cannot_be_planned_is_accepted(overrides, size):
+    check_state(overrides, size, 2)
+
+
+def test_refusal_names_the_two_simplest_alternatives():
+    with pytest.raises(ConfigError) as refused:
+        check_state([*LENET[:-1], "batch_size=8", "optimizer=adamw", "strategy=single"], STATE // 3 * 4 - 1, 1, gpus=4)
+    text = str(refused.value)
+    first, second = text[text.index("Use ") :].split(" or ")
+    assert first.startswith("Use `torchrun --standalone --nproc_per_node=4 -m ddp_lab ... strategy=")
+    assert re.search(r", the simplest of \d+ that fit on 4 such devices$", second)
+
+
+def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
+    runs = tmp_path / "runs"
+    first, second = run_world(2, refusal_in_world, f"strategy=ddp memory_limit={(STATE - 1) / 2**30:.9f} runs_dir={runs}")
+    code, text = first
+    assert code == 2
+    state = "parameters, gradients and optimizer state take 1.5 MiB on rank 0, a device has 1.5 MiB"
+    assert text.startswith(f"error: strategy=ddp: {state}, and activations need more. ")
+    assert "With activations, on all 2 devices: Nothing fits: " in text
+    assert "Use more or larger GPUs, a smaller batch_size, or accumulate=N" in text
+    assert second == (2, "")
+    assert not runs.exists()
 
 
 def train(tmp_path: Path, ranks: int, line: str) -> tuple[str, dict]:
@@ -88,5 +128,5 @@ def test_accumulate_auto_takes_as_few_steps_as_fit(monkeypatch):
     assert f"accumulate=auto: {cfg.accumulate}." in text
     assert (cfg.batch_size, 1 < cfg.accumulate < 10) == (64, True)
     cfg.accumulate, cfg.batch_size, cfg.memory_limit = "auto", 8, 0.004
-    with pytest.raises(ConfigError, match=r"accumulate=auto: not even 8 fits: .* `ddp-lab advise` plans what"):
+    with pytest.raises(ConfigError, match=r"accumulate=auto: not even 8 fits: .* With activations, on"):
         fit.choose_batch(cfg, runtime)

@@ -1,4 +1,4 @@
-"""`advise --measure`: what short runs of train.py take."""
+"""`advise --measure`: what short runs of train.py take, and how their results are kept and offered again."""
 
 import subprocess
 
@@ -8,7 +8,7 @@ import warm
 from ddp_lab.advise import measure
 from ddp_lab.advise.advisor import Advisor
 from ddp_lab.advise.devices import find_devices
-from ddp_lab.advise.measure import summary
+from ddp_lab.advise.measure import cache_of, offer, summary
 from ddp_lab.advise.report import table
 from ddp_lab.commands import advise
 from ddp_lab.launchers.short_run import ShortRun
@@ -16,34 +16,41 @@ from ddp_lab.launchers.short_run import ShortRun
 LENET = ["data=synthetic", "data.dataset.channels=1", "data.dataset.train_size=64", "data.dataset.test_size=8", "batch_size=64"]
 
 
-def run_of(*rates: float) -> ShortRun:
-    return ShortRun([{"samples_per_second": rate} for rate in (1.0, *rates)], None)
+def run_of(*rates: float, **profile) -> ShortRun:
+    return ShortRun([{"samples_per_second": rate} for rate in (1.0, *rates)], profile or None)
 
 
 @pytest.fixture
-def advisor() -> Advisor:
+def advisor(monkeypatch, tmp_path) -> Advisor:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = Advisor.of(LENET, None, find_devices("2xcpu"))
     found.rows = [found.plan(["strategy=single"]), found.plan(["strategy=ddp"])]
     return found
 
 
-def test_short_runs_of_train_fill_in_images_per_second(advisor, monkeypatch, capsys):
+def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(advisor, monkeypatch, capsys):
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(subprocess, "Popen", warm.Warm)
     measure.measure(advisor, minutes=5)
     assert advisor.notes == []
     found = [row.measured for row in advisor.rows]
     assert all(each["images_per_second"] > 100 for each in found)
-    assert all("mfu" not in each for each in found), "that of a CPU is not known"
+    assert all("mfu" not in each and "allocated" not in each for each in found), "those of a CPU are not known"
     assert "ddp-0 ..." in capsys.readouterr().out
+    advisor.rows = [advisor.plan(["strategy=single"])]
+    offer(advisor)
+    assert advisor.notes[0].endswith("; --measure measures again")
+    assert advisor.rows[0].measured == found[0]
 
 
-def test_command_recommends_the_fastest_that_was_measured(monkeypatch, capfd):
+def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measure, "train", lambda given, *others: run_of(900.0 if "strategy=fsdp" in given else 800.0))
-    advise.main(["--gpus", "2xcpu", "--measure", "--minutes", "1", *LENET])
-    shown = capfd.readouterr().out
-    assert " 800" in shown
-    assert "Recommended: fsdp, the fastest that was measured" in shown
+    for more, expected in ((["--measure", "--minutes", "1"], " 800"), ([], "images/s were measured on ")):
+        advise.main(["--gpus", "2xcpu", *more, *LENET])
+        shown = capfd.readouterr().out
+        assert expected in shown
+        assert "Recommended: fsdp, the fastest that was measured" in shown
 
 
 def test_strategies_alternate_until_their_rates_are_stable(advisor, monkeypatch):
@@ -69,12 +76,32 @@ def test_what_does_not_run_or_has_no_time_is_reported(advisor, monkeypatch):
     assert advisor.notes[2:] == ["stopped after 1e-09 minutes; --minutes allows more"]
 
 
-def test_measured_rate_and_mfu_are_shown():
+def test_strategy_whose_later_run_fails_keeps_its_results(advisor, monkeypatch):
+    runs = iter([run_of(100.0), run_of(50.0), ShortRun([], None, "it failed"), run_of(50.0)])
+    monkeypatch.setattr(measure, "train", lambda *given: next(runs))
+    measure.measure(advisor, minutes=1)
+    assert advisor.notes == ["single was not measured again: it failed"]
+    assert [row.measured["images_per_second"] for row in advisor.rows] == [100.0, 50.0]
+
+
+def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypatch, tmp_path):
+    """Both are bytes that torch allocates; the CUDA context and NCCL are in neither."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     advisor = Advisor.of(LENET, None, find_devices("2xH100"))
     slow, fast = advisor.rows = [advisor.plan(["strategy=ddp"]), advisor.plan(["strategy=fsdp"])]
-    slow.measured = summary(advisor, slow, [run_of(630.0, 650.0)])
-    assert slow.measured["mfu"] == pytest.approx(slow.fullest.flops * 10 / 494e12), "64 images a step"
-    fast.measured = slow.measured | {"images_per_second": 700.0}
+    rows = [{"step": 10.0, "communication": 1.0}, {"step": 10.0, "communication": 3.0}]
+    found = summary(advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31], rows=rows)])
+    assert found["mfu"] == pytest.approx(slow.fullest.flops * 10 / 494e12), "64 images a step"
+    assert (found["exposed"], found["allocated"]) == (0.2, 2**31)
+    slow.measured, fast.measured = found, found | {"images_per_second": 700.0}
     assert advisor.conclusion.startswith("Recommended: fsdp, the fastest that was measured")
     line = next(line for line in table(advisor).splitlines() if line.startswith("ddp "))
-    assert line.split()[-2:] == ["640", f"{slow.measured['mfu']:.1%}"]
+    planned = slow.fullest.allocated / 2**30
+    assert line.split()[-5:] == ["640", f"{found['mfu']:.1%}", "20%", f"{planned:.2f}", "2.00"]
+
+
+def test_cache_depends_on_the_run_and_the_machine_but_not_on_the_strategy(advisor):
+    others = [([*LENET[:-1], "batch_size=32"], "2xcpu"), (LENET, "3xcpu"), ([*LENET, "strategy=ddp"], "2xcpu")]
+    smaller, more, same = (cache_of(Advisor.of(overrides, None, find_devices(gpus))) for overrides, gpus in others)
+    assert len({cache_of(advisor), smaller, more}) == 3
+    assert cache_of(advisor) == same

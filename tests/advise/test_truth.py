@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import ADAMW, ddp, fsdp, mesh, name, pipeline, scratch, split, tp
+from cases import ADAMW, CLIPPED, ddp, ddp_pipeline, fsdp, mesh, name, pipeline, scratch, split, tp
 from cases import VIT as SMALL_VIT
 from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
@@ -35,6 +35,15 @@ ON_FOUR = (
     pipeline("1f1b", **VIT),
     tp(2, **EMA),
     mesh(pp=2, tp=2, **EMA | VIT),
+)
+SECOND = (  # second examples, which are slow tests
+    scratch("bucketed"),
+    ddp(**VIT | ADAMW),
+    fsdp(reshard=False, **VIT),
+    ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
+    mesh(shard=None, **EMA | VIT),
+    mesh(shard=2, **VIT | ADAMW),
+    mesh(tp=4, sequence=True, **VIT),
 )
 ALONE = [Case(Single), Case(Single, **VIT | ADAMW | EMA)]
 
@@ -114,10 +123,10 @@ def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
         return plan_rank(cfg, job.dataset, job.model, runtime.of_rank(rank))
 
 
-@pytest.mark.parametrize("case", ON_FOUR, ids=name)
+@pytest.mark.parametrize("case", [*ON_FOUR, *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND)], ids=name)
 def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
     for rank in (0, 3):
-        (planned,), real = plan(case, 4, rank), world(ON_FOUR)[rank][case]
+        (planned,), real = plan(case, 4, rank), world(SECOND if case in SECOND else ON_FOUR)[rank][case]
         assert planned.held == real.held, f"rank {rank}"
         assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
 
@@ -137,11 +146,22 @@ def test_split_holds_a_stage_on_each_device():
 
 
 IMAGES = "data=synthetic data.dataset.image_size=224 data.dataset.num_classes=1000 batch_size=64 precision=bf16 speed=off"
-# torchvision's models that differ most in what they keep, and a Vision Transformer.
+# torchvision's models that differ most in what they keep, and two Vision Transformers.
 ON_GPU = {
     name: f"model=torchvision model.name={name} optimizer=sgd"
-    for name in ("resnet50", "densenet121", "efficientnet_b0", "convnext_tiny", "swin_t")
-} | {"ViT-S/16": "model=vit_s16 optimizer=adamw"}
+    for name in (
+        "resnet18",
+        "resnet50",
+        "vgg16",
+        "densenet121",
+        "mobilenet_v3_large",
+        "efficientnet_b0",
+        "convnext_tiny",
+        "swin_t",
+        "regnet_y_400mf",
+        "vit_b_16",
+    )
+} | {"ViT-S/16": "model=vit_s16 optimizer=adamw", "ViT-L/16": "model=vit_l16 optimizer=adamw"}
 
 
 @pytest.mark.gpu(1)

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 import warm
 import yaml
 from launches import ROOT, SMALL, SUPPORT, launch, read_heartbeat, read_metrics
-from slurm_cluster import Cluster, wait_for
+from slurm_cluster import LOST, Cluster, wait_for
 
 from ddp_lab.launchers.command_line import quote
 from ddp_lab.launchers.slurm import outcome
@@ -85,6 +87,10 @@ class Job:
         return torch.load(newest, weights_only=True)["model"]
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
     """Assert that a job trained every epoch once and ended with the same weights as an undisturbed one."""
     assert job.end() == ("COMPLETED", 0), job.report()
@@ -139,6 +145,31 @@ def test_preempted_job_is_requeued_and_ends_with_the_same_weights(by, cluster, f
     assert job.state()["Restarts"] == "1"
 
 
+def srun(cluster: Cluster, options: str, *command: str) -> subprocess.CompletedProcess:
+    line = [cluster.programs["srun"], f"--chdir={ROOT}", *options.split(), sys.executable, *command]
+    env = cluster.env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.slow
+def test_tasks_that_are_not_ranks_are_refused_once_and_one_on_each_node_starts_the_ranks(cluster, tmp_path):
+    """The second line is the one that the message of the first one advises."""
+    runs = f"runs_dir={tmp_path / 'runs'}"
+    done = srun(cluster, "--nodes=2 --ntasks=4", "train.py", "strategy=ddp", runs)
+    assert done.returncode == 2
+    assert done.stderr.count("error: srun started 4 tasks (SLURM_STEP_NUM_TASKS=4), which are not ranks") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nproc=2", "--nnodes=2", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"]
+    done = srun(cluster, "--nodes=2 --ntasks-per-node=1", "-m", "ddp_lab", "train", *options, *OVERRIDES, "epochs=1", runs)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks, global batch 24" in done.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
 @pytest.mark.slow
 def test_cancelled_job_saves_and_is_not_requeued(cluster, forking, tmp_path):
     job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, **forking)
@@ -188,6 +219,34 @@ def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text(json.dumps({"status": "preempted", "launch": "7.0"}))
     assert (outcome("7.0", where), outcome("7.1", where)) == ("preempted", "none")
+
+
+@pytest.mark.slow
+def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_path):
+    """Slurm considers a node that does not respond dead and starts its job on the other node, but the job is still running."""
+    overrides = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
+    job = Job(cluster, tmp_path, ["--nodes=1"], *overrides)
+    job.train(epochs=2)
+    writer = read_heartbeat(job.dir, 0)["pid"]
+    torchrun = parent(writer)
+    daemon = parent(parent(torchrun))  # slurmstepd of this job step; a shell is between it and torchrun
+    before = (job.dir / "metrics.jsonl").read_text()
+    node = job.state()["NodeList"]
+    cluster.kill_node(node)
+    try:
+        job.wait("requeue", lambda: job.state()["Restarts"] == "1", 6 * LOST + 30)
+        job.start_again()
+        assert job.end() == ("FAILED", 1), job.report()
+        output = job.out.read_text()
+        assert f"another launch is writing in {job.dir} (pid {writer} on " in output
+        assert Path(f"/proc/{writer}").exists(), "the first start must still be running"
+        assert (job.dir / "metrics.jsonl").read_text() == before
+        assert job.status()["status"] == "running"
+    finally:
+        os.kill(torchrun, signal.SIGKILL)  # this ends the ranks, too, which Slurm no longer knows
+        os.kill(daemon, signal.SIGKILL)
+        cluster.start_node(node)
+    job.wait("end of the lost node's ranks", lambda: not Path(f"/proc/{writer}").exists(), 20)
 
 
 SWEEP = "python train.py -m hydra/launcher=slurm"

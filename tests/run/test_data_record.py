@@ -50,4 +50,4 @@ def test_run_does_not_resume_with_other_classes(resume, tmp_path):
     cfg = config(*SMALL, "name=mine", f"runs_dir={tmp_path}", f"resume={resume.format(run=run)}")
     difference = r"number 2 of 10 was 3, in these data it is 2\. Use data with the same"
     with pytest.raises(ConfigError, match=f"{run}: was trained with other classes: {difference}"):
-        check_and_build(cfg, Runtime("cpu"), lambda *_: "")
+        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda *_: None)

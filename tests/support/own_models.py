@@ -231,6 +231,14 @@ class Waiting(Plain):
         return super().forward(inputs / max(1.0, inputs.abs().max().item()))
 
 
+class Broken(Plain):
+    """Its head does not fit its blocks."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.head = nn.Linear(17, num_classes)
+
+
 class Greedy(Plain):
     def __init__(self, num_classes, **others):
         super().__init__(1, 28, num_classes, **others)
