@@ -6,7 +6,8 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -87,15 +88,28 @@ class Ranks:
             per_node: Whether `decide` runs on the first rank of each machine, for the ranks of that machine, or only on rank 0.
 
         Raises:
-            ConfigError: `decide` raised it on the rank where it ran.
+            ConfigError: `decide` raised it on a rank where it ran.
         """
         if self.world_size == 1:
             return decide()
         self._questions += 1
         key = f"{key}/{self._questions}"  # the same key may be used again
-        if per_node:
-            key = f"{key}/{self.node}"
-        if (self.local_rank if per_node else self.rank) == 0:
+        if not per_node or self.nodes == 1:
+            return self._ask(key, decide, self.rank == 0)
+        answer, problem = None, None
+        try:
+            answer = self._ask(f"{key}/{self.node}", decide, self.local_rank == 0)
+        except ConfigError as error:
+            problem = error
+        try:  # without this question the other nodes would wait for the one that failed
+            self._ask(f"{key}/nodes", partial(self._check_nodes, key), self.rank == 0)
+        except ConfigError as error:
+            raise problem or error from None
+        return cast("Answer", answer)
+
+    def _ask(self, key: str, decide: Callable[[], Answer], answers: bool) -> Answer:
+        """Return the answer of the rank that `answers`, or raise its ConfigError."""
+        if answers:
             try:
                 answer = {"value": decide()}
             except ConfigError as error:
@@ -104,10 +118,15 @@ class Ranks:
             self.store.set(key, json.dumps(answer))
             return answer["value"]
         self.store.wait([key])
-        answer = json.loads(self.store.get(key))
-        if "error" in answer:
-            raise ConfigError(answer["error"])
-        return answer["value"]
+        found = json.loads(self.store.get(key))
+        if "error" in found:
+            raise ConfigError(found["error"])
+        return found["value"]
+
+    def _check_nodes(self, key: str) -> None:
+        """Raise the ConfigError that a node has set as its answer."""
+        for node in range(self.nodes):
+            self._ask(f"{key}/{node}", lambda: None, answers=False)
 
     def collect(self, key: str, value: str) -> list[str] | None:
         """Gather one string per rank on rank 0. Collective; it does not need the process group.

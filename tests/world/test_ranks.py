@@ -42,6 +42,27 @@ def test_agree_per_node_runs_once_per_node_and_the_other_ranks_wait(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["by_rank_0", "by_rank_2"]
 
 
+def fail_on_one_node(failing: int) -> str:
+    def decide() -> str:
+        if runtime.node == failing:
+            raise NodeError(f"node {failing} has no folder")
+        return "found"
+
+    with on_two_nodes() as runtime:
+        try:
+            return runtime.agree("data", decide, per_node=True)
+        except ConfigError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_agree_per_node_raises_the_error_of_a_node_on_the_others_which_would_wait_for_it(failing):
+    """The first rank of the node raises a NodeError, which is printed there."""
+    answers = run_world(4, fail_on_one_node, failing)
+    assert answers.pop(2 * failing) == f"NodeError: node {failing} has no folder"
+    assert answers == [f"ConfigError: node {failing} has no folder"] * 3
+
+
 def test_launches_of_the_same_second_get_different_directories(tmp_path, monkeypatch):
     noon = datetime(2026, 1, 2, 12)
     monkeypatch.setattr(run_directory, "datetime", SimpleNamespace(now=lambda: noon))
