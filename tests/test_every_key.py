@@ -141,7 +141,7 @@ KEYS: dict[str, Row | str] = {
     "lr_base_batch_size": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)),
     "warmup_epochs": Row("warmup_epochs=1", has("lr", 0.01 * 2 / 3)),
     "accumulate": Row(f"{NORMED} accumulate=2", TRAINED, NORMED),  # statistics of BatchNorm are of micro-batches
-    "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit_and_changes_nothing_else",
+    "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit",
     "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
     "ema": Row("ema=0.9", TESTED),
     "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),

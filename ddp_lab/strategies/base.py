@@ -189,8 +189,7 @@ class Strategy(SavedState, ABC):
             # their number must be the same on every rank.
             kept = slice(real if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
-        # Summed over micro-batches and replicas, or averaged over replicas, the gradients are then those of the GLOBAL mean.
-        divisor = count / self.dp_size if self.averages else count
+        divisor = self.divisor(count)
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
@@ -218,6 +217,13 @@ class Strategy(SavedState, ABC):
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 gradient.mul_(scale.to(gradient))
+
+    def divisor(self, count: int) -> float:
+        """Return what the summed losses are divided by; `count` is the size of the GLOBAL batch.
+
+        Summed over micro-batches and replicas, or averaged over replicas, the gradients are then those of the GLOBAL mean.
+        """
+        return count / self.dp_size if self.averages else count
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""

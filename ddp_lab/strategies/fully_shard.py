@@ -14,6 +14,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.activation_checkpointing import Checkpointing
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
+from ddp_lab.strategies.sharding import reshard
 from ddp_lab.world.runtime import Runtime
 
 
@@ -69,6 +70,11 @@ class FullyShard(Strategy):
         for part in parts:
             part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+
+    def train(self, mode: bool = True) -> None:
+        # An evaluation may leave the blocks gathered, and a captured step changes the shards without reading them.
+        reshard(self.module)
+        super().train(mode)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return without_sync(self.forward)

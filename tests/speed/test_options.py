@@ -109,6 +109,15 @@ def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reas
     assert values(options) == FASTEST | {name: OFF[name] for name in reasons}
 
 
+@pytest.mark.parametrize(("device", "overrides"), [("cpu", []), ("cuda", ["speed=off"])])
+def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    cfg = config("strategy=single", *overrides)
+    strategy = build(cfg.strategy, Runtime("cpu"))
+    strategy.device, strategy.runtime = torch.device(device), None
+    assert values(find_options(cfg, strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))) == OFF
+
+
 def test_free_memory_is_the_smallest_of_all_ranks():
     runtime = SimpleNamespace(
         free_memory=lambda: 7, collect=lambda key, value: ["9", value, "8"], agree=lambda key, decide: decide()

@@ -168,8 +168,15 @@ class Cluster:
     def start_node(self, node: str) -> None:
         self._start("slurmd", "-D", "-N", node, "-d", self.programs["slurmstepd"], "-f", self.env["SLURM_CONF"], name=node)
 
+    def kill_node(self, node: str) -> None:
+        """Kill the node's slurmd with SIGKILL. The processes that it started keep running."""
+        self.daemons[node].kill()
+        self.daemons.pop(node).wait()
+
     def __exit__(self, *error: object) -> None:
         if "slurmctld" in self.daemons:
+            for node in set(NODES) - set(self.daemons):
+                self.start_node(node)  # it ends the processes that the killed one left
             self._ask("scancel", "--user", getpass.getuser())
             self._ask("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
             deadline = time.monotonic() + 30
