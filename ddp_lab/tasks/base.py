@@ -57,8 +57,13 @@ class Task(nn.Module):
         self.per_sample: bool | None = None
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
-        """Return the unreduced losses, [b, ...], or (losses, weights), of the task's own loss."""
-        raise NotImplementedError
+        """Return the unreduced losses, [b, ...], or (losses, weights), of the task's own loss.
+
+        Raises:
+            TrainingError: the task has no loss.
+        """
+        name = type(self).__name__
+        raise TrainingError(f"{name}: has no loss; define its method own_losses, or use {name}(loss)", "exception")
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         """Return the unreduced losses, [b, ...], or (losses, weights).

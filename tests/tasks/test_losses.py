@@ -105,6 +105,11 @@ def test_reduced_losses_and_weights_of_another_shape_are_refused(loss, message):
         Regression(loss).loss_sum(LOGITS, LOGITS)
 
 
+def test_task_without_a_loss_is_refused():
+    with pytest.raises(TrainingError, match=r"^Task: has no loss; define its method own_losses, or use Task\(loss\)$"):
+        Task().loss_sum(LOGITS, TARGETS)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
