@@ -138,7 +138,7 @@ def test_run_with_dropout_that_is_resumed_in_an_epoch_is_bitwise_the_same(strate
         ),
         (
             "data=synthetic data.dataset.num_classes=5 data.val_fraction=0.1 checkpoint.best=val_top5_accuracy",
-            "val_top5_accuracy: Classification has no such metric for these data; allowed: val_loss, val_accuracy. A task of your",
+            "val_top5_accuracy: Classification has no such metric for these data; allowed: val_loss, val_accuracy. A",
         ),
         ("mixup=0.2 task=regression", "mixup=0.2, cutmix=0: are for task=classification"),
         (
