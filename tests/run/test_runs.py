@@ -69,7 +69,7 @@ def test_table_has_state_epoch_best_rate_and_age_of_each_run(running, tmp_path, 
     head, *rows = [line.split() for line in output.splitlines()]
     assert head == [*runs.HEAD]
     found = {name: " ".join(row) for name, *row in rows}
-    assert list(found)[0] == "chosen", "the run that changed last is at the end"
+    assert next(iter(found)) == "chosen", "the run that changed last is at the end"
     assert found["chosen"] == "finished 3/20 val_accuracy 0.7500 1,234 3 d"
     assert found["running"].startswith("running 0/20 - - ")
     assert found["sweep-1/lr=1"] == "killed 1/20 val_loss 2.0000 1,234 2 h"
@@ -90,7 +90,8 @@ def test_curves_and_the_error_of_a_trained_run_are_shown(tmp_path, command, monk
     values = [row[f"{name}_loss"] for row in rows for name in ("train", "val", "test")]
     legend, *drawn, axis = loss.splitlines()
     assert legend == "loss: . train, o val, x test"
-    assert drawn[0].startswith(f"{max(values):>10.4g} |") and drawn[-1].startswith(f"{min(values):>10.4g} |")
+    assert drawn[0].startswith(f"{max(values):>10.4g} |")
+    assert drawn[-1].startswith(f"{min(values):>10.4g} |")
     assert {mark for row in drawn for mark in row.partition("|")[2]} == {*" .ox"}
     assert max(map(len, drawn)) == 59
     assert axis.split() == ["epoch", "1", str(rows[-1]["epoch"])]
