@@ -215,14 +215,14 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
     Nothing is written or returned before a job has a result on the validation set: the test set chooses nothing.
     """
     results = [(job, *job.result()) for job in jobs]
-    scores = ((number, metric, value) for number, (_, metric, value) in enumerate(results, 1) if value is not None)
-    points = [(number, value) for number, metric, value in scores if metric.startswith("val_")]
+    scores = {n: (metric, value) for n, (_, metric, value) in enumerate(results, 1) if metric.startswith("val_")}
+    points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
     if not points:
         return []
     with (folder / "results.csv").open("w", newline="") as file:
         rows = ((job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *found) for job, *found in results)
         csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
-    metric = results[points[0][0] - 1][1]
+    metric = next(iter(scores.values()))[0]
     choose = min if jobs[0].lower_is_better or metric == "val_loss" else max
     best = [(number, choose(value for _, value in points[:i])) for i, (number, _) in enumerate(points, 1)]
     name, label = next(job.name for job, _, value in results if value == best[-1][1]), metric.replace("_", " ")
