@@ -1,7 +1,7 @@
 """The collectives in which ranks wait, as torch's Flight Recorder has them.
 
-torch keeps the last 2,000 calls of each rank, or TORCH_FR_BUFFER_SIZE. Each rank numbers its calls of a group's collectives. A rank
-whose last number is smaller than that of a call in which others wait has not made that call.
+torch keeps the last 2,000 calls of each rank, or TORCH_FR_BUFFER_SIZE. Each rank numbers its calls of a group's collectives. A
+rank whose last number is smaller than that of a call in which others wait has not made that call.
 """
 
 import pickle
