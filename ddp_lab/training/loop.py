@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ddp_lab.config.errors import TrainingError
@@ -36,7 +36,7 @@ class FitSettings:
     patience: int | None = None
     evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
     criterion: Criterion = "val_loss"
-    log_every: Every = Every()
+    log_every: Every = field(default_factory=Every)
 
 
 @dataclass(frozen=True)
