@@ -61,6 +61,9 @@ def user_errors() -> Generator[None]:
         if str(error).startswith("Config group override"):  # Hydra's ValueError for model=null
             report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
             sys.exit(REFUSED)
+        if str(error).startswith("No trials are completed"):  # Optuna's ValueError after the last job
+            show("error: no job of the search has a result; the output above and each failure.json have the reasons")
+            sys.exit(1)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         show(traceback.format_exc())  # which Python would print on each rank, and torchrun once more
