@@ -36,6 +36,8 @@ class SlurmLauncher(SweepLauncher):
         dry_run: Whether to print the script and the commands instead of submitting them.
     """
 
+    waits = False
+
     def __init__(self, sbatch: Sequence[str], dry_run: bool):
         self.sbatch, self.dry_run = sbatch, dry_run
 
