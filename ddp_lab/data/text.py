@@ -24,26 +24,19 @@ class Text:
     def __init__(self, root: str, context: Count):
         self.root, self.context = Path(root), context
 
-    def prepare(self) -> None:
-        """Check that the file can be read.
-
-        Raises:
-            NodeError: it cannot.
-        """
-        try:
-            self.root.open("rb").close()
-        except OSError as error:
-            raise NodeError(
-                f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a file"
-            ) from None
-
     def load(self) -> Dataset:
         """Read the file.
 
         Raises:
+            NodeError: it cannot be read.
             ConfigError: it has too few bytes for two samples.
         """
-        tokens = torch.from_numpy(np.fromfile(self.root, np.uint8))
+        try:
+            tokens = torch.from_numpy(np.fromfile(self.root, np.uint8))
+        except OSError as error:
+            raise NodeError(
+                f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a file"
+            ) from None
         number = (len(tokens) - 1) // self.context
         if number < 2:
             raise ConfigError(
