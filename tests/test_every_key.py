@@ -167,6 +167,7 @@ KEYS: dict[str, Row | str] = {
         "data.val_fraction=0.25",
     ),
     "check_replicas": FAULTS + "test_drifting_replicas_are_named",
+    "log_every": "tests/training/test_meter.py::test_rows_of_steps_are_those_of_one_device",
     "profile": "tests/observe/test_profile.py::test_profile_writes_summary_and_traces",
     "inject": FAULTS + "test_first_failure_is_reported_once_and_nothing_hangs",
     "checkpoint.every_epochs": Row("epochs=2 checkpoint.every_epochs=2", keeps(STEPS[4]), "epochs=2"),
