@@ -21,7 +21,8 @@ UNKNOWN = (
     "(TORCH_FR_BUFFER_SIZE=0), or it does not support the process group"
 )
 ALL_CALLED = (
-    "No rank lacks a collective in which others wait, by torch's Flight Recorder, which has no sends and receives of gloo"
+    "No rank lacks a collective in which others wait, by torch's Flight Recorder. It does not record sends and receives over "
+    "gloo, nor calls in CUDA graphs"
 )
 
 

@@ -51,5 +51,5 @@ class Skipping(DDP):
         loss = super().forward_backward(inputs, targets, count, accumulate)
         self.steps += 1
         if self.steps != 8 or self.dp_rank != 1:
-            dist.all_reduce(torch.ones(7), group=self.own_group)
+            dist.all_reduce(torch.ones(7, device=self.device), group=self.own_group)
         return loss
