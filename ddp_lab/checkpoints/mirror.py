@@ -158,13 +158,13 @@ class Mirror:
                 bad.append(f"{name}/{file} is missing, or its SHA-256 differs")
                 shutil.rmtree(folder)
                 return False
-        for file in digests.keys() & set(RUN_FILES):
+        path, own = self.folder / name, digests.keys() & set(RUN_FILES)
+        for file in own:
             if (self.run_dir / file).exists():  # from a newer checkpoint
                 (folder / file).unlink()
             else:
                 os.replace(folder / file, self.run_dir / file)
-        path = self.folder / name
-        sums = "".join(f"{digest}  {file}\n" for file, digest in digests.items() if file not in RUN_FILES)
+        sums = "".join(f"{digest}  {file}\n" for file, digest in digests.items() if file not in own)
         write_text(folder / SUMS if is_sharded(path) else sums_of(path), sums)
         os.replace(folder if is_sharded(path) else folder / name, path)
         shutil.rmtree(folder, ignore_errors=True)
