@@ -303,6 +303,10 @@ FLAGS = {
     "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --output": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --force": AFTER + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
+    **dict.fromkeys(
+        ("exercise --folder", "exercise --number"),
+        "tests/exercises/test_command.py::test_exercise_from_the_list_to_the_right_solution",
+    ),
     "merge --checkpoint": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --output": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --force": AFTER + "test_merge_writes_a_full_checkpoint",
