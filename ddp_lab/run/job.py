@@ -117,8 +117,7 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     runtime.agree("dataset", source.prepare, per_node=True)
     dataset = hold_out(source.load(), data.val_fraction, data.val_seed)
     if dataset.digest:
-        digests = runtime.collect("dataset", dataset.digest)
-        runtime.agree("same dataset", lambda: check_same(digests or []))
+        runtime.conclude("same dataset", dataset.digest, check_same)
     return dataset
 
 

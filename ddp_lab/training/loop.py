@@ -98,7 +98,7 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
         progress: position to resume from.
 
     Raises:
-        TrainingError: every batch of an epoch was skipped.
+        TrainingError: every batch of an epoch was skipped, or all its targets are ignored.
     """
     drawn = "val" if "val" in parts.loaders else "test"
     shown = next(iter(parts.loaders[drawn]))
@@ -106,8 +106,10 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
         progress = train_epoch(parts, logger, hooks, progress)
         hooks.check(progress)
         if progress.sums[-1] == 0:
-            message = f"every batch of epoch {progress.epoch} was skipped (on_nan=skip): lower optimizer.lr"
-            raise TrainingError(message, "not_finite")
+            skipped = parts.step.running_sums.skip_not_finite
+            causes = "every batch was skipped (on_nan=skip): lower optimizer.lr; or " * skipped + "all targets are ignored"
+            kind = "not_finite" if skipped else "exception"
+            raise TrainingError(f"epoch {progress.epoch} has nothing to learn from: {causes}", kind)
         with parts.ema.in_use() if parts.ema else nullcontext():
             evaluated, following = evaluate_epoch(parts, hooks, progress)
             drawable = parts.strategy.task.pictures and shown.inputs.dim() == 4
