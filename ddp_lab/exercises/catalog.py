@@ -13,7 +13,12 @@ from ddp_lab.exercises.explain import Call
 
 TITLES = {
     "split_batch": "split a global batch over the ranks",
+    "average_or_sum": "divide the loss so that summed gradients are those of the global mean",
+    "star_all_reduce": "sum over the ranks through rank 0",
     "ring_all_reduce": "sum over the ranks by passing chunks around a ring",
+    "sampler_order": "the samples of each rank in an epoch, as DistributedSampler orders them",
+    "sync_batch_norm": "batch statistics over all ranks",
+    "weighted_mean": "a weighted mean whose elements are spread over the ranks unequally",
 }
 
 
