@@ -16,8 +16,11 @@ TITLES = {
     "average_or_sum": "divide the loss so that summed gradients are those of the global mean",
     "star_all_reduce": "sum over the ranks through rank 0",
     "ring_all_reduce": "sum over the ranks by passing chunks around a ring",
+    "buckets": "sum many gradients in a few collectives",
+    "accumulate": "accumulate gradients over micro-batches, and sum them once",
     "sampler_order": "the samples of each rank in an epoch, as DistributedSampler orders them",
     "sync_batch_norm": "batch statistics over all ranks",
+    "resume_epoch": "resume in the middle of an epoch, on another number of ranks",
     "weighted_mean": "a weighted mean whose elements are spread over the ranks unequally",
 }
 

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
 
@@ -23,7 +23,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     for samples in (4 * ranks, 4 * ranks + 1):
         drawn = {}
         for epoch in (0, 1):
-            sampler = DistributedSampler(range(samples), ranks, rank, seed=7)
+            sampler = DistributedSampler(TensorDataset(torch.zeros(samples)), ranks, rank, seed=7)
             sampler.set_epoch(epoch)
             found = theirs.epoch_indices(samples, 7, epoch, rank, ranks)
             if not isinstance(found, list):

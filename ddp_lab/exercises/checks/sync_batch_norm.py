@@ -44,7 +44,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             text += "It is not a number: a rank without samples divides 0 by 0 before the all-reduce."
         elif len(own[0]) and torch.allclose(mean, own.mean(1)):
             text += "This is the mean of the rank's own samples: nothing was added over the ranks."
-        elif torch.allclose(mean, sum(each.mean(1) for each in has) / ranks):
+        elif torch.allclose(mean, torch.stack([each.mean(1) for each in has]).sum(0) / ranks):
             text += "This is the mean of the ranks' means, in which the rank with one sample counts as much as that with three."
         elif torch.allclose(mean, everything.sum(1) / max(1, len(own[0]))):
             text += "It was divided by the rank's own number of elements: the count has to be added over the ranks, too."
@@ -53,12 +53,12 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         text += (
             f"the variance of channel 0 is {float(variance[0]):.6g}, expected {float(everything[0].var(correction=0)):.6g}. "
         )
-        within = sum(len(each[0]) * each.var(1, correction=0) for each in has) / len(everything[0])
+        variances = torch.stack([each.var(1, correction=0) for each in has])
+        lengths = torch.tensor([len(each[0]) for each in has], dtype=torch.float64)
+        within = lengths @ variances / lengths.sum()
         if torch.allclose(variance, everything.var(1)):
             text += "It was divided by n - 1: batch normalization uses the biased variance, divided by n."
-        elif torch.allclose(variance, within) or torch.allclose(
-            variance, sum(each.var(1, correction=0) for each in has) / ranks
-        ):
+        elif torch.allclose(variance, within) or torch.allclose(variance, variances.sum(0) / ranks):
             text += "It lacks the variance between the ranks: take the squares about the GLOBAL mean."
         elif torch.allclose(variance, everything.square().mean(1)):
             text += "This is the mean of the squares: subtract the mean first."
