@@ -15,12 +15,14 @@ class Call(NamedTuple):
     """A call of torch.distributed from the learner's file.
 
     Attributes:
-        name: of the function, for example recv.
+        name: of the function, for example recv; wait of a Work.
         line: number of the line of the learner's file that calls it.
+        async_op: whether the call returns before the collective ends.
     """
 
     name: str
     line: int
+    async_op: bool = False
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """Sum many gradients over the ranks in a few collectives.
 
 Every collective pays a latency, whatever its size: a network with 62 small gradients pays it 62 times. So gradients are put
-into buckets, in the reverse order of the parameters, in which a backward pass completes them. Each bucket is flattened into one
-tensor, summed by one all-reduce, and copied back.
+into buckets, in the reverse order of the parameters, in which a backward pass completes them. Each bucket is flattened into
+one tensor, summed by one all-reduce, and copied back.
 
     gradients (elements)   2 3 | 4 1 | 6      limit 5, from the right: [6] [1 4] [3 2]
 """

@@ -1,8 +1,8 @@
 """Resume in the middle of an epoch, also on another number of ranks.
 
 A checkpoint within an epoch records how many samples of the epoch's permutation all ranks together have read. Whoever resumes
-continues with the sample after it. Because every rank draws the same permutation and takes every W-th position, the position is
-one number, and W may differ from what it was: no sample is read twice, and none is left out.
+continues with the sample after it. Because every rank draws the same permutation and takes every W-th position, the position
+is one number, and W may differ from what it was: no sample is read twice, and none is left out.
 """
 
 import torch
