@@ -50,8 +50,17 @@ class PerformanceOptions(NamedTuple):
     disabled: tuple[str, ...] = ()
 
     def apply_memory_format(self, model: nn.Module) -> nn.Module:
-        """Set the memory format of the model and return it. Called before `Strategy.setup`, within `backend_flags`."""
-        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+        """Set the memory format of the model and return it. Called before `Strategy.setup`, within `backend_flags`.
+
+        The weights of convolutions with one input channel stay contiguous. For torch they are channels last as well, and their
+        gradients have one or the other strides; where these differ from a bucket's, DDP copies them and warns.
+        """
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)
+            for parameter in model.parameters():
+                if parameter.dim() == 4 and parameter.size(1) == 1:
+                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        return model
 
     @contextmanager
     def backend_flags(self, runtime: Runtime) -> Generator[None]:

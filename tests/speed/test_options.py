@@ -131,3 +131,15 @@ def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons
     monkeypatch.setattr("ddp_lab.run.job.find_options", lambda *_: options)
     job = build_job(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
     assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
+
+
+def test_weights_with_one_input_channel_stay_contiguous_and_others_become_channels_last():
+    """Their strides are ambiguous: DDP warned that gradients do not match its buckets."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 4, 3, groups=4), torch.nn.Conv2d(4, 4, 3))
+    before = [layer.weight for layer in model]
+    for channels_last in (False, True):
+        assert PerformanceOptions(channels_last=channels_last).apply_memory_format(model) is model
+        assert [layer.weight.stride() for layer in model] == [(9, 9, 3, 1)] * 2 + [
+            (36, 1, 12, 4) if channels_last else (36, 9, 3, 1)
+        ]
+    assert all(layer.weight is weight for layer, weight in zip(model, before, strict=True))
