@@ -152,7 +152,7 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         with step.strategy.no_sync():
             first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
             real = min(real_samples(count, step.strategy.dp_rank, step.strategy.dp_size), len(first[0]))
-            step.strategy.add_gradient(*first, real, step.strategy.divisor(count))  # another would compile the loss again
+            step.strategy.add_gradient(*first, real, count / step.strategy.averaged)  # another would compile the loss again
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())

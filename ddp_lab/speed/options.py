@@ -52,14 +52,15 @@ class PerformanceOptions(NamedTuple):
     def apply_memory_format(self, model: nn.Module) -> nn.Module:
         """Set the memory format of the model and return it. Called before `Strategy.setup`, within `backend_flags`.
 
-        The weights of convolutions with one input channel stay contiguous. For torch they are channels last as well, and their
-        gradients have one or the other strides; where these differ from a bucket's, DDP copies them and warns.
+        The weights of convolutions with one input channel stay contiguous, as cuDNN's gradients of them are. Their strides as
+        channels last differ, and DDP would copy the gradients into its buckets and warn (H100, torch 2.11, 2026-11-24). Those
+        of grouped convolutions, with one input channel each, are channels last.
         """
         if self.channels_last:
             model.to(memory_format=torch.channels_last)
-            for parameter in model.parameters():
-                if parameter.dim() == 4 and parameter.size(1) == 1:
-                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+            for layer in model.modules():
+                if isinstance(layer, nn.Conv2d) and layer.in_channels == 1:
+                    layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
         return model
 
     @contextmanager

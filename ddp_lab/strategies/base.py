@@ -62,6 +62,8 @@ class Strategy(ABC):
         num_devices: number of devices in use, over all ranks.
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
+        averaged: number of replicas over which a wrapper of the model averages the gradients, as DDP does; 1: they are summed.
+            A loss is divided by the size of the GLOBAL batch / `averaged`.
         batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
@@ -78,7 +80,6 @@ class Strategy(ABC):
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
-    averages: ClassVar[bool] = False  # a wrapper of the model averages gradients over dp, as DDP does, instead of summing them
     performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
@@ -109,7 +110,7 @@ class Strategy(ABC):
         self.axes = {"dp": self.dp_size, **inner}
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
-        self.is_metric_rank, self.pp_rank = True, 0
+        self.is_metric_rank, self.pp_rank, self.averaged = True, 0, 1
         self.batch_norm: BatchNorm = "local"
         self.task: Task = Classification()
         self.initial_weights: Weights | None = None
@@ -190,7 +191,7 @@ class Strategy(ABC):
             # their number must be the same on every rank.
             kept = slice(real if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
-        divisor = self.divisor(count)
+        divisor = count / self.averaged
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
@@ -218,13 +219,6 @@ class Strategy(ABC):
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 gradient.mul_(scale.to(gradient))
-
-    def divisor(self, count: int) -> float:
-        """Return what the summed losses are divided by; `count` is the size of the GLOBAL batch.
-
-        Summed over micro-batches and replicas, or averaged over replicas, the gradients are then those of the GLOBAL mean.
-        """
-        return count / self.dp_size if self.averages else count
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""

@@ -28,11 +28,10 @@ class DDP(Strategy):
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
-    averages = True  # over the ranks, but the gradient of the global mean is the sum
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive):
         super().__init__(runtime)
-        self.batch_norm = batch_norm
+        self.batch_norm, self.averaged = batch_norm, self.dp_size
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
 
     def setup(self, model: nn.Module) -> None:

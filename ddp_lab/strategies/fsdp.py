@@ -36,7 +36,7 @@ class FSDP(FullyShard):
             forward pass (block).
     """
 
-    sharded = averages = True
+    sharded = True
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class FSDP(FullyShard):
         checkpoint_activations: Checkpointing = "none",
     ):
         super().__init__(runtime, batch_norm, checkpoint_activations)
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.averaged = reshard_after_forward, self.dp_size
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
