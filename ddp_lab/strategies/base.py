@@ -51,6 +51,8 @@ class Strategy(ABC):
         runtime: of this rank.
         inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks. Consecutive ranks share a
             replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
+            ranks that read different local batches together (sync).
 
     Attributes, besides those of the class:
         axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
@@ -64,7 +66,6 @@ class Strategy(ABC):
         device: device that this rank's batches must be on.
         averaged: number of replicas over which a wrapper of the model averages the gradients, as DDP does; 1: they are summed.
             A loss is divided by the size of the GLOBAL batch / `averaged`.
-        batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
         autocast: returns the context of the forward pass.
@@ -90,7 +91,7 @@ class Strategy(ABC):
     module: nn.Module  # this rank's part of the model, unwrapped, so that its parameters keep their plain names
     forward: nn.Module  # computes the logits: `module` or a wrapper around it
 
-    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None):
+    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None, batch_norm: BatchNorm = "local"):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
@@ -111,7 +112,7 @@ class Strategy(ABC):
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
         self.is_metric_rank, self.pp_rank, self.averaged = True, 0, 1
-        self.batch_norm: BatchNorm = "local"
+        self.batch_norm: BatchNorm = batch_norm
         self.task: Task = Classification()
         self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast

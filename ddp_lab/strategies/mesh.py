@@ -55,10 +55,6 @@ class Mesh(FullyShard):
         num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved
             schedule.
         cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
-        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), or each block's
-            forward pass (block).
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
