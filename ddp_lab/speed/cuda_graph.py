@@ -61,8 +61,14 @@ class GraphStep:
             for size in others:
                 warm_up(self.step, partial(self._first_batch, size), WARM_UP)
             batch = self._first_batch(largest)
-            with unchanged(self.step), refusing_to_wait():
-                self.step.compute(batch)
+            # A step that lets the host wait would fail in the capture, too, but with a message about the capture, and it would
+            # leave torch's generators in it.
+            with unchanged(self.step):
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    self.step.compute(batch)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
             pool = torch.cuda.graph_pool_handle()
             for size in (largest, *others):
                 self.graphs[size] = captured(lambda size=size: self.step.compute(self.gather(size)), pool)
@@ -123,19 +129,6 @@ def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
         work()
     return graph
-
-
-@contextmanager
-def refusing_to_wait() -> Generator[None]:
-    """Raise an error where the host waits for the GPU.
-
-    A capture would fail there, too, but with a message about the capture, and it would leave torch's generators in it.
-    """
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
