@@ -33,7 +33,7 @@ from ddp_lab.strategies.fully_shard import FullyShard, forget_order, sharded_in
 from ddp_lab.strategies.mesh_layout import arrange, describe_layout
 from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
 from ddp_lab.strategies.sharding import fill, local, require_one_place
-from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, boundaries_of, make_stages
+from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, token_layouts
 from ddp_lab.world.runtime import Runtime
 
@@ -105,7 +105,7 @@ class Mesh(FullyShard):
         if tp > 1 or self.sequence_parallel:
             check_plans(model, shapes, tp, self.sequence_parallel)
         self.tokens = token_layouts(model, self.sequence_parallel)
-        self.shapes = [
+        self.plan.parts.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
             for shape, tokens in zip(shapes, self.tokens, strict=True)
         ]
@@ -113,8 +113,7 @@ class Mesh(FullyShard):
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
-        boundaries = boundaries_of(self.plan, self.shapes, model.input_dtype, self.runtime.precision)
-        stages = make_stages(model, self.plan, self.pp_rank, boundaries, nullcontext, self.checkpointing)
+        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast, self.checkpointing)
         for stage in stages.values():
             self._place(stage)
         self.module = blocks_of(stages)
