@@ -15,7 +15,8 @@ Every parameter is therefore a DTensor of the same mesh, which optimizers, clipp
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import Literal, cast
 
 import torch
@@ -166,9 +167,11 @@ class Mesh(FullyShard):
         forget_order(self.module)
         return logits
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
         # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.
-        return super().no_sync() if self.executor is None else nullcontext()
+        with nullcontext() if self.executor else super().no_sync():
+            yield
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.
