@@ -256,6 +256,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
             "checkpoint": {"best": "auto"},
             "on_nan": "stop",
             "profile": False,
+            "log_every": None,
             "speed": "auto" if AUTO in case.performance else "off",
             **case.performance._asdict(),
             "data": {
