@@ -206,6 +206,6 @@ def run(spec: Spec, pipe: Connection) -> None:
         elif what == "preempt":
             ranks[values[0]].decisions.preempted = True  # as its signal handler does
         elif what == "count":
-            traffic = [rank.runtime.store.traffic for rank in ranks.values()]
-            operations = sum((one.operations for one in traffic), Counter[str]())
-            peers.send("counts", operations, sum(one.size for one in traffic), files.total())
+            connections = [each for rank in ranks.values() for each in rank.runtime.store.connections]
+            operations = sum((Counter({each.prefix: each.operations}) for each in connections), Counter[str]())
+            peers.send("counts", operations, sum(each.size for each in connections), files.total())

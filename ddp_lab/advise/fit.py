@@ -1,11 +1,8 @@
 """Whether a run fits in the memory of its devices: a state that does not is refused; batch_size=auto is the largest one."""
 
-import json
 import math
 import os
-import resource
 import socket
-import sys
 from bisect import bisect_left
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -29,6 +26,7 @@ from ddp_lab.run.job import build as build_job
 from ddp_lab.speed.options import size
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import state_copies
+from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -48,8 +46,7 @@ def memory_of(cfg: DictConfig, runtime: Runtime) -> list[int]:
         own = [*reversed(torch.cuda.mem_get_info(runtime.device))]
     else:
         own = [0, psutil.virtual_memory().available // runtime.local_world_size]
-    everyone = runtime.collect("memory", json.dumps(own))
-    return runtime.agree("memory", lambda: [min(each) for each in zip(*map(json.loads, everyone or []), strict=True)])
+    return runtime.conclude("memory", own, lambda found: [min(each) for each in zip(*found, strict=True)])
 
 
 def advisor_of(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Runtime, memory: float) -> "Advisor":
@@ -211,15 +208,16 @@ def take_real_step(cfg: DictConfig, runtime: Runtime) -> tuple[int, str]:
     with socket.socket() as listener:
         listener.bind(("", 0))
         port = int(runtime.agree("port", lambda: listener.getsockname()[1]))
-    own = [0, ""]
+    taken, problem = 0, ""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            own[0] = pool.submit(real_step, cast("dict[str, Any]", OmegaConf.to_container(cfg)), port).result()
+            taken = pool.submit(real_step, cast("dict[str, Any]", OmegaConf.to_container(cfg)), port).result()
         except Exception as error:  # out of memory, or the process was killed
-            own[1] = describe_error(error)
-    everyone = [json.loads(each) for each in runtime.collect("real step", json.dumps(own)) or []]
-    taken = runtime.agree("bytes of a step", lambda: max(each[0] for each in everyone))
-    return taken, runtime.agree("problem of a step", lambda: max(each[1] for each in everyone))
+            problem = describe_error(error)
+    taken, problem = runtime.conclude(
+        "real step", [taken, problem], lambda found: [max(each) for each in zip(*found, strict=True)]
+    )
+    return taken, problem
 
 
 def real_step(config: dict[str, Any], port: int) -> int:
@@ -244,4 +242,4 @@ def bytes_in_use(runtime: Runtime) -> int:
     if runtime.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(runtime.device)
         return total - free
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+    return peak_memory_bytes()

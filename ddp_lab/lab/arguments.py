@@ -1,6 +1,5 @@
 """The arguments of a Lab and its trainers: what is allowed, and what is made of them."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,14 +111,13 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
         ConfigError: their weights differ.
     """
     tensors = model.state_dict().values()
-    own = json.dumps([tensor.double().sum().item() for tensor in tensors if not tensor.is_meta])
-    found = runtime.collect("weights", own) or []
+    own = [tensor.double().sum().item() for tensor in tensors if not tensor.is_meta]
 
-    def compare() -> None:
+    def compare(found: list[list[float]]) -> None:
         if other := [rank for rank, values in enumerate(found) if values != found[0]]:
             raise ConfigError(
                 f"the model of rank {other[0]} has other initial weights than that of rank 0. Construct it within `with "
                 "Lab(...)`, which seeds torch, in the same order on every rank"
             )
 
-    runtime.agree("weights", compare)
+    runtime.conclude("weights", own, compare)

@@ -1,25 +1,20 @@
-"""Start ranks from a script or a notebook: a function, forked once for each rank, under torch's elastic agent."""
+"""Start ranks from a script or a notebook: a function, forked once for each rank by torch.multiprocessing."""
 
 import logging
 import os
 import pickle
-import signal
-import sys
+import re
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from ddp_lab.config.errors import ConfigError, TrainingError
-from ddp_lab.world.process import show
+from ddp_lab.config.errors import ConfigError
 
 Result = TypeVar("Result")
 
@@ -44,29 +39,22 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
         RankError: the function raised an exception on a rank, or a rank was ended.
     """
     refuse(nproc)
-    with tempfile.TemporaryDirectory(prefix="ddp_lab_") as folder, signals_and_logs():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=f"launch-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="fork",
-            local_addr="localhost",  # the name of this machine may not resolve
-            logs_specs=DefaultLogsSpecs(folder),
+    logging.getLogger(start_processes.__module__).setLevel(logging.ERROR)  # torch warns about each rank that it ends
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ddp_lab_") as folder:
+        file = Path(folder, "result")
+        ranks: Any = start_processes(
+            run_rank, (nproc, store.port, file, function, args), nproc, join=False, start_method="fork"
         )
         try:
-            return pickle.loads(elastic_launch(config, run_rank)(function, args)[0])
-        except ChildFailedError as error:
-            first = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise
-    raise RankError(describe(*first))
+            while not ranks.join():
+                pass
+            return pickle.loads(file.read_bytes())
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            raise RankError(describe(error)) from None
+        finally:
+            for process in ranks.processes:  # after Ctrl-C
+                process.kill()
 
 
 def refuse(nproc: Any) -> None:
@@ -85,51 +73,27 @@ def refuse(nproc: Any) -> None:
         )
 
 
-@contextmanager
-def signals_and_logs() -> Generator[None]:
-    """Silence the logs of torch's agent, whose content `launch` raises, and restore the signal handlers that it replaces."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if in_main_thread else ()
-    before = {number: signal.getsignal(number) for number in numbers}
-    disabled = logging.root.manager.disable
-    if "LOGLEVEL" not in os.environ:  # torch's variable
-        logging.disable()
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Call the function on this rank, as torchrun would start it. Rank 0 writes its result to a file, as pickle does.
 
-
-def run_rank(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Call the function on this rank, and return its result in bytes: those of tensors would else be in shared memory.
-
-    An exception is written to the rank's error file, and ends it with exit code 1.
+    Raises:
+        ConfigError: pickle does not support the result.
+        Exception: the function raised it.
     """
-    logging.disable(logging.NOTSET)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "launch", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {name: str(value) for name, value in places.items()}
     torch.set_num_threads(1)
     try:
         result = function(*args)
-        return as_bytes(result) if os.environ["RANK"] == "0" else b""
-    except (ConfigError, TrainingError) as error:
-        show(f"{type(error).__name__}: {error}")
     except Exception as error:
         if "onnection" in str(error):  # of a rank that has ended: let its error be found first, which ends this rank
             time.sleep(2)
-        show(traceback.format_exc())
-    sys.stdout.flush()
-    sys.exit(1)
-
-
-def as_bytes(result: Any) -> bytes:
-    """Return a result as pickle writes it.
-
-    Raises:
-        ConfigError: pickle does not support it.
-    """
+        raise
+    if rank:
+        return
     try:
-        return pickle.dumps(result)
+        file.write_bytes(pickle.dumps(result))
     except Exception as error:  # pickle raises several kinds
         raise ConfigError(
             f"launch: a {type(result).__name__} cannot be returned to the process that started the ranks ({error}). Return "
@@ -137,16 +101,11 @@ def as_bytes(result: Any) -> bytes:
         ) from None
 
 
-def describe(rank: int, failure: Any) -> str:
-    """Return what ended a rank.
-
-    Args:
-        rank: its number.
-        failure: torch's ProcessFailure.
-    """
-    found = failure.error_file_data["message"]
-    if not isinstance(found, str):
-        return f"rank {rank} raised:\n\n{found['extraInfo']['py_callstack'].rstrip()}"
-    code = failure.exitcode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"rank {rank} {how}"
+def describe(error: ProcessExitedException | ProcessRaisedException) -> str:
+    """Return what ended a rank: a signal, an exit code, or an exception with its traceback, of a user's mistake without."""
+    if isinstance(error, ProcessExitedException):
+        how = f"was ended by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
+        return f"rank {error.error_index} {how}"
+    raised = str(error).partition("error:\n")[2].rstrip()
+    mistake = re.search(rf"^{ConfigError.__module__}\.(\w+: .*)", raised, re.MULTILINE | re.DOTALL)
+    return f"rank {error.error_index} raised:\n\n{mistake[1] if mistake else raised}"

@@ -1,7 +1,8 @@
-"""The command line of the commands that open a trained run (evaluate, predict, export, merge), and the file they write."""
+"""The command line of the commands that do not train: their arguments, their questions, and the file they write."""
 
 import argparse
 import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask before something that cannot be undone, unless `yes`. No answer is a no.
+
+    Raises:
+        SystemExit: the answer is not yes; the exit code is 1.
+    """
+    if not yes:
+        print(f"{question} [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            print("nothing is done")
+            sys.exit(1)
 
 
 def check_output(path: Path, force: bool) -> None:

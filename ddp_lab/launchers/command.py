@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
-from ddp_lab.launchers.command_line import CONF, explain, options_first, quote_faults
+from ddp_lab.launchers.command_line import CONF, explain, quote_faults
 from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
@@ -61,6 +61,9 @@ def user_errors() -> Generator[None]:
         if str(error).startswith("Config group override"):  # Hydra's ValueError for model=null
             report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
             sys.exit(REFUSED)
+        if str(error).startswith("No trials are completed"):  # Optuna's ValueError after the last job
+            show("error: no job of the search has a result; the output above and each failure.json have the reasons")
+            sys.exit(1)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         show(traceback.format_exc())  # which Python would print on each rank, and torchrun once more
@@ -90,7 +93,7 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
             return task(cfg)
 
     parser = get_args_parser()
-    given = parser.parse_args(options_first(quote_faults(arguments)))
+    given = parser.parse_intermixed_args(quote_faults(arguments))
     setbase("1.3")
     # What hydra.main does with sys.argv; it takes no other arguments.
     _run_hydra(given, parser, task_function=run, config_path=str(CONF), config_name="config")

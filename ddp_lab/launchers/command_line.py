@@ -24,12 +24,6 @@ def quote_faults(arguments: list[str]) -> list[str]:
     return [re.sub(r"^inject=(\w+@[\w=,]+)$", r'inject="\1"', argument) for argument in arguments]
 
 
-def options_first(arguments: list[str]) -> list[str]:
-    """Return the arguments with `--config-dir DIR` in front, because Hydra's parser accepts no option between overrides."""
-    folder, others = split_config_dir(arguments)
-    return others if folder is None else ["--config-dir", folder, *others]
-
-
 def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the value of Hydra's option --config-dir, the directory of the user's own yaml, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -101,17 +101,16 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
 
     token = root / runtime.agree("token", write)
     problem = "" if runtime.local_rank else _try_token(token, runtime.rank)
-    problems = runtime.collect("token", problem)
 
-    def conclude() -> None:
+    def conclude(problems: list[str]) -> None:
         token.unlink(missing_ok=True)
-        if found := "; ".join(filter(None, problems or [])):  # only rank 0 runs this function, and it has the list
+        if found := "; ".join(filter(None, problems)):
             raise ConfigError(
                 f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a directory on a file system "
                 "that every node has mounted for writing"
             )
 
-    runtime.agree("shared", conclude)
+    runtime.conclude("shared", problem, conclude)
     return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else ""))
 
 

@@ -1,5 +1,6 @@
 """The base of the sweep launchers: the jobs of a sweep, each with its own run directory in the sweep's directory."""
 
+import csv
 import hashlib
 import re
 import tempfile
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -17,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import quote
 from ddp_lab.observe.metrics_file import objective
+from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.resilience.run_directory import read_json
 
 LONGEST = 120  # maximum number of characters of a job's name, without the hash
@@ -29,7 +32,7 @@ class Job:
     """One job of a sweep.
 
     Attributes:
-        name: Name of its run directory: the overrides that are not common to all jobs.
+        name: Name of its run directory: the overrides that the sweep chose.
         overrides: Command-line arguments of the job: Hydra overrides, after the option --config-dir of the sweep, if any.
         run_dir: Its run directory, as this machine sees it.
         epochs: Number of epochs after which it is finished.
@@ -46,17 +49,30 @@ class Job:
     one_process: bool
     lower_is_better: bool = False
 
+    def result(self) -> tuple[str, float | None]:
+        """Return name and value of the metric `optimize`, as from `objective`."""
+        return objective(self.run_dir / "metrics.jsonl", self.optimize, self.lower_is_better)
+
 
 class SweepLauncher(Launcher):
-    """A Hydra launcher whose jobs are launches of their own."""
+    """A Hydra launcher whose jobs are launches of their own.
+
+    Attributes:
+        waits: Whether `launch` returns when the jobs have ended, which a sweeper that searches needs.
+    """
+
+    waits = True
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store Hydra's objects and create the sweep's directory.
 
         Raises:
-            ConfigError: The directory cannot be created or is not writable.
+            ConfigError: The directory cannot be created or is not writable, or a search could not learn from its jobs.
         """
         self.config, self.hydra_context = config, hydra_context
+        self.searches = "direction" in config.hydra.get("sweeper", {})  # Optuna's sweeper
+        if self.searches:
+            check_search(config, self.waits)
         try:  # Hydra writes there next, and would fail with a traceback
             self.sweep_dir.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.sweep_dir).close()
@@ -81,10 +97,10 @@ class SweepLauncher(Launcher):
         jobs: list[Job] = []
         own_keys = ("name", "runs_dir")  # set below for each job
         given = [[o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys] for job in job_overrides]
-        shared: set[str] = set.intersection(*map(set, given)) if len(given) > 1 else set()
+        chosen = self._chosen_keys()
         for overrides, all_overrides in zip(given, job_overrides, strict=True):
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(all_overrides))
-            name = directory_name([override for override in overrides if override not in shared])
+            name = directory_name([o for o in overrides if o.partition("=")[0] in chosen] or overrides)
             refuse_another(self.sweep_dir / name, cfg)
             overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
@@ -92,6 +108,13 @@ class SweepLauncher(Launcher):
             run_dir, arguments = self.sweep_dir / name, self._config_dir() + overrides
             jobs.append(Job(name, arguments, run_dir, cfg.epochs, cfg.optimize, one_process, lower))
         return jobs
+
+    def _chosen_keys(self) -> set[str]:
+        """Return the keys whose values the sweep chooses: those that have several, here or in the sweeper's config."""
+        given = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        return {each.get_key_element() for each in given if each.is_sweep_override()} | set(
+            self.config.hydra.sweeper.params or ()
+        )
 
     def _config_dir(self) -> list[str]:
         """Return the option --config-dir with which the sweep was started; nothing if it has none."""
@@ -103,7 +126,7 @@ class SweepLauncher(Launcher):
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
     """Check that a run directory does not belong to another sweep.
 
-    Two sweeps can have jobs of the same name, because a name omits the overrides that all jobs of a sweep have in common.
+    Two sweeps can have jobs of the same name, because a name omits the overrides that a sweep does not choose.
 
     Args:
         run_dir: The run directory.
@@ -138,14 +161,71 @@ def directory_name(overrides: Sequence[str]) -> str:
     return name
 
 
+def check_search(config: DictConfig, waits: bool) -> None:
+    """Check that a sweeper that searches learns from the validation set, and proposes the same jobs when it is started again.
+
+    Args:
+        config: The composed config, with Hydra's.
+        waits: As in `SweepLauncher`.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    sweeper, optimize = config.hydra.sweeper, config.optimize
+    direction = getattr(sweeper.direction, "name", sweeper.direction)
+    best = "minimize" if lower_is_better(config) else "maximize"
+    if not waits:
+        raise ConfigError(
+            "hydra/sweeper=optuna: learns from the results of its jobs, which this launcher does not wait for. Use "
+            "hydra/launcher=torchrun"
+        )
+    for key in ("n_trials", "n_jobs"):
+        if sweeper[key] < 1:
+            raise ConfigError(f"hydra.sweeper.{key}={sweeper[key]}: must be an integer of at least 1")
+    if not optimize.startswith("val_"):
+        raise ConfigError(
+            f"optimize={optimize}: hydra/sweeper=optuna must choose by the validation set. "
+            "Use optimize=val_accuracy or another val_*, and data.val_fraction=0.1 if the data have no validation set"
+        )
+    if direction != best:
+        raise ConfigError(f"hydra.sweeper.direction={direction}: must be {best} for optimize={optimize}")
+    if "seed" in sweeper.sampler and sweeper.sampler.seed is None:
+        raise ConfigError(
+            "hydra.sweeper.sampler.seed=null: a search that is started again would propose other jobs; use a number"
+        )
+
+
 def is_finished(job: Job) -> bool:
-    """Return whether a job has trained for all its epochs."""
-    status = read_json(job.run_dir / "status.json")
-    return status is not None and status["status"] == "finished" and status["epoch"] >= job.epochs
+    """Return whether a job has trained for all its epochs, or until early stopping."""
+    status, config = read_json(job.run_dir / "status.json"), job.run_dir / "config.yaml"
+    stopped = status is not None and config.exists() and status["epoch"] < OmegaConf.load(config).epochs
+    return status is not None and status["status"] == "finished" and (status["epoch"] >= job.epochs or stopped)
 
 
-def job_return(job: Job) -> JobReturn:
-    """Return the result that Hydra expects of every job, with the metric for its sweeper; None if the job did not run here."""
+def job_return(job: Job, failed: bool = False) -> JobReturn:
+    """Return the result that Hydra expects of every job, with the metric for its sweeper; None if it failed or did not run."""
     made = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
-    _, made.return_value = objective(job.run_dir / "metrics.jsonl", job.optimize, job.lower_is_better)
+    made.return_value = None if failed else job.result()[1]
     return made
+
+
+def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
+    """Write results.csv and results.png: the metric `optimize` of each job. Return a line about the best job.
+
+    Nothing is written or returned before a job has a result on the validation set: the test set chooses nothing.
+    """
+    results = [(job, *job.result()) for job in jobs]
+    scores = {n: (metric, value) for n, (_, metric, value) in enumerate(results, 1) if metric.startswith("val_")}
+    points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
+    if not points:
+        return []
+    with (folder / "results.csv").open("w", newline="") as file:
+        rows = ((job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *found) for job, *found in results)
+        csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
+    metric = next(iter(scores.values()))[0]
+    choose = min if jobs[0].lower_is_better or metric == "val_loss" else max
+    best = [(number, choose(value for _, value in points[:i])) for i, (number, _) in enumerate(points, 1)]
+    name, label = next(job.name for job, _, value in results if value == best[-1][1]), metric.replace("_", " ")
+    lines = [Curve("best so far", best), Curve("job", points)]
+    beside([curves(folder.name, "job", label, lines)], folder / "results.png")
+    return [f"best of {len(jobs)}: {name}, {label} {best[-1][1]:.4f} ({folder / 'results.csv'})"]

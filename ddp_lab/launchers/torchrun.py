@@ -20,8 +20,8 @@ from pathlib import Path
 from hydra.core.utils import JobReturn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.sweep import Job, SweepLauncher, is_finished, job_return
-from ddp_lab.observe.metrics_file import objective, read_epochs
+from ddp_lab.launchers.sweep import Job, SweepLauncher, is_finished, job_return, write_results
+from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.run_directory import read_json
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,7 @@ class TorchrunLauncher(SweepLauncher):
         self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
         self.processes: set[subprocess.Popen[str]] = set()
         self.ended: int | None = None  # the signal that ended the sweep
+        self.jobs_so_far: list[Job] = []
         self._starting = threading.Lock()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -55,25 +56,32 @@ class TorchrunLauncher(SweepLauncher):
 
         Args:
             job_overrides: The Hydra overrides of each job.
-            initial_job_idx: Ignored; Hydra passes it.
+            initial_job_idx: Number of jobs before these; a sweeper that searches launches several times.
 
         Raises:
             ConfigError: The jobs that run concurrently need more GPUs than are visible, or a launcher option is
                 not a positive integer.
-            SystemExit: A job failed, or a signal ended the sweep; raised after the last job.
+            SystemExit: A signal ended the sweep, or a job failed; raised after the last job. A search goes on if the job had
+                begun to train: it may have diverged.
         """
         slots = self._slots()
         jobs = self.jobs(job_overrides)
-        print(f"{len(jobs)} jobs in {self.sweep_dir}", flush=True)
+        numbers = f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}" if len(jobs) > 1 else f" {initial_job_idx + 1}"
+        print(f"job{numbers} in {self.sweep_dir}", flush=True)
+        different = {job.run_dir: job for job in jobs}  # a search may propose the same job twice
         with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:
-            codes = list(pool.map(lambda job: self._run(job, slots), jobs))
+            ended = dict(zip(different, pool.map(lambda job: self._run(job, slots), different.values()), strict=True))
+        codes = [ended[job.run_dir] for job in jobs]
         if self.ended:
             print("the sweep was interrupted; the same command with its hydra.sweep.dir resumes it", flush=True)
             sys.exit(128 + self.ended)
-        print("\n".join(["", *(describe(job, code) for job, code in zip(jobs, codes, strict=True))]), flush=True)
-        if any(codes):
+        self.jobs_so_far += jobs
+        lines = [describe(job, code) for job, code in zip(jobs, codes, strict=True)]
+        print("\n".join(["", *lines, *write_results(self.sweep_dir, self.jobs_so_far)]), flush=True)
+        failed = [job for job, code in zip(jobs, codes, strict=True) if code]
+        if failed and not (self.searches and all((job.run_dir / "status.json").exists() for job in failed)):
             sys.exit(1)
-        return [job_return(job) for job in jobs]
+        return [job_return(job, job in failed) for job in jobs]
 
     def _slots(self) -> "queue.Queue[str | None]":
         """Return a queue with a value of CUDA_VISIBLE_DEVICES for each concurrent job; None leaves the variable unchanged.
@@ -156,7 +164,7 @@ def describe(job: Job, code: int | None) -> str:
     """Return a one-line summary of how a job ended."""
     status = read_json(job.run_dir / "status.json")
     metrics = job.run_dir / "metrics.jsonl"
-    name, value = objective(metrics, job.optimize, job.lower_is_better)
+    name, value = job.result()
     if code == 0 and value is not None:
         rate = read_epochs(metrics)[-1]["samples_per_second"]
         return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"

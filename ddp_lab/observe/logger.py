@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
+from ddp_lab.observe.progress import Display
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")
@@ -43,6 +43,16 @@ class Logger:
             total: number of steps in all.
         """
         return batches
+
+    def steps(self, row: Mapping[str, Any]) -> None:
+        """Write the record of some steps within an epoch, the fields of metrics.jsonl; `step` is the last of them."""
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Show such a record, which is not kept, on the console. `show_every` is the number of seconds between two of them."""
+
+    @property
+    def show_every(self) -> float:
+        return math.inf
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         """Write the record of one epoch. `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps."""
@@ -103,6 +113,10 @@ class FileLogger(Logger):
         self.metrics = run_dir / "metrics.jsonl"
         self.pictures: dict[str, Callable[[Path], None]] = {"curves.png": partial(draw_metrics, self.metrics)}
         drop_rows(self.metrics, *start)
+        self.display = Display()
+        # A run of its own: in one with the epochs, resuming from an epoch would remove the steps with a higher number.
+        self.open_step_board = partial(SummaryWriter, str(run_dir / "steps"), purge_step=start[1] + 1)
+        self.step_board: SummaryWriter | None = None
         is_new = not list(run_dir.glob("events.*"))
         self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start[0])
         if is_new:
@@ -116,13 +130,31 @@ class FileLogger(Logger):
                 writer.add_summary(summary)
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
-        # disable=None shows the bar only on a terminal
-        return tqdm(batches, label, total=total, initial=done, unit="step", leave=False, disable=None)
+        return self.display.batches(batches, label, done, total)
 
-    def epoch(self, epoch: int, **metrics: float) -> None:
+    def show(self, row: Mapping[str, Any]) -> None:
+        self.display.show(row)
+
+    @property
+    def show_every(self) -> float:
+        return self.display.every
+
+    def steps(self, row: Mapping[str, Any]) -> None:
+        self._append("step", row)
+        with surviving_a_full_disk(self.metrics.parent):
+            self.step_board = self.step_board or self.open_step_board()
+            for name, value in row.items():
+                if name not in ("epoch", "step", "eta", "eta_epoch"):
+                    self.step_board.add_scalar(f"step/{name}", value, row["step"])
+            self.step_board.flush()
+
+    def _append(self, kind: str, metrics: Mapping[str, Any]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
         with surviving_a_full_disk(self.metrics):
-            append_line(self.metrics, json.dumps({"kind": "epoch", "epoch": epoch, **finite, **self.constants}))
+            append_line(self.metrics, json.dumps({"kind": kind, **finite, **self.constants}))
+
+    def epoch(self, epoch: int, **metrics: float) -> None:
+        self._append("epoch", {"epoch": epoch, **metrics})
         scalars = {"lr": metrics["lr"], "speed/samples_per_second": metrics["samples_per_second"]}
         scalars["memory/peak_MiB"] = peak_memory_bytes() / 2**20
         for key, value in metrics.items():  # val_loss becomes loss/val
@@ -166,3 +198,5 @@ class FileLogger(Logger):
                 log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
         with surviving_a_full_disk(self.metrics.parent):
             self.board.close()
+            if self.step_board:
+                self.step_board.close()

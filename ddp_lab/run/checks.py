@@ -90,10 +90,10 @@ def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
     wanted = {"checkpoint.best": cfg.checkpoint.best, "optimize": cfg.optimize, "patience": cfg.patience}
     for key, value in wanted.items():
         name, _, metric = ("val", "", "") if key == "patience" and value else str(value).partition("_")
-        known = ["loss", *task.better]
+        known = task.choosing(len(dataset.classes))
         if metric and metric not in known:
             raise ConfigError(
-                f"{key}={value}: {type(task).__name__} has no such metric; allowed: "
+                f"{key}={value}: {type(task).__name__} has no such metric for these data; allowed: "
                 f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others in its attribute `better`"
             )
         if name in NEEDED and name not in dataset.sets:

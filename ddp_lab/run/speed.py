@@ -11,7 +11,6 @@ from ddp_lab.models.vit import Patches
 from ddp_lab.speed.options import AUTO, KEYS, Facts, PerformanceOptions, choose, refusals_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE
-from ddp_lab.world.runtime import Runtime
 
 
 def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:
@@ -35,7 +34,8 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
     if not (isinstance(made := build(cfg.optimizer).func, type) and issubclass(made, ELEMENTWISE)):
         reasons.setdefault("fused", f"{cfg.optimizer._target_} has no fused kernel for GPUs")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    return choose(cfg.speed, wanted, Facts(facts.device, reasons, bytes_of(dataset), weights, free_bytes(strategy.runtime)))
+    free = strategy.runtime.conclude("free memory", strategy.runtime.free_memory(), min)
+    return choose(cfg.speed, wanted, Facts(facts.device, reasons, bytes_of(dataset), weights, free))
 
 
 def bytes_of(dataset: Dataset) -> int | None:
@@ -44,9 +44,3 @@ def bytes_of(dataset: Dataset) -> int | None:
     if len(sets) < len(dataset.sets):
         return None
     return sum(found.inputs.nbytes + found.targets.nbytes for found in sets)
-
-
-def free_bytes(runtime: Runtime) -> int:
-    """Return the free memory of a rank's GPU, the smallest of all ranks. Collective."""
-    everyone = runtime.collect("free memory", str(runtime.free_memory()))
-    return int(runtime.agree("free memory", lambda: str(min(map(int, everyone or [])))))

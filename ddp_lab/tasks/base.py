@@ -56,6 +56,10 @@ class Task(nn.Module):
         self.loss = loss
         self.per_sample: bool | None = None
 
+    def choosing(self, classes: int) -> list[str]:
+        """Return the names of the metrics that can choose an epoch, for data with this number of classes; 0: none."""
+        return ["loss", *self.better]
+
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         """Return the unreduced losses, [b, ...], or (losses, weights), of the task's own loss.
 

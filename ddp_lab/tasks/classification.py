@@ -45,6 +45,9 @@ class Classification(Task):
         super().__init__(loss or CrossEntropy())
         self.per_sample = True
 
+    def choosing(self, classes: int) -> list[str]:
+        return [name for name in super().choosing(classes) if name != "top5_accuracy" or classes > TOP]
+
     def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.loss, CrossEntropy):  # one kernel
             reduction = "none" if targets.dim() == 2 else "sum"

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
 from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -19,7 +19,7 @@ from ddp_lab.world.store import CountedStore, agree_on_attempt
 
 START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
 
-Answer = TypeVar("Answer", bound=str | list[int] | float | None)
+Answer = TypeVar("Answer", bound=str | list[Any] | float | None)
 
 
 class Ranks:
@@ -70,7 +70,8 @@ class Ranks:
             else:
                 store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self.timeout))
                 shared = CountedStore(store, prefix="attempt")  # counted apart: it depends on how long this rank waits
-                self._store = CountedStore(PrefixStore(f"attempt_{self._attempt(shared)}", store), shared.traffic)
+                own_keys = PrefixStore(f"attempt_{self._attempt(shared)}", store)
+                self._store = CountedStore(own_keys, connections=shared.connections)
         return self._store
 
     def _attempt(self, store: CountedStore) -> str:
@@ -147,6 +148,20 @@ class Ranks:
             return None
         self.store.wait(keys)
         return self.store.multi_get(keys)
+
+    def conclude(self, key: str, value: Any, decide: Callable[[list[Any]], Answer]) -> Answer:
+        """Return on every rank what rank 0 concludes from the values of all ranks. Collective, as `agree`.
+
+        Args:
+            key: Name of the question in the store.
+            value: That of this rank, which JSON must support.
+            decide: Returns the answer, from the values in order of rank.
+
+        Raises:
+            ConfigError: `decide` raised it.
+        """
+        found = self.collect(key, json.dumps(value)) or []
+        return self.agree(key, lambda: decide([json.loads(each) for each in found]))
 
     @property
     def launch(self) -> str:

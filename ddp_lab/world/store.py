@@ -5,12 +5,9 @@ their own. The number of restarts cannot be their prefix. Each agent counts its 
 was itself started again, has another number. And a restart because a node joins or leaves (--nnodes=1:2) does not count.
 """
 
-import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
@@ -28,68 +25,58 @@ NEW_TORCHRUN = (
 )
 
 
-@dataclass
-class Traffic:
-    """What a rank has sent to the store and received, without what torch itself sends (the process group).
-
-    Attributes:
-        operations: requests to the server, by the prefix of the connection's keys.
-        size: bytes of keys and values.
-    """
-
-    operations: Counter[str] = field(default_factory=Counter)
-    size: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, prefix: str, *parts: str | bytes) -> None:
-        """Count an operation with these keys and values."""
-        with self.lock:
-            self.operations[prefix] += 1
-            self.size += sum(len(part) for part in parts)
-
-
 class CountedStore:
-    """One connection to the store. All ranks see the same keys.
+    """One connection of a thread to the store. All ranks see the same keys.
 
     Args:
         base: the store of torch.
-        traffic: where to count.
         prefix: of the keys.
+        connections: those of this rank, to which this one is added.
+
+    Attributes:
+        operations: number of requests to the server, without those of torch itself (the process group).
+        size: bytes of their keys and values.
     """
 
-    def __init__(self, base: Store, traffic: Traffic | None = None, prefix: str = ""):
-        self.base, self.traffic, self.prefix = base, traffic or Traffic(), prefix
+    def __init__(self, base: Store, prefix: str = "", connections: list["CountedStore"] | None = None):
+        self.base, self.prefix, self.operations, self.size = base, prefix, 0, 0
+        self.connections = [] if connections is None else connections
+        self.connections.append(self)
+
+    def _count(self, *parts: str | bytes) -> None:
+        self.operations += 1
+        self.size += sum(map(len, parts))
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""
-        self.traffic.add(self.prefix, key, value)
+        self._count(key, value)
         self.base.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
         """Set several values in one operation."""
-        self.traffic.add(self.prefix, *keys, *values)
+        self._count(*keys, *values)
         self.base.multi_set(list(keys), list(values))  # pyright: ignore[reportAttributeAccessIssue]  # missing in its stubs
 
     def wait(self, keys: Sequence[str], timeout: timedelta = DECISION_TIMEOUT) -> None:
         """Wait until all keys are set. Raises a DistError of torch after the timeout."""
-        self.traffic.add(self.prefix, *keys)
+        self._count(*keys)
         self.base.wait(list(keys), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are set, without waiting."""
-        self.traffic.add(self.prefix, *keys)
+        self._count(*keys)
         return self.base.check(list(keys))
 
     def get(self, key: str) -> str:
         """Return a value. Waits until it is set."""
         value = self.base.get(key)
-        self.traffic.add(self.prefix, key, value)
+        self._count(key, value)
         return value.decode()
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
         """Return several values in one operation. Waits until they are set."""
         values = self.base.multi_get(list(keys))
-        self.traffic.add(self.prefix, *keys, *values)
+        self._count(*keys, *values)
         return [value.decode() for value in values]
 
     def connect(self, prefix: str) -> "CountedStore":
@@ -97,7 +84,7 @@ class CountedStore:
 
         Threads cannot share a connection: a thread that waits for a key would block the others.
         """
-        return CountedStore(PrefixStore(prefix, self.base.clone()), self.traffic, prefix)
+        return CountedStore(PrefixStore(prefix, self.base.clone()), prefix, self.connections)
 
 
 def agree_on_attempt(store: CountedStore, rank: int, world_size: int, timeout: timedelta) -> str:

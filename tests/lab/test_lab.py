@@ -138,6 +138,9 @@ def test_batch_whose_targets_are_all_ignored_has_the_loss_0_and_changes_nothing(
         before = {name: value.clone() for name, value in trainer.strategy.model_state().items()}
         assert trainer.step(inputs, torch.full_like(targets, IGNORE)) == 0
         assert all(torch.equal(value, before[name]) for name, value in trainer.strategy.model_state().items())
+        ignored = TensorDataset(inputs, torch.full_like(targets, IGNORE))
+        with pytest.raises(TrainingError, match=r"^epoch 0 has nothing to learn from: all targets are ignored$"):
+            trainer.fit(ignored, ignored, epochs=1)
 
 
 def test_weighted_loss_is_that_of_the_global_batch_and_not_the_mean_of_the_means(folder):

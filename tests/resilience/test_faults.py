@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import SMALL, finish, launch, read_heartbeat, read_metrics, start
+from launches import SMALL, finish, launch, read_heartbeat, read_metrics, read_steps, start
 
 from ddp_lab.resilience.run_directory import RESTART_WAIT
 
@@ -23,7 +23,7 @@ STEPS = 5  # per epoch of SMALL
 
 def overrides(tmp_path: Path, name: str, *more: str) -> list[str]:
     """Return the Hydra overrides of a small run of three epochs that averages its weights."""
-    return [*SMALL, "epochs=3", "ema=0.8", f"runs_dir={tmp_path}", f"name={name}", *more]
+    return [*SMALL, "epochs=3", "ema=0.8", "log_every=3", f"runs_dir={tmp_path}", f"name={name}", *more]
 
 
 def newest(run_dir: Path) -> dict:
@@ -39,7 +39,10 @@ def failure(run_dir: Path) -> dict:
 
 
 def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
-    """Check that weights, momentum and the metrics of each epoch are equal, and that each epoch has one record."""
+    """Check that weights, momentum and the metrics are equal, and that each epoch and each third step has one record."""
+    for record, expected in zip(read_steps(run_dir), read_steps(other), strict=True):
+        for key in ("epoch", "step", "loss", "accuracy", "lr"):
+            assert record[key] == pytest.approx(expected[key], rel=1e-12 + 100 * tolerance, abs=0), key
     one, two = newest(run_dir), newest(other)
     assert one["progress"]["step"] == two["progress"]["step"] == 3 * STEPS
     for name, tensor in one["model"].items():

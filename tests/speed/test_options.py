@@ -10,7 +10,7 @@ from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.models.lenet import lenet
 from ddp_lab.run.job import build as build_job
-from ddp_lab.run.speed import find_options, free_bytes
+from ddp_lab.run.speed import find_options
 from ddp_lab.speed.options import KEYS, Facts, PerformanceOptions, choose
 from ddp_lab.world.runtime import Runtime
 
@@ -118,11 +118,13 @@ def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeyp
     assert values(find_options(cfg, strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))) == OFF
 
 
-def test_free_memory_is_the_smallest_of_all_ranks():
-    runtime = SimpleNamespace(
-        free_memory=lambda: 7, collect=lambda key, value: ["9", value, "8"], agree=lambda key, decide: decide()
-    )
-    assert free_bytes(runtime) == 7
+def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
+    runtime = SimpleNamespace(free_memory=lambda: 7, conclude=lambda key, own, decide: decide([9, own, 8]))
+    monkeypatch.setattr("ddp_lab.run.speed.choose", lambda speed, wanted, facts: facts)
+    strategy = build(config("strategy=single").strategy, Runtime("cpu"))
+    strategy.device, strategy.runtime = torch.device("cuda"), runtime
+    facts = find_options(config("speed=auto"), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))
+    assert facts.free_bytes == 7
 
 
 @pytest.mark.parametrize(("reasons", "batch"), [({"cuda_graph": ""}, 8 * 24), ({}, 24)])

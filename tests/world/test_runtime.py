@@ -15,15 +15,16 @@ from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
 
-def use_group() -> float:
+def use_group() -> list[float]:
     with Runtime("cpu", timeout=30) as runtime:
         runtime.open_group()
-        return runtime.all_reduce(torch.tensor(float(runtime.rank))).item()
+        total = runtime.all_reduce(torch.tensor(float(runtime.rank))).item()
+        return [total, *runtime.conclude("order", 10 * runtime.rank, lambda values: values)]
 
 
-def test_all_reduce_sums_over_ranks():
-    assert run_world(3, use_group) == [3.0, 3.0, 3.0]
-    assert run_world(1, use_group) == [0.0]
+def test_ranks_add_tensors_and_conclude_from_the_values_of_all():
+    assert run_world(3, use_group) == [[3.0, 0, 10, 20]] * 3
+    assert run_world(1, use_group) == [[0.0, 0]]
 
 
 def test_missing_device_is_reported():
