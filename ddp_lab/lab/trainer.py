@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import Shapes, State
+from ddp_lab.checkpoints.state import Shapes, State, collect
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.loader import Loader
 from ddp_lab.lab.files import on_rank_0, write_weights
@@ -171,9 +171,9 @@ class Trainer:
         Raises:
             ConfigError: the file cannot be written.
         """
-        state = self.ema.state_dict() if self.ema else self.strategy.model_state()
-        names = self.state.shapes
-        on_rank_0(self.strategy.runtime, path, lambda: write_weights({name: state[name] for name in names}, Path(path)))
+        full, _ = collect(self.strategy, self.state.weights())
+        weights = {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes} if full else {}
+        on_rank_0(self.strategy.runtime, path, lambda: write_weights(weights, Path(path)))
 
     def checkpoint(self, folder: str | Path) -> None:
         """Write model, optimizer, schedule and position into `folder`, as a run of ddp_lab does; the two newest are kept.

@@ -98,7 +98,7 @@ def test_elastic_restart_ends_with_the_same_weights(tmp_path, undisturbed):
 REPORTS = {  # by fault: the kind in failure.json and a part of the message
     "exit": ("lost_rank", "exited without reporting an error"),
     "raise": ("exception", "RuntimeError: injected by inject=raise@rank=1,step=8"),
-    "hang": ("hang", "hangs: no progress for"),
+    "hang": ("hang", " of ranks 0, 1 (Float [31818]): called by rank 0, not by rank 1"),
 }
 
 
@@ -117,8 +117,29 @@ def test_first_failure_is_reported_once_and_nothing_hangs(fault, tmp_path):
     assert status(tmp_path / "failed").items() >= {"status": "failed", "epoch": 2, "step": 8}.items()
 
 
-def test_frozen_rank_is_named(tmp_path):
-    """A suspended process cannot report anything itself."""
+def test_skipped_all_reduce_is_named(tmp_path):
+    """By the message and by torch's analyser, from the dumps of both ranks."""
+    code, output = launch(DDP, *overrides(tmp_path, "skipped", "timeout=5", "strategy._target_=crash.Skipping"))
+    assert code == 1, output
+    record = failure(tmp_path / "skipped")
+    assert (record["kind"], record["rank"]) == ("hang", 1)
+    assert "all_reduce 8 of ranks 0, 1 (Float [7]): called by rank 0, not by rank 1\n" in record["message"]
+    analysed = launch(f"torchfrtrace {tmp_path}/skipped/flight_recorder/step_{record['step']}")[1]
+    assert re.search(r"sequence number: 8\n(.*\n){3}missing ranks: \{1\}\ninput sizes: \[\[7\]\]", analysed), analysed
+
+
+def test_all_reduce_of_another_shape_is_named(tmp_path):
+    """gloo then aborts the rank with the smaller tensor at once, and prints why."""
+    more = "strategy._target_=crash.Skipping", "+strategy.shared=true"
+    code, output = launch(DDP, *overrides(tmp_path, "shapes", *more))
+    assert code == 1, output
+    assert "Is there a distributed collective mismatch in your code?" in output
+    assert (failure(tmp_path / "shapes")["kind"], failure(tmp_path / "shapes")["rank"]) == ("lost_rank", 0)
+
+
+def test_frozen_rank_is_named(tmp_path, monkeypatch):
+    """A suspended process cannot report anything itself. torch's recorder is off."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     process = start(DDP, *overrides(tmp_path, "frozen", "timeout=5", "epochs=100000"))
     frozen = wait_for(tmp_path / "frozen", 1, lambda record: record["step"] > 10)
     os.kill(frozen["pid"], signal.SIGSTOP)
@@ -131,6 +152,8 @@ def test_frozen_rank_is_named(tmp_path):
     code, output = finish(process)
     assert code == 1, output
     assert "stalls the other ranks" in failure(tmp_path / "frozen")["message"]
+    assert "The collective in which ranks wait is unknown: torch's" in failure(tmp_path / "frozen")["message"]
+    assert not (tmp_path / "frozen" / "flight_recorder").exists()
     assert (failure(tmp_path / "frozen")["kind"], failure(tmp_path / "frozen")["rank"]) == ("hang", 1)
 
 
