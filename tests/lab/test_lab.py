@@ -184,13 +184,13 @@ def test_fit_gives_the_weights_of_a_loop_and_logs_its_metrics(tmp_path, capsys):
         trainer.checkpoint(tmp_path)
         trainer = trainer_of(lab)
         assert trainer.resume(tmp_path) == (2, 0)
-        metrics = trainer.fit(data, data, epochs=2, task=tasks.Segmentation())
+        metrics = trainer.fit(data, data, epochs=2, task=tasks.Segmentation(), log_every=2)
         assert all(torch.equal(full_weights(trainer.strategy)[name], value) for name, value in expected.items())
         evaluated = trainer.evaluate(data, tasks.Segmentation())
         assert {f"val_{name}": value for name, value in evaluated.items()}.items() <= metrics.items()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [(row["kind"], row["epoch"]) for row in rows] == [("epoch", 1), ("epoch", 2)]
-    assert rows[1]["val_mean_iou"] == metrics["val_mean_iou"]
+    assert [(row["kind"], row["step"]) for row in rows] == [("epoch", 4), ("step", 6), ("step", 8), ("epoch", 8)]
+    assert rows[-1]["val_mean_iou"] == metrics["val_mean_iou"]
     assert "epoch 2" in capsys.readouterr().out
 
 
