@@ -73,13 +73,13 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     The constructor is imported, which may import torch (1.5 s).
 
     Args:
-        group: A key of GROUPS.
+        group: A key of GROUPS, or tracker_options.NAME.
         node: The group's part of the config.
 
     Raises:
         ConfigError: `_target_` is missing or is not the name of a class or function.
     """
-    target = find_target(group, node.get("_target_", "???"))
+    target = find_target(f"{group}._target_", node.get("_target_", "???"))
     try:
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except NameError:  # an annotation that exists only for type checkers
@@ -92,7 +92,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     for name, parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             base = AnyKeys
-        if name in GROUPS[group] or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        if name in GROUPS.get(group, ["run"]) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         hint = hints.get(name, Any)
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -105,29 +105,29 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     return create_model(target.__name__, __base__=base, **fields)
 
 
-def find_target(group: str, name: Any) -> Any:
-    """Return the class or function that `_target_` names.
+def find_target(key: str, name: Any) -> Any:
+    """Return the class or function that the value of a key names.
 
     Raises:
-        ConfigError: `_target_` is missing or is not the name of a class or function.
+        ConfigError: the value is missing or is not the name of a class or function.
     """
     allowed = (
         "must be the name of a class or function that Python can import, for example mynet.MyNet from a file mynet.py in the "
         "current directory"
     )
     if name == "???":
-        raise ConfigError(f"{group}._target_: is missing; it {allowed}")
+        raise ConfigError(f"{key}: is missing; it {allowed}")
     log = logging.getLogger("hydra.utils")  # get_object logs the error that it raises, which would be a second message
     log.disabled = True
     try:
         target = get_object(name)
     except (ImportError, ValueError, AttributeError) as error:
         reason = error.__cause__ or error.__context__
-        raise ConfigError(f"{group}._target_={name}: {allowed}{f' ({reason})' if reason else ''}") from None
+        raise ConfigError(f"{key}={name}: {allowed}{f' ({reason})' if reason else ''}") from None
     finally:
         log.disabled = False
     if not (inspect.isclass(target) or inspect.isroutine(target)):
-        raise ConfigError(f"{group}._target_={name}: {allowed}; it is a {type(target).__name__}")
+        raise ConfigError(f"{key}={name}: {allowed}; it is a {type(target).__name__}")
     return target
 
 

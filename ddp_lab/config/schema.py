@@ -24,6 +24,7 @@ from ddp_lab.config.types import (
     Resume,
     RunName,
     Seed,
+    Trackers,
 )
 
 
@@ -124,6 +125,8 @@ class RunConfig(Keys):
     check_replicas: Count | None
     profile: bool
     inject: Injection | None
+    tracker: Trackers
+    tracker_options: Group
     checkpoint: CheckpointConfig
     data: DataConfig
     model: Group
