@@ -13,6 +13,7 @@ COMMANDS = {
     "merge": "make one file of a sharded checkpoint",
     "advise": "plan each strategy's memory and communication, or measure it (--measure)",
     "doctor": "check machines and config before a launch",
+    "submit": "submit a run to Slurm or Kubernetes, after showing it",
     "runs": "list runs, show the curves of one, or delete empty ones (--clean)",
 }
 HELP = ("-h", "--help", "help")

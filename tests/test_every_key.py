@@ -288,6 +288,7 @@ def test_key_has_its_effect(key, kind, runs):
 
 
 # Each flag of a command, and the test that gives it.
+SUBMITTED = "tests/launchers/test_kubernetes.py::test_"
 CLEANED = "tests/run/test_runs.py::test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told"
 HERE, AFTER = "tests/test_every_key.py::", "tests/test_after_training.py::"
 PLANS = HERE + "test_advise_plans_what_its_flags_say"
@@ -319,6 +320,11 @@ FLAGS = {
     "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
     "runs --runs-dir": "tests/run/test_runs.py::test_table_has_state_epoch_best_rate_and_age_of_each_run",
     **dict.fromkeys(("runs --clean", "runs --yes"), CLEANED),
+    **dict.fromkeys(
+        ("submit --nodes", "submit --gpus", "submit --queue"),
+        SUBMITTED + "submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides",
+    ),
+    **dict.fromkeys(("submit --config-dir", "submit --yes"), SUBMITTED + "job_without_a_queue_or_gpus_has_neither"),
     "advise --minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
 }
 

@@ -34,7 +34,8 @@ def test_wheel_contains_every_module_and_config(wheel):
     package = [path for path in (ROOT / "ddp_lab").rglob("*.py") if "conf" not in path.parts]
     expected = {str(path.relative_to(ROOT)) for path in package}
     expected |= {f"ddp_lab/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    expected |= {"ddp_lab/py.typed", "ddp_lab/launchers/train.sbatch", "ddp_lab/observe/house.mplstyle"}
+    files = ("py.typed", "launchers/train.sbatch", "launchers/trainjob.yaml", "observe/house.mplstyle")
+    expected |= {f"ddp_lab/{name}" for name in files}
     contained = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert len(expected) > 100
     assert contained == expected

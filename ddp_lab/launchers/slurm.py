@@ -1,4 +1,4 @@
-"""A Hydra launcher that submits every job of a sweep to Slurm with scripts/slurm/train.sbatch.
+"""Submission to Slurm with scripts/slurm/train.sbatch, and a Hydra launcher that submits every job of a sweep.
 
 python train.py -m hydra/launcher=slurm "hydra.launcher.sbatch=['--gpus-per-node=4']" strategy=scratch,ddp,fsdp
 
@@ -70,9 +70,7 @@ class SlurmLauncher(SweepLauncher):
         return f"{job.name} in {self.sweep_dir}"
 
     def _command(self, job: Job) -> list[str]:
-        alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if job.one_process else ([], [])
-        name = f"--job-name={self._slurm_name(job)}"
-        return [*alone[0], "sbatch", *map(str, self.sbatch), *alone[1], name, str(SCRIPT), *job.overrides]
+        return sbatch_command([*map(str, self.sbatch)], job.one_process, self._slurm_name(job), job.overrides)
 
     def _submit(self, job: Job, known: dict[str, str]) -> bool:
         """Submit a job unless it is finished or among `known`, and add it there. Return whether that worked."""
@@ -85,6 +83,19 @@ class SlurmLauncher(SweepLauncher):
         answer = " ".join(f"{done.stdout} {done.stderr}".split())
         print(f"[{job.name}] {'not submitted: ' * bool(done.returncode)}{answer}", flush=True)
         return done.returncode == 0
+
+
+def sbatch_command(options: Sequence[str], one_process: bool, name: str, overrides: Sequence[str]) -> list[str]:
+    """Return the command that submits train.sbatch.
+
+    Args:
+        options: options of sbatch.
+        one_process: whether the strategy drives all devices of one node from one process.
+        name: the job's name.
+        overrides: arguments of the script, the Hydra overrides.
+    """
+    alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if one_process else ([], [])
+    return [*alone[0], "sbatch", *options, *alone[1], f"--job-name={name}", str(SCRIPT), *overrides]
 
 
 def queue() -> dict[str, str]:

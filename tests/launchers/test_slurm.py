@@ -337,3 +337,20 @@ def test_sweep_reports_jobs_that_slurm_rejects_and_a_slurm_that_does_not_respond
     code, output = launch(SWEEP, *overrides)
     assert (code, output.count("\n")) == (2, 1), output
     assert output.startswith("error: hydra/launcher=slurm: squeue failed: ")
+
+
+def test_submitted_run_trains_on_the_nodes_asked_for(cluster, at_cluster, tmp_path):
+    given = [*SMALL, "strategy=scratch", "epochs=1", f"runs_dir={quote(str(tmp_path))}", "name=mine"]
+    options = ["--", f"--output={tmp_path}/job.out", "--parsable"]
+    code, output = launch("python -m ddp_lab submit slurm --nodes 2 --gpus 0 --yes", *given, *options)
+    assert code == 0, output
+    assert output.startswith(SCRIPT.read_text())
+    number = output.split()[-1]
+
+    def report() -> str:
+        return (tmp_path / "job.out").read_text() + cluster.logs()
+
+    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 300, report)
+    assert cluster.job(number)["JobState"] == "COMPLETED", report()
+    assert cluster.job(number)["JobName"] == "mine"
+    assert [row["world_size"] for row in read_metrics(tmp_path / "mine")] == [4]
