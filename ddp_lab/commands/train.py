@@ -10,7 +10,6 @@ import sys
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.config.trackers import check_trackers
 from ddp_lab.launchers.command import PREEMPTED, command, run_with_config
 from ddp_lab.launchers.start_ranks import read_options, refuse_tasks, start_ranks
 
@@ -35,8 +34,7 @@ def main_of_rank(arguments: list[str]) -> None:
 
 def train_rank(cfg: DictConfig) -> float | None:
     """Train on this rank, and return the metric that `optimize` names, for a Hydra sweeper."""
-    config = check(cfg)
-    check_trackers(config.tracker, config.tracker_options)
+    check(cfg)
     # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
     # most config errors.
     from ddp_lab.advise.fit import check_memory, choose_batch

@@ -3,7 +3,8 @@
 import inspect
 import logging
 import re
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 from typing import Any, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
+from ddp_lab.config.types import TRACKERS
 
 # The groups in the order in which they are checked. Each is listed with the constructor parameters that the code passes, which
 # are therefore not keys of the config.
@@ -103,6 +105,21 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     if group == "model":
         fields |= {name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()}
     return create_model(target.__name__, __base__=base, **fields)
+
+
+def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return `_target_` and the options of each chosen tracker, by name.
+
+    Args:
+        tracker: the key `tracker`.
+        given: the key `tracker_options`. The options of mine.Tracker are in it as {"mine": {"Tracker": {...}}}.
+    """
+    names = [tracker] if isinstance(tracker, str) else tracker
+    return {
+        name: {"_target_": TRACKERS.get(name, name), **reduce(lambda node, part: node.get(part, {}), name.split("."), given)}
+        for name in names
+        if name != "none"
+    }
 
 
 def find_target(key: str, name: Any) -> Any:

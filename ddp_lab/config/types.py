@@ -17,6 +17,7 @@ TRACKERS = {
     "wandb": "ddp_lab.observe.trackers.wandb.WandB",
     "mlflow": "ddp_lab.observe.trackers.mlflow.MLflow",
 }
+EXTRAS = ("wandb", "mlflow")  # trackers that need a package of their name, which an extra of this name installs
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_lab.config.build import chosen_trackers
+from ddp_lab.config.check import check_trackers
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.trackers import check_trackers, chosen_trackers
 from ddp_lab.observe.logger import scalars
 from ddp_lab.observe.metrics_file import append_line
 from ddp_lab.observe.trackers.background import Trackers

@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.find import result_in
+from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.trackers import chosen_trackers
 from ddp_lab.config.types import SETS
 from ddp_lab.launchers.preflight import warn
 from ddp_lab.observe.log import log, setup_logging

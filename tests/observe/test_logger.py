@@ -13,7 +13,7 @@ from worlds import run_world
 
 import ddp_lab.observe.logger
 import ddp_lab.observe.metrics_file
-from ddp_lab.config.trackers import chosen_trackers
+from ddp_lab.config.build import chosen_trackers
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger
 from ddp_lab.observe.metrics_file import append_line, describe_result

@@ -7,13 +7,14 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from hydra.utils import get_object
 
 from ddp_lab.config.errors import describe_error
-from ddp_lab.config.trackers import EXTRAS
+from ddp_lab.config.types import EXTRAS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import Media, Status, TrackedRun, Tracker
 
@@ -75,8 +76,8 @@ class Background(Guarded):
     def __init__(self, name: str, node: Mapping[str, Any], run: TrackedRun):
         self._file = run.path / f"tracker.{name}.json"
         self._state: dict[str, Any] = {"id": uuid.uuid4().hex, "recorded": [-1, 0]}
-        if self._file.exists():
-            self._state = json.loads(self._file.read_text())
+        with suppress(OSError, ValueError):
+            self._state |= json.loads(self._file.read_text())
         self._before = self._state["recorded"]
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED)
         super().__init__(name, node, replace(run, id=self._state["id"]))
