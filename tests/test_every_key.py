@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from configs import CONF, config
+from hf_datasets import write_hf
 from image_folders import write_folder
 from launches import ROOT, SMALL, main_in_world, read_metrics
 from omegaconf import OmegaConf
@@ -55,7 +56,9 @@ MASKS += ["data.num_classes=2", "model=own", "model._target_=own_models.segmente
 NUMBERS = ["data=own", "data.dataset._target_=own_datasets.numbers", "data.num_workers=0"]
 NUMBERS += ["model=own", "model._target_=own_models.regressor"]
 TEXT = ["task=tokens", "data=text", "data.root={SENTENCES}", "data.num_workers=0", "data.context=16", "model=gpt"]
-TEXT += ["model.depth=1", "model.width=16", "model.heads=2", "optimizer.lr=1"]
+GPT = ["model.depth=1", "model.width=16", "model.heads=2", "optimizer.lr=1"]
+TEXT += GPT
+HF = "data=hf data.root={HF} data.num_workers=0 data.image_size=16 data.test_split=test"
 CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"  # its best epoch is not its last one
 SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"  # two layers with the same weight
 NORMED = f"{SHARED} +model.shared=false"  # and BatchNorm, which both models have
@@ -168,6 +171,7 @@ KEYS: dict[str, Row | str] = {
         "data.val_fraction=0.25",
     ),
     "check_replicas": FAULTS + "test_drifting_replicas_are_named",
+    "log_every": "tests/training/test_meter.py::test_rows_of_steps_are_those_of_one_device",
     "profile": "tests/observe/test_profile.py::test_profile_writes_summary_and_traces",
     "inject": FAULTS + "test_first_failure_is_reported_once_and_nothing_hangs",
     "tracker": Row("tracker=none", lambda run, base: not any(run.path.glob("events.*")) and any(base.path.glob("events.*"))),
@@ -234,6 +238,16 @@ MORE: dict[str, dict[str, Row]] = {
         "data.crop_padding": Row("{MASKS} data.crop_padding=2", VALIDATED, "{MASKS}"),
         "data.flip": Row("{MASKS} data.flip=true", VALIDATED, "{MASKS}"),
     },
+    "hf": {
+        "data.root": Row(HF, lambda run, base: '"dark"' in (run.path / "data.json").read_text()),
+        "data.test_split": Row(f"{HF} data.val_split=test data.test_split=null", reports("val_accuracy"), HF),
+        "data.num_classes": Row(f"{HF} data.dataset.targets=number data.num_classes=6", reports("test_top5_accuracy"), HF),
+        "data.context": Row(
+            f"{HF} data.dataset.inputs=text data.dataset.targets=null data.context=16 task=tokens model=gpt {' '.join(GPT)}",
+            reports("test_perplexity"),
+            HF,
+        ),
+    },
     "labels": {"task": Row("{NUMBERS} task=multi_label", reports("val_f1_micro", "val_f1_macro"))},
 }
 ROWS = {(key, ""): row for key, row in KEYS.items() if isinstance(row, Row)}
@@ -268,12 +282,13 @@ def runs(tmp_path_factory) -> dict[str, Ended]:
     """Return the runs of all rows, and those that they are compared with, by their overrides."""
     folder = tmp_path_factory.mktemp("runs")
     images = write_folder(folder / "images", {"train": 20, "test": 6}, sides=(20, 30))
+    write_hf(folder / "hf")
     (folder / "sentences.txt").write_bytes(b"to be or not, " * 90)
     lines = ["", CHOSEN, SHARED, NORMED, *(line for row in ROWS.values() for line in (row.base, row.overrides))]
     lines = list(dict.fromkeys(lines))
     names = {"FOLDER": images, "RUN": folder / "run0", "OWN": " ".join(OWN), "WORKERS": " ".join(WORKERS)}
     text = " ".join(TEXT).format(SENTENCES=folder / "sentences.txt")
-    names |= {"MASKS": " ".join(MASKS), "NUMBERS": " ".join(NUMBERS), "TEXT": text}
+    names |= {"MASKS": " ".join(MASKS), "NUMBERS": " ".join(NUMBERS), "TEXT": text, "HF": folder / "hf"}
     given = [line.format(NEW=folder / f"new{number}", **names) for number, line in enumerate(lines)]
     (ended,) = run_world(1, run_all, str(folder), given)
     return {line: Ended(*found, folder / f"run{number}") for number, (line, found) in enumerate(zip(lines, ended, strict=True))}

@@ -16,6 +16,7 @@ from ddp_lab.config.types import (
     Fraction,
     Group,
     Injection,
+    LogEvery,
     NaturalNumber,
     NonNegative,
     Optimize,
@@ -123,6 +124,7 @@ class RunConfig(Keys):
     evaluate_test: Literal["every_epoch", "end"]
     optimize: Optimize
     check_replicas: Count | None
+    log_every: LogEvery | None
     profile: bool
     inject: Injection | None
     tracker: Trackers

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Predicate
 from pydantic import Field
@@ -39,6 +39,22 @@ def are_trackers(names: list[str]) -> bool:
     return names == ["none"] or (len(set(names)) == len(names) and {*names} <= {*TRACKERS, *own})
 
 
+class Every(NamedTuple):
+    """When the metrics of steps are recorded: after every so many steps of the run, or about every so many seconds."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, value: int | str | None) -> "Every | None":
+        """Return the meaning of a value of the key `log_every`; None if it has none."""
+        if value is None or value == "off":
+            return cls()
+        if found := re.fullmatch(r"(\d+(?:\.\d+)?)s", str(value)):
+            return cls(seconds=float(found[1])) if float(found[1]) else None
+        return cls(steps=value) if isinstance(value, int) and value > 0 else None
+
+
 Count = Annotated[int, Field(ge=1), Allowed("an integer of at least 1")]
 NaturalNumber = Annotated[int, Field(ge=0), Allowed("an integer of at least 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
@@ -60,6 +76,11 @@ Injection = Annotated[
     Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(FAULTS)}"),
 ]
 # The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
+LogEvery = Annotated[
+    int | str,
+    Predicate(lambda value: Every.parse(value) is not None),
+    Allowed("a number of steps, as 100, or of seconds, as 10s, or off"),
+]
 BlockName = Annotated[str | int, Allowed("the name of a block")]
 Trackers = Annotated[
     str | list[str],

@@ -38,18 +38,22 @@ class Text:
             ) from None
 
     def load(self) -> Dataset:
-        """Read the file.
-
-        Raises:
-            ConfigError: it has too few bytes for two samples.
-        """
-        tokens = torch.from_numpy(np.fromfile(self.root, np.uint8))
-        number = (len(tokens) - 1) // self.context
-        if number < 2:
-            raise ConfigError(
-                f"data.context={self.context}: {self.root} has {len(tokens):,} bytes, and two samples or more need "
-                f"{2 * self.context + 1:,}. Use a smaller context or a larger file"
-            )
-        end = number * self.context
-        inputs, targets = (part.view(number, self.context) for part in (tokens[:end], tokens[1 : end + 1]))
+        """Read the file. A ConfigError is raised if it is too short."""
+        inputs, targets = cut(torch.from_numpy(np.fromfile(self.root, np.uint8)), self.context, str(self.root))
         return Dataset(InMemory(inputs, targets), None, [str(byte) for byte in range(BYTES)])
+
+
+def cut(tokens: torch.Tensor, context: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return samples of bytes, and the bytes that follow each: both uint8 [samples, context].
+
+    Raises:
+        ConfigError: there are too few bytes for two samples. The message calls them `name`.
+    """
+    number = (len(tokens) - 1) // context
+    if number < 2:
+        raise ConfigError(
+            f"data.context={context}: {name} has {len(tokens):,} bytes, and two samples or more need {2 * context + 1:,}. Use "
+            "a smaller context or more text"
+        )
+    end = number * context
+    return tokens[:end].view(number, context), tokens[1 : end + 1].view(number, context)

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows, is_epoch, read_rows
 from ddp_lab.observe.pictures import confusion_figure, pixels, prediction_grid
+from ddp_lab.observe.progress import Display
 from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import Status
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")
-PLACES = ("epoch", "step")  # fields of a row that say where it belongs
+PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
 NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/seconds"}  # other names that trackers get
 
 
@@ -36,6 +36,16 @@ class Logger:
             total: number of steps in all.
         """
         return batches
+
+    def steps(self, row: Mapping[str, Any]) -> None:
+        """Write the record of some steps within an epoch, the fields of metrics.jsonl; `step` is the last of them."""
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Show such a record, which is not kept, on the console. `show_every` is the number of seconds between two of them."""
+
+    @property
+    def show_every(self) -> float:
+        return math.inf
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         """Write the record of one epoch. `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps."""
@@ -86,24 +96,38 @@ class FileLogger(Logger):
         self.metrics, self.step = run_dir / "metrics.jsonl", start[1]
         self.pictures: dict[str, Callable[[Path], None]] = {"curves.png": partial(draw_metrics, self.metrics)}
         drop_rows(self.metrics, *start)
+        self.display = Display()
         for row in read_rows(self.metrics):
-            values = {key: value for key, value in row.items() if key not in constants}
-            trackers.log_metrics(scalars(values), row["step"], row["epoch"] if is_epoch(row) else None)
+            self._track({key: value for key, value in row.items() if key not in constants})
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
-        # disable=None shows the bar only on a terminal
-        return tqdm(batches, label, total=total, initial=done, unit="step", leave=False, disable=None)
+        return self.display.batches(batches, label, done, total)
 
-    def epoch(self, epoch: int, **metrics: float) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
+    def show(self, row: Mapping[str, Any]) -> None:
+        self.display.show(row)
+
+    @property
+    def show_every(self) -> float:
+        return self.display.every
+
+    def steps(self, row: Mapping[str, Any]) -> None:
+        self._record({"kind": "step", **row})
+
+    def _record(self, row: Mapping[str, Any], **more: float) -> None:
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         try:
-            append_line(self.metrics, json.dumps({"kind": "epoch", "epoch": epoch, **finite, **self.constants}))
+            append_line(self.metrics, json.dumps({**finite, **self.constants}))  # JSON has no NaN
         except OSError as error:  # missing records must not end the training
             reason = error.strerror or error
             log.error(f"{self.metrics} could not be written ({reason}): its records are incomplete; training continues")
-        self.step = int(metrics["step"])
-        memory = {"memory/peak_MiB": peak_memory_bytes() / 2**20}
-        self.trackers.log_metrics(scalars(metrics) | memory, self.step, epoch)
+        self._track(row, **more)
+
+    def _track(self, row: Mapping[str, Any], **more: float) -> None:
+        self.step = int(row["step"])
+        self.trackers.log_metrics(scalars(row) | more, self.step, row["epoch"] if is_epoch(row) else None)
+
+    def epoch(self, epoch: int, **metrics: float) -> None:
+        self._record({"kind": "epoch", "epoch": epoch, **metrics}, **{"memory/peak_MiB": peak_memory_bytes() / 2**20})
         log.info(
             f"epoch {epoch}: {describe_metrics(metrics)} | "
             f"lr {metrics['lr']:.4g}, {metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
@@ -138,10 +162,14 @@ class FileLogger(Logger):
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what trackers get of a row of metrics.jsonl: its numbers, of which val_loss is called loss/val."""
+    """Return what trackers get of a row of metrics.jsonl: its numbers.
+
+    Of an epoch, val_loss is called loss/val; of a step, loss is called step/loss.
+    """
     found: dict[str, float] = {}
     for key, value in row.items():
-        name, _, kind = key.partition("_")
         if isinstance(value, (int, float)) and key not in PLACES:
-            found[f"{kind}/{name}" if name in SETS and kind else NAMES.get(key, key)] = value
+            name, _, kind = key.partition("_")
+            of_epoch = f"{kind}/{name}" if name in SETS and kind else NAMES.get(key, key)
+            found[of_epoch if is_epoch(row) else f"step/{key}"] = value
     return found

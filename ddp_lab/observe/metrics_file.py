@@ -34,7 +34,7 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def is_epoch(row: dict[str, Any]) -> bool:
+def is_epoch(row: Mapping[str, Any]) -> bool:
     """Return whether a row holds the metrics after an epoch."""
     return row.get("kind", "epoch") == "epoch"
 

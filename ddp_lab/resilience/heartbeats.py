@@ -29,7 +29,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore
 
-ROW = 4096  # bytes
+ROW = 8192  # bytes
 SHARED = ["failure", "overview"]  # the first rows, the same on all nodes: the first failure, and the slowest of all ranks
 PERIOD = 1.0  # seconds between two heartbeats of a node
 VANISHED = 7.0  # seconds without a heartbeat after which a node counts as vanished
@@ -40,7 +40,7 @@ WORKING = ["preparing", "compiling", "loading", "training", "finishing", "decidi
 PHASES = [STARTING, *WORKING, "done"]
 GONE = f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its processes are killed or suspended"
 
-Heartbeat = dict[str, Any]  # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits
+Heartbeat = dict[str, Any]  # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits, called, call
 
 
 def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
@@ -66,11 +66,13 @@ class Unchanged(dict[Any, tuple[Any, int]]):
 
 
 def least(heartbeats: Iterable[Heartbeat]) -> list[Heartbeat]:
-    """Return the heartbeats of the ranks with the least progress, the least first, and at most LISTED + 1.
+    """Return the heartbeats of at most LISTED ranks with the least progress, the least first, and of that with the most.
 
-    This overview of ranks has the same size for any number of them.
+    The rank with the most progress may have skipped a collective in which all others wait. This overview of ranks has the same
+    size for any number of them.
     """
-    return sorted(heartbeats, key=suspicion)[: LISTED + 1]
+    ranks = sorted(heartbeats, key=suspicion)
+    return ranks[:LISTED] + ranks[LISTED:][-1:]
 
 
 def any_is(doing: str, heartbeats: Iterable[Heartbeat]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
 from ddp_lab.observe.log import LOG_FILES, log
+from ddp_lab.resilience import flight_recorder
 from ddp_lab.resilience.failure_report import advice, describe, report
 from ddp_lab.resilience.heartbeats import STARTING, VANISHED, Heartbeat, NodeLink, Table, Unchanged
 from ddp_lab.resilience.run_directory import RunDir, write_status
@@ -29,6 +30,7 @@ COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the w
 # Errors of torch, gloo and NCCL that another rank's exit causes. They can be recognised by their texts only: they have no type
 # or field of their own.
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
+BUSY: Heartbeat = {"waits": False, "called": {}, "call": None}
 KILLED = "exited without reporting an error: killed, crashed or left early"
 
 Outcome = Literal["finished", "preempted", "interrupted"]
@@ -48,7 +50,8 @@ class Watchdog:
 
     Attributes:
         own: the heartbeat of this rank. `since` is the Unix time at which its phase began, `beat` the number of looks, `waits`
-            whether the main thread is most likely in a collective, which is only found out if the launch hangs.
+            whether the main thread is most likely in a collective, `called` and `call` what `last_calls` returns. These three
+            are only found out if the launch may hang.
     """
 
     def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float):
@@ -56,7 +59,7 @@ class Watchdog:
         # A hang is judged when the heartbeats of all ranks show who waits in a collective.
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
         self.own: Heartbeat = {"rank": runtime.rank, "host": socket.gethostname(), "pid": os.getpid()}
-        self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, "waits": False}
+        self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, **BUSY}
         self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
         self._main, self._lock, self._unchanged = threading.get_ident(), threading.Lock(), Unchanged()
         self._stop = threading.Event()
@@ -175,27 +178,34 @@ class Watchdog:
     def _hang(self, leads: bool) -> Found | None:
         """Return the rank for which the others wait, if none makes progress and this rank has to report it.
 
-        The time is counted in looks: while this process is suspended, nothing is counted. The table has the rank with the least
-        progress, and that rank, which can report its stack, reports itself.
+        The time is counted in looks: while this process is suspended, nothing is counted. Reported is the rank with the least
+        progress, or one that lacks the collective in which that rank waits. If it can report its stack, it reports itself.
         """
-        own = self.own
-        still, own["waits"] = self._unchanged.count("own", own["since"]) * BEAT, False
-        if still < self.timeout:
+        still = self._unchanged.count("own", self.own["since"]) * BEAT
+        if still < self.timeout / 4:  # early, because on a busy machine this rank may count late what others need to judge
+            self.own |= BUSY
             return None
         frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
-        own["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
-        self._write()
+        self.own["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
+        if not self.own["called"]:
+            self.own |= flight_recorder.last_calls()
         if still < self.settled:
             return None
-        last = self.table.everyone()[0]
-        if last["rank"] == self.rank:
+        everyone = self.table.everyone()
+        suspect = next((beat for beat in everyone if flight_recorder.lacks(beat, everyone[0]["call"])), everyone[0])
+        if suspect["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
             limit = f"timeout={self.timeout:g}; raise it if a step may take longer"
-            return last, f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}"
-        if leads and still > self.settled + 4 * BEAT:  # the hanging rank reports first
+            what = f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}"
+        elif leads and still > self.settled + 4 * BEAT:  # the hanging rank reports first
             what = f"stalls the other ranks, which have waited for {still:.0f} s (timeout={self.timeout:g})"
-            return last, f"{what}. Its own watchdog reports nothing: the process is suspended, or its node is down"
-        return None
+            what += ". Its own watchdog reports nothing: the process is suspended, or its node is down\n"
+        else:
+            return None
+        if self.runtime.world_size > 1:
+            folder = flight_recorder.folder_of(self.run_dir, suspect["step"])
+            what += flight_recorder.describe_waits(self.own, everyone, folder)
+        return suspect, what
 
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
@@ -232,5 +242,7 @@ class Watchdog:
 
     def leave(self, grace: float) -> None:
         """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
+        if self.own["called"] and (failure := self.table.read("failure")):
+            flight_recorder.save(self.run_dir, failure["step"], self.rank)
         if not self._stop.wait(grace):
             os._exit(1)

@@ -17,6 +17,7 @@ from torch import nn
 
 from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import Every
 from ddp_lab.data.augment import Mix
 from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
@@ -195,7 +196,13 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         model=model,
         task=task,
         recipe=Recipe(batch_size, optimizer, scheduler, step, cfg.ema, decay, options),
-        fit_settings=FitSettings(cfg.epochs, cfg.patience, cfg.evaluate_test, criterion(cfg, dataset) or "val_loss"),
+        fit_settings=FitSettings(
+            cfg.epochs,
+            cfg.patience,
+            cfg.evaluate_test,
+            criterion(cfg, dataset) or "val_loss",
+            Every.parse(cfg.log_every) or Every(),
+        ),
         shapes=shapes,
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],

@@ -3,16 +3,18 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
+from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import Evaluation, evaluate, means, total
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.step import TrainStep
@@ -27,12 +29,14 @@ class FitSettings:
         patience: stop early after this many epochs in a row without a better `criterion`; None: never.
         evaluate_test: after every epoch, or after the last one only.
         criterion: a metric of the validation set.
+        log_every: when the metrics of steps are recorded.
     """
 
     epochs: int
     patience: int | None = None
     evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
     criterion: Criterion = "val_loss"
+    log_every: Every = field(default_factory=Every)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Parts:
         step: computes one training step.
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.
+        full_rate: samples per second at the FLOP/s of the devices' data sheet; None: unknown.
         ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
     """
@@ -54,6 +59,7 @@ class Parts:
     settings: FitSettings
     ema: EMA | None = None
     task: Task | None = None
+    full_rate: float | None = None
 
 
 class Hooks:
@@ -102,8 +108,10 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
     """
     drawn = "val" if "val" in parts.loaders else "test"
     shown = next(iter(parts.loaders[drawn]))
+    settings = parts.settings
+    meter = Meter(parts.strategy, parts.step.running_sums, settings.log_every, logger, settings.epochs, parts.full_rate)
     while not is_over(progress, parts.settings):
-        progress = train_epoch(parts, logger, hooks, progress)
+        progress = train_epoch(parts, logger, hooks, progress, meter)
         hooks.check(progress)
         if progress.sums[-1] == 0:
             skipped = parts.step.running_sums.skip_not_finite
@@ -133,25 +141,28 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
     return progress
 
 
-def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress) -> Progress:
+def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, meter: Meter) -> Progress:
     """Take the remaining steps of an epoch, from the position `before`, and return the position after the last one."""
     strategy, step, loader = parts.strategy, parts.step, parts.loaders["train"]
     loader.set_epoch(before.epoch, before.samples)
     strategy.train()
     step.running_sums.totals.zero_()
+    meter.begin(before, loader.data.size)
     progress, start = replace(before), time.perf_counter()
 
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
         own = total(strategy, step.running_sums.totals.clone()).tolist()
         sums = [earlier + now for earlier, now in zip(before.sums or [0.0] * len(own), own, strict=True)]
-        return replace(progress, sums=sums, seconds=before.seconds + time.perf_counter() - start)
+        meter.settle()
+        return replace(progress, sums=sums, recorded=meter.recorded, seconds=before.seconds + time.perf_counter() - start)
 
     done = -(-before.samples // loader.batch_size)
-    batches = hooks.batches("training", step.batches(loader), progress)
+    batches = hooks.batches("training", meter.watch(step.batches(loader)), progress)
     for batch in logger.progress(batches, f"epoch {before.epoch}/{parts.settings.epochs}", done, len(loader)):
         step(batch)
         progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
+        meter.after_step(progress)
         hooks.after_step(progress, here)
     return here()
 

@@ -70,7 +70,7 @@ def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
 def means(task: Task, sums: list[float]) -> dict[str, float]:
     """Return the mean loss and the running metrics, by name, of [loss_sum, *task.running, weight]."""
     *found, weight = sums
-    return {name: value / weight for name, value in zip(("loss", *task.running), found, strict=True)}
+    return {name: value / weight if weight else math.nan for name, value in zip(("loss", *task.running), found, strict=True)}
 
 
 class RunningSums:
@@ -83,12 +83,14 @@ class RunningSums:
 
     Attributes:
         totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed it.
+        norm: L2 norm of the last step's gradient, [1], before clipping; None: no step computes it.
     """
 
     def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):
         self.skip_not_finite = skip_not_finite
         self.totals = torch.zeros(width(task), dtype=sum_dtype(device), device=device)
         self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # index s % LONGEST: step s
+        self.norm: torch.Tensor | None = None
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # of the last step: a CUDA graph counts steps, too
         self._add = self._add_eagerly
 

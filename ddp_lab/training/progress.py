@@ -22,6 +22,7 @@ class Progress:
         samples: samples of this epoch trained on so far, over all ranks: a multiple of the global batch size, or all samples.
         step: optimizer steps since the beginning of the run.
         sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty at its beginning.
+        recorded: the sums at the last recorded row of this epoch; empty before the first one.
         seconds: duration of this epoch's steps so far.
         lr: learning rate of the last step.
         best: best value of each metric of the validation set so far, by name, for example val_loss; empty without such a set.
@@ -32,6 +33,7 @@ class Progress:
     samples: int = 0
     step: int = 0
     sums: list[float] = field(default_factory=list[float])
+    recorded: list[float] = field(default_factory=list[float])
     seconds: float = 0.0
     lr: float = 0.0
     best: dict[str, float] = field(default_factory=dict[str, float])
@@ -53,7 +55,7 @@ class Progress:
             lower_is_better: as `Task.lower_is_better`.
         """
         validation = validation or {}
-        following = replace(self, epoch=self.epoch + 1, samples=0, sums=[], seconds=0.0, lr=0.0)
+        following = replace(self, epoch=self.epoch + 1, samples=0, sums=[], recorded=[], seconds=0.0, lr=0.0)
         finite = all(map(math.isfinite, validation.values()))
         better = {
             name: value

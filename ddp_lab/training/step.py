@@ -94,6 +94,8 @@ class Step:
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.options, self.ema = options or StepOptions(), ema
         self.running_sums = RunningSums(strategy.task, strategy.device, self.options.skip_not_finite)
+        if self.options.skip_not_finite or self.options.max_grad_norm is not None:
+            self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
         self._optimize = step_of(optimizer)
         self.lr = 0.0
 
@@ -151,6 +153,8 @@ class Step:
         self.sums = self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
         if skip or largest is not None:
             norm = self.strategy.gradient_norm()
+            if self.running_sums.norm is not None:
+                self.running_sums.norm.copy_(norm)
             if skip:
                 self._drop_unless(norm.isfinite(), buffers)
             if largest is not None:

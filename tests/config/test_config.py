@@ -25,7 +25,14 @@ OPTIONS.remove(("model", "torchvision"))  # tests/models/test_torchvision.py
 OPTIONS = [option for option in OPTIONS if not option[1].startswith("vit_")]  # tests/models/test_vit.py
 OPTIONS.remove(("loss", "own"))  # tests/tasks/test_losses.py
 OPTIONS.remove(("data", "own"))  # tests/data/test_sources.py
-OTHERS = {("data", "tensors"), ("data", "text"), ("model", "gpt"), ("model", "gpt2"), ("loss", "default")}  # tests/tasks
+OTHERS = {
+    ("data", "tensors"),
+    ("data", "text"),
+    ("data", "hf"),
+    ("model", "gpt"),
+    ("model", "gpt2"),
+    ("loss", "default"),
+}  # tests/tasks
 OPTIONS = [option for option in OPTIONS if option not in OTHERS]
 
 

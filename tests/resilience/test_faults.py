@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import SMALL, finish, launch, read_heartbeat, read_metrics, start
+from launches import SMALL, finish, launch, read_heartbeat, read_metrics, read_steps, start
 
 from ddp_lab.resilience.run_directory import RESTART_WAIT
 
@@ -23,7 +23,7 @@ STEPS = 5  # per epoch of SMALL
 
 def overrides(tmp_path: Path, name: str, *more: str) -> list[str]:
     """Return the Hydra overrides of a small run of three epochs that averages its weights."""
-    return [*SMALL, "epochs=3", "ema=0.8", f"runs_dir={tmp_path}", f"name={name}", *more]
+    return [*SMALL, "epochs=3", "ema=0.8", "log_every=3", f"runs_dir={tmp_path}", f"name={name}", *more]
 
 
 def newest(run_dir: Path) -> dict:
@@ -39,7 +39,10 @@ def failure(run_dir: Path) -> dict:
 
 
 def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
-    """Check that weights, momentum and the metrics of each epoch are equal, and that each epoch has one record."""
+    """Check that weights, momentum and the metrics are equal, and that each epoch and each third step has one record."""
+    for record, expected in zip(read_steps(run_dir), read_steps(other), strict=True):
+        for key in ("epoch", "step", "loss", "accuracy", "lr"):
+            assert record[key] == pytest.approx(expected[key], rel=1e-12 + 100 * tolerance, abs=0), key
     one, two = newest(run_dir), newest(other)
     assert one["progress"]["step"] == two["progress"]["step"] == 3 * STEPS
     for name, tensor in one["model"].items():
@@ -95,7 +98,7 @@ def test_elastic_restart_ends_with_the_same_weights(tmp_path, undisturbed):
 REPORTS = {  # by fault: the kind in failure.json and a part of the message
     "exit": ("lost_rank", "exited without reporting an error"),
     "raise": ("exception", "RuntimeError: injected by inject=raise@rank=1,step=8"),
-    "hang": ("hang", "hangs: no progress for"),
+    "hang": ("hang", " of ranks 0, 1 (Float [31818]): called by rank 0, not by rank 1"),
 }
 
 
@@ -114,8 +117,29 @@ def test_first_failure_is_reported_once_and_nothing_hangs(fault, tmp_path):
     assert status(tmp_path / "failed").items() >= {"status": "failed", "epoch": 2, "step": 8}.items()
 
 
-def test_frozen_rank_is_named(tmp_path):
-    """A suspended process cannot report anything itself."""
+def test_skipped_all_reduce_is_named(tmp_path):
+    """By the message and by torch's analyser, from the dumps of both ranks."""
+    code, output = launch(DDP, *overrides(tmp_path, "skipped", "timeout=5", "strategy._target_=crash.Skipping"))
+    assert code == 1, output
+    record = failure(tmp_path / "skipped")
+    assert (record["kind"], record["rank"]) == ("hang", 1)
+    assert "all_reduce 8 of ranks 0, 1 (Float [7]): called by rank 0, not by rank 1\n" in record["message"]
+    analysed = launch(f"torchfrtrace {tmp_path}/skipped/flight_recorder/step_{record['step']}")[1]
+    assert re.search(r"sequence number: 8\n(.*\n){3}missing ranks: \{1\}\ninput sizes: \[\[7\]\]", analysed), analysed
+
+
+def test_all_reduce_of_another_shape_is_named(tmp_path):
+    """gloo then aborts the rank with the smaller tensor at once, and prints why."""
+    more = "strategy._target_=crash.Skipping", "+strategy.shared=true"
+    code, output = launch(DDP, *overrides(tmp_path, "shapes", *more))
+    assert code == 1, output
+    assert "Is there a distributed collective mismatch in your code?" in output
+    assert (failure(tmp_path / "shapes")["kind"], failure(tmp_path / "shapes")["rank"]) == ("lost_rank", 0)
+
+
+def test_frozen_rank_is_named(tmp_path, monkeypatch):
+    """A suspended process cannot report anything itself. torch's recorder is off."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     process = start(DDP, *overrides(tmp_path, "frozen", "timeout=5", "epochs=100000"))
     frozen = wait_for(tmp_path / "frozen", 1, lambda record: record["step"] > 10)
     os.kill(frozen["pid"], signal.SIGSTOP)
@@ -128,6 +152,8 @@ def test_frozen_rank_is_named(tmp_path):
     code, output = finish(process)
     assert code == 1, output
     assert "stalls the other ranks" in failure(tmp_path / "frozen")["message"]
+    assert "The collective in which ranks wait is unknown: torch's" in failure(tmp_path / "frozen")["message"]
+    assert not (tmp_path / "frozen" / "flight_recorder").exists()
     assert (failure(tmp_path / "frozen")["kind"], failure(tmp_path / "frozen")["rank"]) == ("hang", 1)
 
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch.distributed import HashStore
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.resilience import heartbeats
 from ddp_lab.resilience.failure_report import describe
+from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits, last_calls
 from ddp_lab.resilience.heartbeats import NodeLink, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.world.process import Place
@@ -26,7 +28,7 @@ from ddp_lab.world.store import CountedStore
 def beat(rank: int, step: int = 5, doing: str = "training", **more) -> dict:
     """Return the heartbeat of a rank."""
     place = {"rank": rank, "host": f"host{rank // 2}", "pid": os.getpid(), "epoch": 1, "step": step, "doing": doing}
-    return place | {"since": 0.0, "beat": 1, "waits": False} | more
+    return place | {"since": 0.0, "beat": 1, "waits": False, "called": {}, "call": None} | more
 
 
 @pytest.fixture
@@ -99,14 +101,87 @@ def test_rank_for_which_the_others_wait_is_suspected(suspect, others):
     assert min([*others, suspect], key=suspicion) is suspect
 
 
+def calls(rank: int, called: int, waits_in: str | None = None, size: int = 3, **more) -> dict:
+    """Return the heartbeat of a rank that has called `called` collectives of the group "0", and waits in the last."""
+    call = waits_in and {"group": "0", "number": called, "size": size, "text": f"{waits_in} {called} of ranks 0-{size - 1}"}
+    return beat(rank, called={"0": called, "1": 0}, call=call, **more)
+
+
+@pytest.mark.parametrize(
+    ("everyone", "expected"),
+    [
+        (
+            [calls(0, 7, "all_reduce"), calls(1, 6), calls(2, 7, "all_reduce")],
+            "all_reduce 7 of ranks 0-2: called by ranks 0, 2, not by rank 1",
+        ),
+        (  # the shapes or kinds differ: NCCL waits for ever
+            [calls(0, 7, "all_reduce"), calls(1, 7, "broadcast"), calls(2, 7, "all_reduce")],
+            "all_reduce 7 of ranks 0-2: called by ranks 0, 2\nbroadcast 7 of ranks 0-2: called by rank 1",
+        ),
+        (  # rank 1 is suspended
+            [beat(1), calls(0, 7, "all_reduce"), calls(2, 7, "all_reduce")],
+            "all_reduce 7 of ranks 0-2: called by ranks 0, 2; 1 more not known",
+        ),
+        (
+            [calls(9, 6), *(calls(rank, 7, "all_gather", size=4096) for rank in range(8))],
+            "all_gather 7 of ranks 0-4095: called by ranks 0-7, not by rank 9; 4087 more not known",
+        ),
+        ([calls(rank, 7, "all_reduce") for rank in range(3)], ALL_CALLED),
+        ([calls(0, 7), calls(1, 7)], ALL_CALLED),
+    ],
+)
+def test_collective_of_a_hang_is_described(everyone, expected, tmp_path):
+    end = f"\nThe calls of each rank, for torchfrtrace: {tmp_path}"
+    assert describe_waits(calls(0, 7), everyone, tmp_path) == expected + end
+
+
+def test_hang_without_records_says_so(tmp_path):
+    """As last_calls has none: here, because there is no process group."""
+    said = describe_waits(beat(0, **last_calls()), [calls(1, 7, "all_reduce")], tmp_path)
+    assert "unknown: torch's Flight Recorder has no calls of rank 0" in said
+
+
+@pytest.mark.parametrize(
+    ("beats", "expected"),
+    [
+        ([calls(0, 7, "all_reduce"), calls(1, 7, "all_reduce"), calls(2, 6, step=6), calls(3, 7, "all_reduce")], 2),
+        ([calls(0, 7, "all_reduce", step=6), calls(1, 6), calls(2, 7, "all_reduce", step=6), beat(3, step=6)], 1),
+    ],
+)
+def test_rank_that_lacks_a_collective_reports_itself(beats, expected, table, tmp_path):
+    """Whether it has made more progress than those that wait for it, or less."""
+    for local, record in enumerate(beats):
+        table.write(local, record)
+    found = {}
+    for rank in range(4):
+        watchdog = watch(tmp_path, table, rank, timeout=2)
+        assert not any(watchdog._hang(False) for _ in range(4))
+        found[rank] = [who["rank"] for _ in range(4) for who, _ in filter(None, [watchdog._hang(False)])]
+    assert found == {rank: [rank] * 2 if rank == expected else [] for rank in range(4)}
+
+
+@pytest.mark.parametrize(("act", "waits"), [(time.sleep, False), (lambda _: torch.futures.Future().wait(), True)])
+def test_waiting_rank_shows_it_long_before_a_hang_is_judged(act, waits, table, tmp_path):
+    """An innocent rank whose looks are late on a busy machine must not seem to hang."""
+    table.size = 1
+    thread = threading.Thread(target=act, args=[20.0], daemon=True)
+    thread.start()
+    watchdog = watch(tmp_path, table, timeout=8)
+    watchdog._main = thread.ident
+    for _ in range(6):  # a quarter of the timeout
+        assert not table.read(0) or not table.read(0)["waits"]
+        watchdog.look()
+    assert table.read(0)["waits"] == waits
+
+
 def test_overview_of_nodes_equals_that_of_their_ranks():
     beats = [beat(rank, step=100 - rank % 7, doing=("training", "loading")[rank % 3 == 0]) for rank in range(64)]
     merged = least(each for i in range(0, 64, 8) for each in least(beats[i : i + 8]))
     assert merged == least(beats)
-    assert (len(merged), merged[0]["step"]) == (9, 94)
+    assert (len(merged), merged[0]["step"], merged[-1]["step"]) == (9, 94, 100), "the last one may have skipped a collective"
 
 
-def test_message_lists_the_eight_other_ranks_with_the_least_progress():
+def test_message_lists_eight_other_ranks_those_with_the_least_progress_and_the_most():
     everyone = least(beat(rank, step=4 if rank in (1, 2, 3) else 5) for rank in range(1024))
     message = describe(everyone[0], "exited", everyone)
     assert message.startswith("error: rank 1 on host0 ")

@@ -14,7 +14,7 @@ from worlds import run_world
 
 EPOCHS, FEW, MANY = 5, 200, 2000  # steps of the two runs
 BETWEEN = 900, 1900  # steps of the longer run, in which what is held is counted: four epochs begin or end before the first
-OPTIONS = ["data.loader=workers", "data.num_workers=1", "ema=0.9", "checkpoint.format=sharded"]
+OPTIONS = ["data.loader=workers", "data.num_workers=1", "ema=0.9", "checkpoint.format=sharded", "log_every=off"]
 
 
 class MallInfo(ctypes.Structure):

@@ -3,6 +3,7 @@
 import time
 
 import torch
+import torch.distributed as dist
 
 from ddp_lab.strategies.ddp import DDP
 
@@ -27,3 +28,28 @@ class Straggling(DDP):
         if self.dp_rank == 1:
             time.sleep(0.1)
         return super().forward_backward(inputs, targets, count, accumulate)
+
+
+class Skipping(DDP):
+    """DDP in which rank 1 skips an all-reduce of the other ranks after step 8.
+
+    Args:
+        shared: whether it is one of the group of the gradients, whose next all-reduce has another shape.
+    """
+
+    steps = 0
+
+    def __init__(self, runtime, batch_norm, bucket_cap_mb, shared=False):
+        super().__init__(runtime, batch_norm, bucket_cap_mb)
+        self.shared = shared
+
+    def setup(self, model):
+        super().setup(model)
+        self.own_group = None if self.shared else dist.new_group()
+
+    def forward_backward(self, inputs, targets, count, accumulate=1):
+        loss = super().forward_backward(inputs, targets, count, accumulate)
+        self.steps += 1
+        if self.steps != 8 or self.dp_rank != 1:
+            dist.all_reduce(torch.ones(7), group=self.own_group)
+        return loss

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 import warm as warm_launches
 
-from ddp_lab.observe.metrics_file import read_epochs
+from ddp_lab.observe.metrics_file import complete_lines, read_epochs
 from ddp_lab.resilience.heartbeats import read_row
 
 SUPPORT = Path(__file__).parent
@@ -111,6 +111,10 @@ def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
 
 def read_metrics(run_dir: Path) -> list[dict]:
     return read_epochs(run_dir / "metrics.jsonl")
+
+
+def read_steps(run_dir: Path) -> list[dict]:
+    return [row for row in map(json.loads, complete_lines(run_dir / "metrics.jsonl")) if row["kind"] == "step"]
 
 
 def only_run(runs_dir: Path) -> Path:

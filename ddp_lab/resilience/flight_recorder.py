@@ -1,0 +1,119 @@
+"""The collectives in which ranks wait, as torch's Flight Recorder has them.
+
+torch keeps the last 2,000 calls of each rank, or TORCH_FR_BUFFER_SIZE. Each rank numbers its calls of a group's collectives. A
+rank whose last number is smaller than that of a call in which others wait has not made that call.
+"""
+
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d  # the recorder has no public functions in torch 2.11 to 2.15
+from torch.distributed import distributed_c10d
+
+FOLDER = "flight_recorder"  # in the run directory
+SHOWN = 8  # the most ranks, tensors and dimensions that a text lists
+UNKNOWN = (
+    "The collective in which ranks wait is unknown: torch's Flight Recorder has no calls of rank {}. Either it is off "
+    "(TORCH_FR_BUFFER_SIZE=0), or it does not support the process group"
+)
+ALL_CALLED = (
+    "No rank lacks a collective in which others wait, by torch's Flight Recorder, which has no sends and receives of gloo"
+)
+
+
+def dump() -> dict[str, Any]:
+    """Return what torch has recorded of this rank, in the form that torch's analyser reads. It takes some milliseconds."""
+    if not dist.is_initialized():
+        return {"entries": [], "pg_config": {}}
+    # What is unpickled is no file, but what torch pickles here.
+    record = pickle.loads(getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace")())
+    groups = distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]  # no public function lists the groups
+    # That of gloo has no names in torch 2.15, nor ranks in 2.11.
+    config = {
+        group.group_name: {"desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))} for group in groups
+    }
+    return {"entries": [], **record, "pg_config": {name: {"name": name, **of} for name, of in config.items()}}
+
+
+def save(run_dir: Path, step: int, rank: int) -> None:
+    """Write this rank's dump, from which `torchfrtrace FOLDER` compares the calls of all ranks."""
+    with suppress(OSError):  # a full disk or a removed directory
+        folder = folder_of(run_dir, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump()))
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Return the directory of the dumps of a hang that was reported at `step`."""
+    return run_dir / FOLDER / f"step_{step}"
+
+
+def last_calls() -> dict[str, Any]:
+    """Return the part of this rank's heartbeat that is about collectives.
+
+    Returns:
+        `called`: the number of the last call by the name of its group, 0 if there was none; empty if nothing is recorded.
+        `call`: the first call that has not ended, with its group, the group's size, its number and a text; None if all have.
+    """
+    record = dump()
+    calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
+    called = dict.fromkeys(record["pg_config"] if calls else (), 0)
+    called |= {entry["process_group"][0]: entry["collective_seq_id"] for entry in calls}
+    call = next((entry for entry in calls if not entry["retired"]), None)
+    return {"called": called, "call": call and describe_call(call, record["pg_config"])}
+
+
+def describe_call(entry: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
+    """Return the field `call` of a heartbeat for an entry of the recorder."""
+    name, number = entry["process_group"][0], entry["collective_seq_id"]
+    ranks = [int(rank) for rank in groups[name]["ranks"].strip("[]").split(",")]
+    tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    shapes = ", ".join(f"{kind} {size[:SHOWN]}" for kind, size in list(tensors)[:SHOWN])
+    text = f"{entry['profiling_name'].partition(':')[2]} {number} of {name_ranks(ranks)} ({shapes})"
+    return {"group": name, "number": number, "size": len(ranks), "text": text}
+
+
+def lacks(beat: dict[str, Any], call: dict[str, Any] | None) -> bool:
+    """Return whether the rank with this heartbeat has not made a call that another rank has made."""
+    return call is not None and beat["called"].get(call["group"], call["number"]) < call["number"]
+
+
+def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], folder: Path) -> str:
+    """Return the collectives in which ranks wait, one in a line, with the ranks that have called it and those that have not.
+
+    Args:
+        reporter: the heartbeat of this rank.
+        everyone: as `Table.everyone`.
+        folder: where the ranks write their dumps.
+    """
+    if not reporter["called"]:
+        return UNKNOWN.format(reporter["rank"])
+    lines = {}
+    for call in filter(None, (beat["call"] for beat in everyone)):
+        group, number = call["group"], call["number"]
+        members = [beat for beat in everyone if group in beat["called"]]
+        missing = [beat["rank"] for beat in members if lacks(beat, call)]
+        other = [b["rank"] for b in members if (c := b["call"]) and (c["group"], c["number"]) == (group, number) and c != call]
+        inside = [beat["rank"] for beat in members if beat["rank"] not in missing + other]
+        unknown = call["size"] - len(members)
+        if missing or other or unknown:
+            lines[call["text"]] = (
+                f"{call['text']}: called by {name_ranks(inside)}"
+                + (f", not by {name_ranks(missing)}" if missing else "")
+                + (f"; {unknown} more not known" if unknown else "")
+            )
+    return "\n".join([*(lines.values() or [ALL_CALLED]), f"The calls of each rank, for torchfrtrace: {folder}"])
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 0-7" or "ranks 0, 4, 8"; of many ranks in no range, the first ones."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:SHOWN]))}{', ...' if len(ranks) > SHOWN else ''}"

@@ -1,0 +1,164 @@
+"""The metrics of the steps within an epoch, over all ranks, without a wait for the device.
+
+At some steps, the same on every rank, one small all_reduce adds the ranks' running sums. Its result is copied to the host while
+the next steps run, and read when it has arrived, at the latest at the next such step. Clocks differ between ranks, so rank 0
+says in each all_reduce how many steps lie between the next two.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ddp_lab.config.types import Every
+from ddp_lab.observe.logger import Logger
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.metrics import RunningSums, means
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.device import peak_memory_bytes
+
+T = TypeVar("T")
+PERIOD = 1.0  # approximate seconds between two all_reduces
+
+
+class Mark(NamedTuple):
+    """A position in an epoch: its samples and sums so far over all ranks, and on this rank the time."""
+
+    samples: int
+    sums: list[float]
+    time: float
+    waited: float
+
+
+class Taken(NamedTuple):
+    """Sums on their way to the host, and the position after their step."""
+
+    values: torch.Tensor
+    arrived: torch.cuda.Event | None
+    epoch: int
+    step: int
+    samples: int
+    lr: float
+    time: float
+
+
+class Meter:
+    """Measures the steps between two records. All ranks call its methods at the same steps.
+
+    A record has the means over the steps since the last one of its epoch, in which each sample counts once. Its time is that of
+    rank 0; `data_wait` is the share of it in which a rank waited for its batches, on average over the ranks.
+
+    Args:
+        strategy: whose steps are measured.
+        running_sums: of these steps.
+        every: when a row is recorded.
+        logger: gets the rows, and what is shown.
+        epochs: number of the last epoch.
+        full_rate: samples per second at which the devices would compute with the FLOP/s of their data sheet; None: unknown.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        running_sums: RunningSums,
+        every: Every,
+        logger: Logger,
+        epochs: int,
+        full_rate: float | None = None,
+    ):
+        self.strategy, self.running_sums, self.every, self.logger = strategy, running_sums, every, logger
+        self.epochs, self.full_rate = epochs, full_rate
+        self.period = min(PERIOD, every.seconds or PERIOD)
+        self._taken: Taken | None = None
+        self._ahead = 1  # steps from the next all_reduce to the one after it
+        self._next = self._last_step = -1
+        self._last_time = self._recorded_at = self._shown_at = time.perf_counter()
+
+    def begin(self, before: Progress, size: int) -> None:
+        """Begin with the remaining steps of an epoch of `size` samples, at the position `before`."""
+        self._before, self._size, self._waited = before, size, 0.0
+        if self._next < 0:
+            self._next, self._last_step = before.step + 1, before.step
+        zeros = [0.0] * len(self.running_sums.totals)
+        self._start = before.sums or zeros
+        self._shown = Mark(before.samples, self._start, time.perf_counter(), 0.0)
+        self._recorded = self._shown._replace(sums=before.recorded or zeros)
+
+    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches, and measure how long this rank waits for them."""
+        iterator = iter(batches)
+        while True:
+            start = time.perf_counter()
+            batch = next(iterator, None)
+            self._waited += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
+    def after_step(self, progress: Progress) -> None:
+        """Take the sums after a step if it is one of those at which all ranks do. Collective; `progress` is after the step."""
+        if self.every == Every():
+            return
+        if self._taken and (self._taken.arrived is None or self._taken.arrived.query()):
+            self.settle()
+        is_row = bool(self.every.steps) and progress.step % (self.every.steps or 1) == 0
+        if is_row or progress.step >= self._next:
+            self.settle()  # the step of the sums is long done
+            self._next = progress.step + self._ahead
+            self._take(progress, is_row)
+
+    def _take(self, progress: Progress, is_row: bool) -> None:
+        """Add the sums of all ranks, and let the device copy them to the host."""
+        device, now, steps = self.strategy.device, time.perf_counter(), progress.step - self._last_step
+        # No more than twice as many as before: until the device's queue is full, steps seem to take no time.
+        ahead = max(1, min(2 * steps, round(steps * self.period / max(now - self._last_time, 1e-6))))
+        self._last_step, self._last_time = progress.step, now
+        is_row = is_row or (self.every.seconds is not None and now - self._recorded_at >= self.every.seconds - self.period / 2)
+        if is_row:
+            self._recorded_at = now
+        cuda, first, totals = device.type == "cuda", self.strategy.runtime.rank == 0, self.running_sums.totals
+        host = torch.tensor([self._waited, first * ahead, first * is_row], dtype=totals.dtype, pin_memory=cuda)
+        own = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
+        norm = [] if self.running_sums.norm is None else [self.running_sums.norm * first]  # the same on every rank
+        values = self.strategy.runtime.all_reduce(torch.cat([host.to(device, non_blocking=cuda), own, *norm]))
+        arrived = torch.cuda.Event() if cuda else None
+        values = values.to("cpu", non_blocking=cuda)
+        if arrived:
+            arrived.record()
+        self._taken = Taken(values, arrived, progress.epoch, progress.step, progress.samples, progress.lr, now)
+
+    def settle(self) -> None:
+        """Record and show the sums that were taken last, if that was not done yet. It waits for them."""
+        if self._taken is None:
+            return
+        taken, self._taken = self._taken, None
+        if taken.arrived:
+            taken.arrived.synchronize()
+        waited, ahead, is_row, *values = taken.values.tolist()
+        self._ahead = int(ahead)
+        sums = [earlier + now for earlier, now in zip(self._start, values, strict=False)]
+        norm = {"gradient_norm": values[-1]} if len(values) > len(sums) else {}
+        mark = Mark(taken.samples, sums, taken.time, waited / self.strategy.runtime.world_size)
+        if is_row:
+            self.logger.steps(self._row(taken, norm, self._recorded, mark))
+            self._recorded = mark
+        if taken.time - self._shown_at >= min(self.logger.show_every, self.every.seconds or math.inf) - self.period / 2:
+            self.logger.show(self._row(taken, norm, self._shown, mark))
+            self._shown, self._shown_at = mark, taken.time
+
+    @property
+    def recorded(self) -> list[float]:
+        """The sums of the epoch at its last recorded row."""
+        return self._recorded.sums
+
+    def _row(self, taken: Taken, norm: dict[str, float], since: Mark, mark: Mark) -> dict[str, Any]:
+        seconds = mark.time - since.time
+        rate, left = (mark.samples - since.samples) / seconds, self._size - mark.samples
+        sums = [now - before for before, now in zip(since.sums, mark.sums, strict=True)]
+        row: dict[str, Any] = {"epoch": taken.epoch, "step": taken.step, **means(self.strategy.task, sums), "lr": taken.lr}
+        row |= {"samples_per_second": rate, "data_wait": (mark.waited - since.waited) / seconds}
+        row |= norm | ({"mfu": rate / self.full_rate} if self.full_rate else {})
+        row |= {"peak_memory_MiB": peak_memory_bytes() / 2**20, "eta_epoch": left / rate}
+        return row | {"eta": (left + (self.epochs - taken.epoch) * self._size) / rate}

@@ -1,0 +1,92 @@
+"""The metrics of steps within an epoch: the same under every strategy, and recorded in every place."""
+
+import functools
+from pathlib import Path
+
+import pytest
+from launches import SMALL, launch, main_in_world, read_metrics, read_steps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from worlds import once, run_world
+
+OVERRIDES = [*SMALL, "epochs=2", "log_every=2", "max_grad_norm=0.5"]  # 5 steps an epoch, the last one of 4 samples
+STRATEGIES = {
+    1: ["single", "split", "dp"],
+    2: ["scratch", "ddp", "fsdp", "pipeline strategy.num_microbatches=3", "tp"],
+    4: ["ddp_pipeline strategy.num_microbatches=3", "mesh strategy.shard=2"],
+}
+
+
+def train_each(folder: Path, lines: list[str]) -> None:
+    for number, line in enumerate(lines):
+        main_in_world(*OVERRIDES, f"runs_dir={folder}", f"name=run{number}", *f"strategy={line}".split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """Return a function of the number of ranks and the strategy that returns the directory of its run."""
+
+    @functools.cache
+    def train(ranks: int) -> None:
+        run_world(ranks, train_each, folder / str(ranks), STRATEGIES[ranks])
+
+    def run(ranks: int, strategy: str) -> Path:
+        once(train)(ranks)
+        return folder / str(ranks) / f"run{STRATEGIES[ranks].index(strategy)}"
+
+    return run
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(ranks, name) for ranks, names in STRATEGIES.items() for name in names])
+def test_rows_of_steps_are_those_of_one_device(ranks, strategy, trained):
+    rows, expected = read_steps(trained(ranks, strategy)), read_steps(trained(1, "single"))
+    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 2), (1, 4), (2, 6), (2, 8), (2, 10)]
+    for row, single in zip(rows, expected, strict=True):
+        for name in ("loss", "accuracy", "lr", "gradient_norm"):
+            assert row[name] == pytest.approx(single[name], rel=1e-5), name
+        assert row["world_size"] == ranks
+        assert row["gradient_norm"] > 0.1
+        assert 0 <= row["data_wait"] < 1
+        assert min(row["samples_per_second"], row["peak_memory_MiB"]) > 0
+        assert 0 <= row["eta_epoch"] <= row["eta"]
+
+
+def test_losses_of_an_epoch_are_the_means_of_its_rows(trained):
+    """The last row of epoch 2 is at its end; of epoch 1 the last step is in no row."""
+    rows, epoch = read_steps(trained(2, "ddp"))[2:], read_metrics(trained(2, "ddp"))[1]
+    counts = [24, 48, 28]  # samples of step 6, steps 7 and 8, steps 9 and 10
+    for name in ("loss", "accuracy"):
+        mean = sum(row[name] * count for row, count in zip(rows, counts, strict=True)) / 100
+        assert mean == pytest.approx(epoch[f"train_{name}"], rel=1e-9)
+
+
+def test_rows_of_steps_are_scalars_of_tensorboard(trained):
+    run_dir = trained(2, "ddp")
+    board = EventAccumulator(str(run_dir / "steps")).Reload()
+    for name in ("loss", "accuracy", "lr", "samples_per_second", "data_wait", "gradient_norm", "peak_memory_MiB"):
+        shown = [(each.step, each.value) for each in board.Scalars(f"step/{name}")]
+        assert shown == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in read_steps(run_dir)]
+
+
+@pytest.mark.parametrize("line", ["python train.py", "python -m ddp_lab train --nproc 2 strategy=ddp"])
+def test_seconds_make_rows_and_lines_of_a_redirected_output(line, tmp_path):
+    """The ranks agree on the steps, although their clocks and the moments at which they start differ."""
+    more = ["data.dataset.train_size=4800", "epochs=2", "log_every=0.1s", f"runs_dir={tmp_path}", "name=run"]
+    code, output = launch(line, *SMALL, *more)
+    assert code == 0, output
+    steps = [row["step"] for row in read_steps(tmp_path / "run")]
+    assert len(steps) >= 4
+    assert steps == sorted(set(steps))
+    assert f"epoch 2, step {steps[-1]}: loss " in output
+    assert " samples/s, " in output
+    assert " of the run" in output
+
+
+def test_no_rows_and_no_lines_with_log_every_off(tmp_path):
+    assert launch("python train.py", *SMALL, "epochs=1", "log_every=off", f"runs_dir={tmp_path}", "name=run")[0] == 0
+    assert read_steps(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "steps").exists()
