@@ -123,7 +123,7 @@ class FileLogger(Logger):
         self._track(row, **more)
 
     def _track(self, row: Mapping[str, Any], **more: float) -> None:
-        self.step = int(row["step"])
+        self.step = int(row.get("step", 0))  # a row of an earlier version may have none
         self.trackers.log_metrics(scalars(row) | more, self.step, row["epoch"] if is_epoch(row) else None)
 
     def epoch(self, epoch: int, **metrics: float) -> None:

@@ -15,6 +15,7 @@ from worlds import run_world
 import ddp_lab.observe.trackers.background as background
 from ddp_lab import Lab
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.metrics_file import read_rows
 
 STEPS = 5  # of an epoch of SMALL
 ALL = "tracker=[tensorboard,wandb,mlflow,own_trackers.Lines] tracker_options.wandb.mode=offline"
@@ -24,22 +25,27 @@ ALL = "tracker=[tensorboard,wandb,mlflow,own_trackers.Lines] tracker_options.wan
 def tracked(tmp_path_factory) -> Path:
     """A run of two ranks that crashes in its second epoch, is started again, and later resumed to a fourth epoch."""
     folder = tmp_path_factory.mktemp("tracked")
-    line = f"ddp-lab train --nproc 2 --max-restarts 1 strategy=ddp name=run {' '.join(SMALL)} runs_dir={folder} {ALL}"
+    line = (
+        f"ddp-lab train --nproc 2 --max-restarts 1 strategy=ddp name=run {' '.join(SMALL)} log_every=2 runs_dir={folder} {ALL}"
+    )
     for more in ("epochs=3 inject=crash@rank=0,step=8", "epochs=4"):
         code, output = launch(f"{line} {more}")
         assert code == 0, output
     return folder / "run"
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["test_loss"]) for row in read_metrics(run)]
+def losses(run: Path, name: str = "test_loss") -> list[tuple[int, float]]:
+    """Return step and value of each row of metrics.jsonl that has a metric."""
+    return [(row["step"], row[name]) for row in read_rows(run / "metrics.jsonl") if name in row]
 
 
 def test_own_tracker_gets_every_row_once_and_only_from_rank_0(tracked):
     lines = [json.loads(line) for line in (tracked / "lines.jsonl").read_text().splitlines()]
     assert {line[0] for line in lines} == {"0"}, "several ranks write"
     rows = [tuple(line[2:]) for line in lines if line[1] == "metrics"]
-    assert rows == [(loss, step, epoch) for epoch, (step, loss) in enumerate(losses(tracked), 1)]
+    of_epochs = [(loss, step, epoch) for epoch, (step, loss) in enumerate(losses(tracked), 1)]
+    assert [row for row in rows if row[2] is not None] == of_epochs
+    assert [row for row in rows if row[2] is None] == [(loss, step, None) for step, loss in losses(tracked, "loss")] != []
     starts = [line[2:] for line in lines if line[1] == "start"]
     assert len({name for name, _ in starts}) == 1, "a launch began another run"
     assert [epochs for _, epochs in starts] == [3, 3, 4]
@@ -82,6 +88,8 @@ def test_mlflow_has_one_run_with_every_row_once(tracked):
     assert run.data.tags["result/epoch"] == "4"
     history = client.get_metric_history(run.info.run_id, "loss/test")
     assert [(metric.step, metric.value) for metric in history] == losses(tracked)
+    of_steps = client.get_metric_history(run.info.run_id, "step/loss")
+    assert [(metric.step, metric.value) for metric in of_steps] == losses(tracked, "loss")
     names = {file.name for file in tracked.glob(f"mlartifacts/{run.info.run_id}/artifacts/**/*")}
     assert {"config.yaml", "predictions", "confusion", "epoch_000004.png"} <= names
 

@@ -18,7 +18,7 @@ class Lines:
             file.write(json.dumps([os.environ.get("RANK"), *values]) + "\n")
 
     def log_metrics(self, metrics, step, epoch):
-        self.write("metrics", metrics["loss/test"], step, epoch)
+        self.write("metrics", metrics.get("loss/test", metrics.get("step/loss")), step, epoch)
 
     def log_media(self, name, media, step, epoch):
         self.write("media", name, media if isinstance(media, str) else list(media.shape), step, epoch)
