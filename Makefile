@@ -10,7 +10,7 @@ QUICK := config data/test_loader.py data/test_images.py data/test_mix.py models/
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-quick test-slow test-all test-versions test-oldest test-newest constraints lint compare bench tensorboard
+.PHONY: help train test test-quick test-slow test-all test-versions test-oldest test-newest constraints lint compare bench tensorboard site
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -60,6 +60,9 @@ bench: .venv/installed ## measure what the training loop costs, against the same
 
 tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost
+
+site: .venv/installed-dev ## build the manual as a site in site/
+	$(BIN)/mkdocs build --strict
 
 # Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the unpacking that follows.
 define install

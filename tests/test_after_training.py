@@ -339,7 +339,7 @@ def test_commands_read_sharded_checkpoints(sharded, command, tmp_path):
     assert found["test_loss"] == pytest.approx(logged["test_loss"], rel=1e-6)
     code, _, errors = command(export.main, sharded, "--output", tmp_path / "model.safetensors")
     assert (code, errors) == (0, "")
-    averages = open_checkpoint(sharded / "checkpoints" / "step_00000010.sharded").full()["ema"]
+    averages = open_checkpoint(sharded / "checkpoints" / "step_00000010.sharded").content()["ema"]
     exported = load_file(tmp_path / "model.safetensors")
     assert exported.keys() == averages.keys()
     assert all(torch.equal(tensor, averages[name]) for name, tensor in exported.items())

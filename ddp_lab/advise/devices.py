@@ -8,23 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.world.device import CARDS, card_of, peak_flops
 
-GiB, TERA, GB = 2**30, 1e12, 1e9
-
-# GiB as torch reports them; of the data sheets, without sparsity: TFLOP/s in TF32 and in bf16, which no program reaches, and
-# GB/s to the other GPUs of a machine by NVLink, else PCIe.
-CARDS = {
-    "B200": (178.4, 1125, 2250, 900),
-    "H200": (139.8, 494, 989, 450),
-    "H100": (79.1, 494, 989, 450),
-    "A100-80": (79.1, 156, 312, 300),
-    "A100-40": (39.4, 156, 312, 300),
-    "L40S": (44.4, 183, 362, 32),
-    "L4": (22.0, 60, 121, 32),
-    "A10": (22.0, 62.5, 125, 32),
-    "RTX4090": (23.5, 82.6, 165, 32),
-    "RTX3090": (23.6, 35.6, 71, 32),
-}
+GiB, GB = 2**30, 1e9
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class Devices:
 
     def peak(self, precision: str) -> float | None:
         """Return the FLOP/s of the card; None if they are not known."""
-        return CARDS[self.card][2 if precision == "bf16" else 1] * TERA if self.card else None
+        return peak_flops(self.card, precision)
 
     def crosses(self, ranks: Iterable[int]) -> bool:
         """Return whether a group has ranks on several machines."""
@@ -82,9 +68,7 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
         if not torch.cuda.is_available():
             raise ConfigError(f"--gpus here: there is no GPU here. Use 2xcpu, or a number and a card of {', '.join(CARDS)}")
         name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
-        words = re.split("[ -]", name.replace("RTX ", "RTX"))  # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
-        card = next((card for card in CARDS if card.partition("-")[0] in words), None)
-        return Devices(name, torch.cuda.device_count(), nodes, memory, card, link * GB)
+        return Devices(name, torch.cuda.device_count(), nodes, memory, card_of(name), link * GB)
     found = re.fullmatch(rf"([1-9]\d{{0,3}})x({'|'.join(CARDS)}|CPU)", text, re.IGNORECASE)
     if found is None:
         raise ConfigError(

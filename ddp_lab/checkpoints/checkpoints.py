@@ -26,7 +26,7 @@ from ddp_lab.checkpoints.files import (
 )
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
 from ddp_lab.checkpoints.one_file import copy_full
-from ddp_lab.checkpoints.state import State, Write, check_optimizer
+from ddp_lab.checkpoints.state import State, Write
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
 
@@ -86,7 +86,7 @@ class Checkpoints:
             return Progress()
         state, saved = self.state, open_checkpoint(path)
         saved.check(state.shapes)
-        check_optimizer(str(path), saved.state["optimizer"]["param_groups"], state)
+        saved.check_optimizer(state)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
         saved.load(state)
         progress = Progress.of(saved.state["progress"])

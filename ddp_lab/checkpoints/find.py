@@ -2,17 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_lab.checkpoints.files import best_in, damage_of, find_damage, is_sharded, steps_in, sums_of
 from ddp_lab.checkpoints.one_file import FullCheckpoint
+from ddp_lab.checkpoints.saved import SavedCheckpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.world.runtime import Runtime
-
-if TYPE_CHECKING:
-    from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 
 
 def find_source(runs_dir: Path, name: str | None, resume: str, restarted: str | None) -> Path | None:
@@ -35,7 +32,7 @@ def run_of(source: Path) -> Path:
     return source.parent if source.is_dir() and not is_sharded(source) else source.absolute().parent.parent
 
 
-def open_checkpoint(path: Path, key: str = "resume=") -> "FullCheckpoint | ShardedCheckpoint":
+def open_checkpoint(path: Path, key: str = "resume=") -> SavedCheckpoint:
     """Return a checkpoint whose hashes have been checked, as from `find_checkpoint`.
 
     Args:

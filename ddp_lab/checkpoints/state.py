@@ -1,16 +1,22 @@
-"""What a checkpoint holds, and whether a checkpoint fits the model and the optimizer of a launch."""
+"""What a checkpoint holds: this rank's tensors by key, everything else as JSON, and both of all ranks together.
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+Keys are model.NAME, ema.NAME and optimizer.NAME.STATE, with the model's own names. One file holds the full tensors, which rank
+0 collects; to a sharded checkpoint each rank writes its own.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.sharding import full_tensor
 from ddp_lab.training.ema import EMA
+from ddp_lab.training.progress import Progress
 
 Shapes = Mapping[str, tuple[int, ...]]
 Write = Callable[[Path, Callable[[], None]], None]  # writes a copy to a path, after a call of the second argument
@@ -36,68 +42,88 @@ class State:
     ema: EMA | None = None
     seed: int = 0
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's weights and their averages by key. Shards are DTensors, and nothing is copied."""
+        model = self.strategy.module.state_dict()
+        averages = {} if self.ema is None else self.ema.shards()
+        found = {f"model.{name}": tensor for name, tensor in model.items()}
+        return found | {f"ema.{name}": tensor for name, tensor in averages.items() if name in model}
 
-@contextmanager
-def reading(about: str) -> Generator[None]:
-    """Turn any error of reading a checkpoint into a ConfigError. `about` is the beginning of its message: key and path."""
-    try:
-        yield
-    except Exception as error:  # the bytes of a file that somebody else wrote may mean anything to a parser
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise ConfigError(
-            f"{about}: is not a checkpoint of ddp_lab ({reason}). Use a file step_* or best.* of a run's checkpoints"
-        ) from None
+    def copy(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
+        """Return this rank's part of a checkpoint: its tensors by key, which are not copied, and the rest as JSON, under KEYS.
 
+        An optimizer without a state gets its initial one.
+        """
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # loads 700 modules in 0.5 s
 
-def require_keys(state: dict[str, Any], keys: set[str]) -> None:
-    """Raise a ValueError if a checkpoint lacks one of its keys."""
-    if missing := keys - state.keys():
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-
-
-def check_shapes(about: str, saved: Shapes, shapes: Shapes) -> None:
-    """Check that the tensors in a checkpoint are those of a model.
-
-    Args:
-        about: the beginning of the message: the key and the path.
-        saved, shapes: the shape of each tensor in the checkpoint and in the full model, by name.
-
-    Raises:
-        ConfigError: a tensor differs; the message names the first one.
-    """
-    for name in [*shapes, *saved]:
-        here, there = shapes.get(name, "missing"), saved.get(name, "missing")
-        if here != there:
-            other = ", another name, or resume=never" * about.startswith("resume=")
-            raise ConfigError(
-                f"{about}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
-                f"Use the model and data that it was trained with{other}"
-            )
+        optimizer = cast("dict[str, Any]", get_optimizer_state_dict(self.strategy.module, self.optimizer))
+        values = {(name, key): value for name, held in optimizer["state"].items() for key, value in held.items()}
+        tensors = {f"optimizer.{name}.{key}": value for (name, key), value in values.items() if torch.is_tensor(value)}
+        others: dict[str, dict[str, Any]] = {}
+        for (name, key), value in values.items():
+            if not torch.is_tensor(value):
+                others.setdefault(name, {})[key] = value
+        rest = {"progress": asdict(progress), "seed": self.seed, "scheduler": self.scheduler.state_dict()}
+        rest["optimizer"] = {"state": others, "param_groups": optimizer["param_groups"]}
+        # Learning rates are tensors on the GPU with CUDA graphs. Of options that are objects the description is enough: a
+        # resume takes options from the config, and compares their names.
+        plain = json.dumps(rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value))
+        return self.weights() | tensors, plain
 
 
-def check_optimizer(path: str, saved: list[dict[str, Any]], state: State) -> None:
-    """Check that the optimizer in a checkpoint has the options of this launch's, and the same parameters.
+def collect(
+    strategy: Strategy, tensors: dict[str, torch.Tensor], rest: str = "{}"
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Return copies of the full tensors of all stages in host memory, and the rest of each rank of a pipeline. Collective.
 
     Args:
-        path: the checkpoint.
-        saved: the parameter groups in the checkpoint.
-        state: of this launch.
+        tensors, rest: as from `State.copy`; the same keys in the same order on all ranks that share the tensors.
 
-    Raises:
-        ConfigError: it is another optimizer, or a parameter is frozen in one of the two only.
+    Returns:
+        Both are empty on all ranks but rank 0.
     """
-    options, expected = saved[0].keys() - {"params"}, state.optimizer.param_groups[0].keys() - {"params"}
-    if options != expected:
-        raise ConfigError(
-            f"resume={path}: was written with another optimizer: its options are {', '.join(sorted(options))}; expected "
-            f"{', '.join(sorted(expected))}. Use the optimizer that it was trained with, or another name"
-        )
-    trained = {name for group in saved for name in group["params"]}
-    for name, parameter in state.strategy.module.named_parameters():
-        if parameter.requires_grad != (name in trained):
-            now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
-            raise ConfigError(
-                f"resume={path}: the parameter {name} is {now} in this launch and was {then} when the checkpoint was "
-                f"written. Freeze the same parameters, or begin a new run from these weights: model.weights={path} with "
-                "another name"
-            )
+    ranks = [0] if strategy.pp_group is None else dist.get_process_group_ranks(strategy.pp_group)
+    kept = 0 in ranks and strategy.runtime.rank in ranks
+    full = {key: full_tensor(tensor, kept) for key, tensor in tensors.items()}
+    if not kept:
+        return {}, []
+    parts: list[tuple[dict[str, torch.Tensor], str]] = [(full, rest)]
+    if strategy.pp_group is not None:
+        gathered = [(full, rest)] * len(ranks) if strategy.runtime.rank == 0 else None
+        dist.gather_object((full, rest), gathered, dst=0, group=strategy.pp_group)
+        parts = gathered or []
+    return {key: tensor for held, _ in parts for key, tensor in held.items()}, [json.loads(each) for _, each in parts]
+
+
+def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is not a tensor in a checkpoint, of the same of each rank."""
+    states = [rest["optimizer"]["state"] for rest in rests]
+    groups = zip(*(rest["optimizer"]["param_groups"] for rest in rests), strict=True)
+    optimizer = {
+        "state": {name: values for state in states for name, values in state.items()},
+        "param_groups": [
+            same[0] | {"params": list(dict.fromkeys(name for group in same for name in group["params"]))} for same in groups
+        ],
+    }
+    return {key: rests[0][key] for key in KEYS} | {"optimizer": optimizer}
+
+
+def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a checkpoint of one file: KEYS, "model", and "ema" if the weights are averaged.
+
+    Args:
+        tensors: full ones by key.
+        rest: as from `merge`.
+    """
+    optimizer = rest["optimizer"]
+    parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "ema": {}}
+    state: dict[str, dict[str, Any]] = {name: dict(held) for name, held in optimizer["state"].items()}
+    for key, tensor in tensors.items():
+        part, _, name = key.partition(".")
+        if part == "optimizer":
+            name, _, what = name.rpartition(".")
+            state.setdefault(name, {})[what] = tensor
+        else:
+            parts[part][name] = tensor
+    averages = {"ema": parts["model"] | parts["ema"]} if parts["ema"] else {}  # frozen weights are no averages
+    return rest | {"model": parts["model"], **averages, "optimizer": {**optimizer, "state": state}}

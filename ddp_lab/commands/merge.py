@@ -24,7 +24,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     given = parse(arguments)
     from ddp_lab.checkpoints.files import write_file
-    from ddp_lab.checkpoints.sharded import ShardedCheckpoint
+    from ddp_lab.checkpoints.find import open_checkpoint
     from ddp_lab.run.recorded_config import require_run
     from ddp_lab.run.trained import checkpoint_of
     from ddp_lab.world.runtime import Runtime
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"--checkpoint {given.checkpoint}: {checkpoint} is one file already")
     output: Path = given.output or given.run / f"{checkpoint.resolve().stem}.pt"
     check_output(output, given.force)
-    state = ShardedCheckpoint(checkpoint, key="--checkpoint ").full()
+    state = open_checkpoint(checkpoint, key="--checkpoint ").content()
     try:
         write_file(output, state)
     except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk

@@ -11,7 +11,7 @@ from ddp_lab.config.build import options
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys
-from ddp_lab.config.types import Count, DeviceName, Fraction, NaturalNumber, Positive, Seed, Trackers
+from ddp_lab.config.types import Count, DeviceName, Fraction, LogEvery, NaturalNumber, Positive, Seed, Trackers
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import as_chain, require_chain
 from ddp_lab.strategies.base import Strategy
@@ -39,6 +39,13 @@ class TrainerKeys(Keys):
     max_grad_norm: Positive | None
     ema: Fraction | None
     num_workers: NaturalNumber
+
+
+class FitKeys(Keys):
+    """The plain arguments of `Trainer.fit`."""
+
+    epochs: Count
+    log_every: LogEvery | None
 
 
 def find_strategy(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import Shapes, State
+from ddp_lab.checkpoints.state import Shapes, State, collect
+from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
+from ddp_lab.lab.arguments import FitKeys
 from ddp_lab.lab.files import on_rank_0, write_weights
 from ddp_lab.lab.local_batches import LocalBatches, padded
 from ddp_lab.lab.recipe import Recipe, make_optimizer, place
@@ -115,17 +118,25 @@ class Trainer:
         loss, *_, weight = strategy.runtime.all_reduce(own.clone() if strategy.is_metric_rank else torch.zeros_like(own))
         return torch.where(weight == 0, 0, loss / weight)
 
-    def fit(self, train: Any, validation: Any, epochs: int, task: Task | None = None) -> dict[str, float]:
+    def fit(
+        self, train: Any, validation: Any, epochs: int, task: Task | None = None, log_every: int | str | None = None
+    ) -> dict[str, float]:
         """Train until `epochs` epochs are done, which are counted from 1, and evaluate after each. It continues after `resume`.
 
         Args:
             train, validation: datasets, as for `batches`.
             epochs: number of the last epoch.
             task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
+            log_every: also log the metrics within an epoch: every N steps, as 100, or seconds, as "10s"; None: never.
 
         Returns:
             The metrics of the last epoch by name, train_* and val_*; none if no epoch was left.
+
+        Raises:
+            ConfigError: an argument is not allowed.
         """
+        validate(FitKeys, {"epochs": epochs, "log_every": log_every})
+        settings = FitSettings(epochs, log_every=Every.parse(log_every) or Every())
         loaders = {
             "train": self._batches.loader(train, "shuffled"),
             "val": self._batches.loader(validation, "evaluation"),
@@ -134,7 +145,7 @@ class Trainer:
         self._resumed = False
         if not self.progress.step:
             self.progress = Progress()
-        self.fit_loaders(loaders, FitSettings(epochs), records, Hooks(), self._on_device(task))
+        self.fit_loaders(loaders, settings, records, Hooks(), self._on_device(task))
         return records.last
 
     def fit_loaders(
@@ -171,9 +182,9 @@ class Trainer:
         Raises:
             ConfigError: the file cannot be written.
         """
-        state = self.ema.state_dict() if self.ema else self.strategy.model_state()
-        names = self.state.shapes
-        on_rank_0(self.strategy.runtime, path, lambda: write_weights({name: state[name] for name in names}, Path(path)))
+        full, _ = collect(self.strategy, self.state.weights())
+        weights = {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes} if full else {}
+        on_rank_0(self.strategy.runtime, path, lambda: write_weights(weights, Path(path)))
 
     def checkpoint(self, folder: str | Path) -> None:
         """Write model, optimizer, schedule and position into `folder`, as a run of ddp_lab does; the two newest are kept.
@@ -223,11 +234,15 @@ class Records(Logger):
     """The metrics of the last epoch of `fit`.
 
     Args:
-        log: called with those of every epoch.
+        log: called with those of every epoch, and of steps within it.
     """
 
     def __init__(self, log: Callable[..., object] | None):
         self.log, self.last = log, dict[str, float]()
+
+    def steps(self, row: Mapping[str, Any]) -> None:
+        if self.log:  # which takes a row with an epoch for that of an epoch
+            self.log(**{name: value for name, value in row.items() if name != "epoch"})
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         self.last = metrics

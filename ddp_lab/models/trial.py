@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.world.runtime import Runtime
@@ -121,6 +122,19 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
         trial.check(outputs)
     model.train()
     return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]
+
+
+def count_flops(model: nn.Module, inputs: torch.Tensor) -> float | None:
+    """Return the FLOPs of forward and backward pass for a sample, by torch's formulas; None if the meta device cannot run it.
+
+    Args:
+        model: the complete model, which stays as it is.
+        inputs: some samples.
+    """
+    with suppress(Exception), FlopCounterMode(display=False) as counter:
+        meta_copy(model).train()(inputs.to("meta")).float().sum().backward()
+        return counter.get_total_flops() / len(inputs)
+    return None
 
 
 def require_tensor(outputs: object, size: int, when: str) -> None:

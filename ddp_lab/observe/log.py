@@ -4,12 +4,16 @@ import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from ddp_lab.world.process import discard_output
 
 log = logging.getLogger("ddp_lab")
+SLOW = 3.0  # seconds after which what takes time is logged
 LOG_FILES = 8  # the most ranks that have a log file of their own: not a file of each of a thousand ranks
 
 
@@ -29,6 +33,18 @@ class LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing: the line is on the console, too."""
+
+
+@contextmanager
+def telling(what: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
+    """Log once what the body does if it takes longer than a few seconds. `tell` is used before the log is set up."""
+    timer = threading.Timer(SLOW, tell, [f"{what} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def setup_logging(run_dir: Path, rank: int) -> None:

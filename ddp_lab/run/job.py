@@ -7,6 +7,7 @@ places the model on its devices. Only the subpackage `run` and the commands read
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -26,7 +27,8 @@ from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.lab.recipe import Recipe
 from ddp_lab.lab.trainer import Trainer
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
-from ddp_lab.models.trial import Trial, check_logits, random_like
+from ddp_lab.models.trial import Trial, check_logits, count_flops, random_like
+from ddp_lab.observe.log import telling
 from ddp_lab.run.speed import find_options
 from ddp_lab.speed.options import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
@@ -85,6 +87,16 @@ class Job:
         """The performance options: of the config, as far as they are supported, and of speed=auto."""
         return self.recipe.performance
 
+    def full_rate(self) -> float | None:
+        """Return the samples per second at which the devices compute with the FLOP/s of their data sheet; None: unknown.
+
+        Call it before `trainer`, which cuts the model.
+        """
+        runtime, devices = self.runtime, self.strategy.num_devices
+        peak = runtime.peak_flops()
+        flops = count_flops(self.model, random_like(self.dataset.example(2)[0])) if peak else None
+        return devices * peak / flops if peak and flops else None
+
     def trainer(self) -> Trainer:
         """Connect the ranks, and place the model on its devices with optimizer, schedule and step. Collective, once."""
         return Trainer(self.strategy, self.model, self.task, self.recipe, self.shapes)
@@ -115,8 +127,11 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     """Return the dataset in host memory. Collective: the first rank of each machine downloads it if it is missing."""
     data = cfg.data
     source = make_source(cast("dict[str, Any]", OmegaConf.to_container(data, resolve=True)), cfg.seed)
-    runtime.agree("dataset", source.prepare, per_node=True)
-    dataset = hold_out(source.load(), data.val_fraction, data.val_seed)
+    # The log begins with the run directory.
+    slow = telling("preparing the data: downloading or reading", partial(print, flush=True))
+    with slow if runtime.rank == 0 else nullcontext():
+        runtime.agree("dataset", source.prepare, per_node=True)
+        dataset = hold_out(source.load(), data.val_fraction, data.val_seed)
     if dataset.digest:
         runtime.conclude("same dataset", dataset.digest, check_same)
     return dataset

@@ -1,6 +1,7 @@
 """Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +14,7 @@ from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS
 from ddp_lab.launchers.preflight import warn
-from ddp_lab.observe.log import log, setup_logging
+from ddp_lab.observe.log import log, setup_logging, telling
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, row_of
 from ddp_lab.observe.profiler import Profiled
@@ -88,7 +89,8 @@ def train_guarded(
     cfg: DictConfig, job: Job, source: Path | None, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions
 ) -> str:
     """Resume, train, record the outcome in the run directory, and return it."""
-    runtime, trainer = job.runtime, job.trainer()
+    runtime, fit_settings = job.runtime, replace(job.fit_settings, full_rate=job.full_rate())
+    trainer = job.trainer()
     log.info(job.strategy.describe())
     best = criterion(cfg, job.dataset)
     sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
@@ -108,7 +110,8 @@ def train_guarded(
         logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.at("compiling" if job.options.compile else "preparing")
     steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
-    step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
+    with telling("preparing the training step: capturing or warming it up"):
+        step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
     trainer.train_step = cast("TrainStep", step)
     if cfg.inject:
@@ -124,7 +127,7 @@ def train_guarded(
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:
         try:
-            trainer.fit_loaders(job.loaders, job.fit_settings, logger, guard)
+            trainer.fit_loaders(job.loaders, fit_settings, logger, guard)
             status = "finished"
         except Preempted:
             status = "interrupted" if decisions.interrupted else "preempted"

@@ -1,6 +1,6 @@
 """The base class of all strategies: a training step as one device computes it, of which each strategy overrides what differs.
 
-What of it is compiled is in speed/compile.py, and what of it is saved in saved_state.py.
+What of it is compiled is in speed/compile.py, and what of it is saved in checkpoints/state.py.
 """
 
 import math
@@ -20,7 +20,6 @@ from ddp_lab.data.batch import real_samples
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.mesh_layout import require_division
-from ddp_lab.strategies.saved_state import SavedState
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification
@@ -30,7 +29,7 @@ from ddp_lab.world.runtime import Runtime
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
 
-class Strategy(SavedState, ABC):
+class Strategy(ABC):
     """One way of distributing a training step over devices.
 
     The methods are called in this order. A strategy must have `setup` and overrides what differs of the others:
@@ -57,6 +56,7 @@ class Strategy(SavedState, ABC):
         axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
         dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
         pp_rank: number of this rank in its pipeline; 0 without one.
+        pp_group: ranks of this rank's pipeline, each with its own stages; None: every rank has all blocks.
         dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
@@ -108,6 +108,7 @@ class Strategy(SavedState, ABC):
         self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
         self.axes = {"dp": self.dp_size, **inner}
         self.dp_group: dist.ProcessGroup | None = None
+        self.pp_group: dist.ProcessGroup | None = None
         self.is_metric_rank, self.pp_rank = True, 0
         self.batch_norm: BatchNorm = "local"
         self.task: Task = Classification()
@@ -133,7 +134,7 @@ class Strategy(SavedState, ABC):
         """The part of the model on each device that this process drives. Known after `setup`."""
         return [self.module]
 
-    def partition(self, model: nn.Module, samples: int) -> None:
+    def partition(self, model: nn.Module, samples: int) -> None:  # noqa: B027, most strategies have nothing to decide
         """Decide which rank holds which part of the model. Called before the process group opens.
 
         Args:
@@ -243,7 +244,7 @@ class Strategy(SavedState, ABC):
         loss.backward()
         return results
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> None:  # noqa: B027, a single device has nothing to communicate
         """Communicate the gradients that the last backward pass of the step has not communicated."""
 
     def gradient_norm(self) -> torch.Tensor:

@@ -49,26 +49,22 @@ def shard_like(full: Any, tensor: torch.Tensor) -> Any:
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def full_state(state: Any, keep: bool) -> Any:
-    """Return a state with full tensors on the CPU in place of shards on the device. Collective.
+def full_tensor(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+    """Return a copy of the full tensor of shards, or of a tensor that is no DTensor, in host memory. Collective.
 
     Args:
-        state: tensors in dicts and lists; the same keys in the same order on all ranks that share the tensors.
-        keep: whether the result is used: a rank that only has to take part keeps no full tensor.
+        tensor: the same on all ranks that share it.
+        keep: whether the result is used: a rank that only has to take part gets an empty tensor.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    tensor = tensor.detach()
+    if hasattr(tensor, "placements"):
+        from torch.distributed.tensor import DTensor, Replicate
 
-    if isinstance(state, dict):
-        return {key: full_state(value, keep) for key, value in cast("dict[str, Any]", state).items()}
-    if isinstance(state, list):
-        return [full_state(value, keep) for value in cast("list[Any]", state)]
-    if isinstance(state, DTensor):
+        shards = cast(DTensor, tensor)
         # Along dp first and then along tp: shards of shards cannot be gathered in one collective.
-        along_tp = [place if place.is_shard() else Replicate() for place in state.placements]
-        state = state.redistribute(placements=along_tp).full_tensor()
-    if not keep:
-        return None
-    return state.cpu() if isinstance(state, torch.Tensor) else state
+        along_tp = [place if place.is_shard() else Replicate() for place in shards.placements]
+        tensor = shards.redistribute(placements=along_tp).full_tensor()
+    return tensor.to("cpu", copy=True) if keep else torch.empty(0)
 
 
 def reshard(module: nn.Module) -> None:

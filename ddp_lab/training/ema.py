@@ -1,6 +1,5 @@
 """The exponential moving average (EMA) of the weights, which often has a better test accuracy than the weights themselves."""
 
-import copy
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -80,13 +79,6 @@ class EMA:
             average.copy_(before)
         self._swapped = not self._swapped
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the averages of the complete model under plain names, on the CPU, as `Strategy.model_state`. Collective."""
-        self._swap()
-        state = copy.deepcopy(self.strategy.model_state())  # on the CPU these are the model's own tensors
-        self._swap()
-        return state
-
     def shards(self) -> dict[str, torch.Tensor]:
         """Return this rank's averages by name, as DTensors where the weights are sharded. Nothing is copied."""
         return {name: sharded_as(self.tensors[own], self.averages[own]) for name, own in self._names.items()}
@@ -95,9 +87,3 @@ class EMA:
         """Let the averages start from the weights."""
         for name, average in self.averages.items():
             average.copy_(local(self.tensors[name].detach()))
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `state_dict` returned under any strategy. Collective; the model has these weights, too, afterwards."""
-        self.strategy.load_model_state(state)
-        self.begin_again()

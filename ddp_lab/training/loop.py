@@ -30,6 +30,7 @@ class FitSettings:
         evaluate_test: after every epoch, or after the last one only.
         criterion: a metric of the validation set.
         log_every: when the metrics of steps are recorded.
+        full_rate: samples per second at which the devices compute with the FLOP/s of their data sheet; None: unknown.
     """
 
     epochs: int
@@ -37,6 +38,7 @@ class FitSettings:
     evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
     criterion: Criterion = "val_loss"
     log_every: Every = field(default_factory=Every)
+    full_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,6 @@ class Parts:
         step: computes one training step.
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.
-        full_rate: samples per second at the FLOP/s of the devices' data sheet; None: unknown.
         ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
     """
@@ -59,7 +60,6 @@ class Parts:
     settings: FitSettings
     ema: EMA | None = None
     task: Task | None = None
-    full_rate: float | None = None
 
 
 class Hooks:
@@ -108,9 +108,9 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
     """
     drawn = "val" if "val" in parts.loaders else "test"
     shown = next(iter(parts.loaders[drawn]))
-    settings = parts.settings
-    meter = Meter(parts.strategy, parts.step.running_sums, settings.log_every, logger, settings.epochs, parts.full_rate)
-    while not is_over(progress, parts.settings):
+    settings, sums = parts.settings, parts.step.running_sums
+    meter = Meter(parts.strategy, sums, settings.log_every, logger, settings.epochs, settings.full_rate)
+    while not is_over(progress, settings):
         progress = train_epoch(parts, logger, hooks, progress, meter)
         hooks.check(progress)
         if progress.sums[-1] == 0:

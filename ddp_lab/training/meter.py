@@ -8,11 +8,13 @@ says in each all_reduce how many steps lie between the next two.
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ddp_lab.config.types import Every
+from ddp_lab.observe.log import telling
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.metrics import RunningSums, means
@@ -88,10 +90,12 @@ class Meter:
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches, and measure how long this rank waits for them."""
-        iterator = iter(batches)
+        iterator, waiting = iter(batches), telling("loading the first batch")
         while True:
             start = time.perf_counter()
-            batch = next(iterator, None)
+            with waiting:
+                batch = next(iterator, None)
+            waiting = nullcontext()
             self._waited += time.perf_counter() - start
             if batch is None:
                 return

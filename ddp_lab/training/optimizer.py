@@ -111,13 +111,3 @@ def state_copies(make_optimizer: MakeOptimizer) -> int:
     optimizer = for_cpu(make_optimizer([probe]))
     optimizer.step()
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in optimizer.state[probe].values())
-
-
-def match_strides(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer's state the strides of its parameters, which fused kernels require.
-
-    A checkpoint of a run in another memory format has other strides: channels_last is an option of a launch.
-    """
-    for parameter, key, value in list(state_tensors(optimizer)):
-        if value.shape == parameter.shape and value.stride() != parameter.stride():
-            optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

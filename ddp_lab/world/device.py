@@ -1,5 +1,6 @@
 """The devices of this machine, and the memory that this process has used of them."""
 
+import re
 import resource
 import socket
 import sys
@@ -7,6 +8,21 @@ import sys
 import torch
 
 from ddp_lab.config.errors import NodeError
+
+# GiB as torch reports them; of the data sheets, without sparsity: TFLOP/s in TF32 and in bf16, which no program reaches, and
+# GB/s to the other GPUs of a machine by NVLink, else PCIe.
+CARDS = {
+    "B200": (178.4, 1125, 2250, 900),
+    "H200": (139.8, 494, 989, 450),
+    "H100": (79.1, 494, 989, 450),
+    "A100-80": (79.1, 156, 312, 300),
+    "A100-40": (39.4, 156, 312, 300),
+    "L40S": (44.4, 183, 362, 32),
+    "L4": (22.0, 60, 121, 32),
+    "A10": (22.0, 62.5, 125, 32),
+    "RTX4090": (23.5, 82.6, 165, 32),
+    "RTX3090": (23.6, 35.6, 71, 32),
+}
 
 
 def list_devices() -> str:
@@ -44,3 +60,14 @@ def peak_memory_bytes() -> int:
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def card_of(name: str) -> str | None:
+    """Return the card of CARDS that a device is, by the name that torch reports; None for others."""
+    words = re.split("[ -]", name.replace("RTX ", "RTX"))  # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
+    return next((card for card in CARDS if card.partition("-")[0] in words), None)
+
+
+def peak_flops(card: str | None, precision: str) -> float | None:
+    """Return the FLOP/s of a card of CARDS by its data sheet; None if there is no card."""
+    return CARDS[card][2 if precision == "bf16" else 1] * 1e12 if card else None

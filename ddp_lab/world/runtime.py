@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.world.device import find_device, list_devices
+from ddp_lab.world.device import card_of, find_device, list_devices, peak_flops
 from ddp_lab.world.process import Place, die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
@@ -95,6 +95,10 @@ class Runtime(Ranks):
     def free_memory(self) -> int:
         """Return the free bytes of this rank's GPU."""
         return torch.cuda.mem_get_info(self.device)[0]
+
+    def peak_flops(self) -> float | None:
+        """Return the FLOP/s of this rank's card by its data sheet; None on CPUs and unknown cards."""
+        return peak_flops(card_of(torch.cuda.get_device_name()), self.precision) if self.device.type == "cuda" else None
 
     def autocast(self) -> torch.autocast:
         """Return the context of mixed precision for the forward pass; it does nothing with precision=float32."""

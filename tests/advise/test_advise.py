@@ -3,15 +3,13 @@
 import json
 import re
 import shlex
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from shutil import which
 
 import pytest
 import torch
+from browser import open_page
 from launches import refusal_in_world
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import run_world
@@ -78,10 +76,9 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command)
 
 
 def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path):
-    browser = which("chromium") or pytest.skip("there is no chromium")
     found = replace(advised(("single", "pipeline"), *VIT, gpus="4xH100"), notes=["<script>document.title='injected'</script>"])
     (tmp_path / "advice.html").write_text(page(found))
-    shown = in_browser(browser, tmp_path / "advice.html", "--dump-dom").stdout
+    shown = open_page((tmp_path / "advice.html").as_uri(), tmp_path, "--dump-dom")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", shown))
     for row in found.rows:
         assert row.name in text
@@ -91,22 +88,12 @@ def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path
     assert Counter(boxes) == {str(number): 8 for number in range(8)}, "forward and backward of 8 micro-batches on 4 ranks"
     assert "<title>What a run needs</title>" in shown, "notes are escaped"
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", shown), "nothing is loaded"
-    in_browser(browser, tmp_path / "advice.html", f"--screenshot={tmp_path}/shot.png", "--window-size=1400,2400")
+    options = f"--screenshot={tmp_path}/shot.png", "--window-size=1400,2400"
+    open_page((tmp_path / "advice.html").as_uri(), tmp_path, *options)
     from PIL import Image
 
     colours = Image.open(tmp_path / "shot.png").convert("RGB").getcolors(1_000_000)
     assert sum(count for count, colour in colours if max(colour) - min(colour) > 40) > 20_000, "coloured bars are drawn"
-
-
-def in_browser(browser: str, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        f"--user-data-dir={page.parent}/profile",
-    ]
-    return subprocess.run([browser, *flags, *options, page.as_uri()], capture_output=True, text=True, timeout=180, check=True)
 
 
 def test_pipelines_wait_for_their_input_and_idle_as_the_bubble_says():

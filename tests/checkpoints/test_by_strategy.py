@@ -141,7 +141,7 @@ def test_every_strategy_resumes_what_another_wrote(model, writer, reader, form, 
 def test_every_strategy_writes_the_same_checkpoint_as_single(model, writer, tmp_path):
     folder = moved(tmp_path.parent).folder
     expected = torch.load(file_of(folder, REFERENCES[model], "pt"), weights_only=True)
-    merged = ShardedCheckpoint(file_of(folder, writer, "sharded")).full()
+    merged = ShardedCheckpoint(file_of(folder, writer, "sharded")).content()
     for found in (torch.load(file_of(folder, writer, "pt"), weights_only=True), merged):
         assert found.keys() == expected.keys()
         for part in ("model", "ema"):

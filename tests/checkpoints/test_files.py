@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import bias_in, names, resume, save_epochs, step, tiny
 from safetensors.torch import save_file
+from torch import nn
 
 from ddp_lab.checkpoints.files import STATE, best_in, sha256, steps_in, sums_of
 from ddp_lab.checkpoints.find import open_checkpoint, result_in
@@ -127,7 +128,7 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(form, tmp_path):
     assert seconds[0] < 0.4 < seconds[1], "the second save must wait for the first"
     assert [bias_in(path_of(tmp_path, step, form)) for step in (2, 3)] == [2, 3]
     saved = open_checkpoint(path_of(tmp_path, 3, form))
-    state = saved.full()["optimizer"] if form == "sharded" else saved.state["optimizer"]
+    state = saved.content()["optimizer"]
     assert state["state"]["weight"]["step"].item() == counted
 
 
@@ -161,6 +162,21 @@ def test_optimizer_state_is_resumed_exactly(make, form, tmp_path):
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.step()
     assert torch.equal(parts[0][0].weight, parts[1][0].weight)
+
+
+@both_formats
+def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights(form, tmp_path):
+    """channels_last is an option of a launch, and fused kernels require equal strides."""
+    models = nn.Conv2d(2, 3, 3), nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    first, second = (tiny(tmp_path, None, form == "sharded", torch.optim.SGD, model) for model in models)
+    models[0](torch.ones(1, 2, 4, 4)).sum().backward()
+    first.state.optimizer.step()
+    first.save(Progress(step=1))
+    first.wait()
+    resume(second)
+    held, expected = second.state.optimizer.state[models[1].weight], first.state.optimizer.state[models[0].weight]
+    assert held["momentum_buffer"].stride() == models[1].weight.stride() != models[0].weight.stride()
+    assert torch.equal(held["momentum_buffer"], expected["momentum_buffer"])
 
 
 @both_formats

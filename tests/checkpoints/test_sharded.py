@@ -97,5 +97,5 @@ def test_rank_that_cannot_write_its_shards_fails_the_checkpoint(tmp_path):
     assert "step_00000002.sharded could not be written (rank 1: [Errno 28] No space left on device" in problems[1]
     assert f"the last valid checkpoint is {tmp_path}/step_00000001.sharded" in problems[1]
     assert names(tmp_path) == ["step_00000001.sharded", "step_00000003.sharded"]
-    statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").full()["model"]["1.running_mean"]
+    statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").content()["model"]["1.running_mean"]
     assert statistics.eq(0).all(), "BatchNorm's statistics must be those of replica 0"

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from training import full_weights
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
@@ -86,7 +87,7 @@ def interrupted(strategy: str, folder: Path, resumed: bool, dropout: float = 0.0
                 losses.append(trainer.step(inputs, targets).item())
                 if not resumed and trainer.progress.step == 6:
                     trainer.checkpoint(folder)
-        return {"position": (first, done), "losses": losses, "weights": trainer.strategy.model_state(), "end": trainer.progress}
+        return {"position": (first, done), "losses": losses, "weights": full_weights(trainer.strategy), "end": trainer.progress}
 
 
 def train_all(folder: Path) -> dict:
@@ -135,9 +136,9 @@ def test_own_loop_gives_the_weights_losses_and_metrics_of_one_rank(strategy, fol
 def test_batch_whose_targets_are_all_ignored_has_the_loss_0_and_changes_nothing():
     with Lab(device="cpu") as lab:
         trainer, (inputs, targets) = trainer_of(lab), pixels()[:BATCH]
-        before = {name: value.clone() for name, value in trainer.strategy.model_state().items()}
+        before = {name: value.clone() for name, value in full_weights(trainer.strategy).items()}
         assert trainer.step(inputs, torch.full_like(targets, IGNORE)) == 0
-        assert all(torch.equal(value, before[name]) for name, value in trainer.strategy.model_state().items())
+        assert all(torch.equal(value, before[name]) for name, value in full_weights(trainer.strategy).items())
         ignored = TensorDataset(inputs, torch.full_like(targets, IGNORE))
         with pytest.raises(TrainingError, match=r"^epoch 0 has nothing to learn from: all targets are ignored$"):
             trainer.fit(ignored, ignored, epochs=1)
@@ -176,20 +177,20 @@ def test_fit_gives_the_weights_of_a_loop_and_logs_its_metrics(tmp_path, capsys):
         for epoch in (1, 2):
             for inputs, targets in trainer.batches(data, epoch):
                 trainer.step(inputs, targets)
-        expected = trainer.strategy.model_state()
+        expected = full_weights(trainer.strategy)
         torch.manual_seed(0)
         trainer = trainer_of(lab, tasks.Segmentation())
         trainer.fit(data, data, epochs=1)
         trainer.checkpoint(tmp_path)
         trainer = trainer_of(lab)
         assert trainer.resume(tmp_path) == (2, 0)
-        metrics = trainer.fit(data, data, epochs=2, task=tasks.Segmentation())
-        assert all(torch.equal(trainer.strategy.model_state()[name], value) for name, value in expected.items())
+        metrics = trainer.fit(data, data, epochs=2, task=tasks.Segmentation(), log_every=2)
+        assert all(torch.equal(full_weights(trainer.strategy)[name], value) for name, value in expected.items())
         evaluated = trainer.evaluate(data, tasks.Segmentation())
         assert {f"val_{name}": value for name, value in evaluated.items()}.items() <= metrics.items()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [(row["kind"], row["epoch"]) for row in rows] == [("epoch", 1), ("epoch", 2)]
-    assert rows[1]["val_mean_iou"] == metrics["val_mean_iou"]
+    assert [(row["kind"], row["step"]) for row in rows] == [("epoch", 4), ("step", 6), ("step", 8), ("epoch", 8)]
+    assert rows[-1]["val_mean_iou"] == metrics["val_mean_iou"]
     assert "epoch 2" in capsys.readouterr().out
 
 

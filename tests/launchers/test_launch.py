@@ -1,6 +1,7 @@
 """train.py as users start it: launch lines, run directory, error messages."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,14 @@ def test_default_run_learns_in_the_first_epoch_and_reaches_95_percent_accuracy(t
 
 
 def test_progress_bar_is_shown_on_a_terminal_and_not_in_the_log(tmp_path):
-    written = launch_on_terminal("python train.py", *SMALL, "data.dataset.train_size=2400", "epochs=1", f"runs_dir={tmp_path}")
+    more = ["data.dataset.train_size=2400", "epochs=1", "log_every=0.05s"]
+    written = launch_on_terminal("python train.py", *SMALL, *more, f"runs_dir={tmp_path}")
     assert "epoch 1/1:" in written
     assert "/100 [" in written
-    assert "\r" not in (only_run(tmp_path) / "train.log").read_text()
+    assert re.search(r"<\d\d:\d\d, loss \d\.\d{4}, accuracy 0\.\d{4}, lr 0\.\d+, [\d,]+ samples/s", written), written[-500:]
+    log = (only_run(tmp_path) / "train.log").read_text()
+    assert "\r" not in log
+    assert "samples/s, " not in log
 
 
 def test_help_lists_launch_lines_groups_and_keys():

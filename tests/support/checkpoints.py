@@ -54,10 +54,16 @@ def assert_same(one: dict, other: dict, tolerance: float) -> None:
         assert torch.allclose(*momenta, rtol=0, atol=10 * tolerance), name
 
 
-def tiny(folder: Path, best: str | None = "val_loss", sharded: bool = False, make: type = torch.optim.AdamW) -> Checkpoints:
-    """Return the checkpoints of a linear layer, in this process."""
+def tiny(
+    folder: Path,
+    best: str | None = "val_loss",
+    sharded: bool = False,
+    make: type = torch.optim.AdamW,
+    model: nn.Module | None = None,
+) -> Checkpoints:
+    """Return the checkpoints of a layer, a linear one if `model` is None, in this process."""
     strategy = Single(Runtime("cpu"))
-    strategy.setup(nn.Linear(2, 1))
+    strategy.setup(model or nn.Linear(2, 1))
     options = {"momentum": 0.9} if issubclass(make, torch.optim.SGD) else {"weight_decay": 0.0}
     optimizer = make(strategy.parameters(), lr=0.1, **options)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}

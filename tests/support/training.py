@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.state import collect, content_of, merge
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.folder import Folder
 from ddp_lab.models.book_resnet import Residual, book_resnet18
@@ -358,7 +359,7 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
         strategy.initial_weights = weights = Watched(job.model, SEED)
     trainer = job.trainer()
     held, peak = held_bytes(job.model), weights.peak if weights else 0
-    initial = hash_of(strategy.model_state()) if case.init == "by_block" else ""
+    initial = hash_of(full_weights(strategy)) if case.init == "by_block" else ""
     state = trainer.state
     folders = {Path(case.save, form): form == "sharded" for form in ("pt", "sharded") if case.save}
     checkpoints = [Checkpoints(folder, state, sharded=sharded) for folder, sharded in folders.items()]
@@ -377,8 +378,9 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     evaluation = (values["loss"], values["accuracy"], tested.samples, values["top5_accuracy"], *confusion.flatten().tolist())
     assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
     assert len(recorder.validation) == len(recorder.tests) * (case.files or case.val_fraction > 0)
-    averages = trainer.ema.state_dict() if trainer.ema else {}
-    state = strategy.state_dict(trainer.optimizer)
+    full, rests = collect(strategy, *state.copy(trainer.progress))
+    state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
+    averages = state.get("ema", {})
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
     full = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
     if runtime.rank == 0 and full:
@@ -392,6 +394,11 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     momentum = momentum if case.keep_momentum else {}
     measured = recorder.sums, recorder.validation, evaluation
     return Outcome(weights, momentum, averages, digest, initial, held, peak, *measured)
+
+
+def full_weights(strategy: Strategy) -> dict[str, torch.Tensor]:
+    """Return the complete model's weights on rank 0, else {}. Collective."""
+    return collect(strategy, strategy.module.state_dict())[0]
 
 
 def hash_of(state: dict[str, torch.Tensor]) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from training import full_weights
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
@@ -65,7 +66,7 @@ def train(lab: Lab, task: str, accumulate: int) -> Result:
     data, sgd = data_of(task), partial(torch.optim.SGD, lr=0.5, momentum=0.9)
     trainer = lab.trainer(model_of(task), TASKS[task](), sgd, BATCH, accumulate, example=data[0])
     losses = [trainer.step(*batch).item() for batch in trainer.batches(data, 0, shuffle=False)]
-    return Result(trainer.strategy.model_state(), losses, trainer.evaluate(data))
+    return Result(full_weights(trainer.strategy), losses, trainer.evaluate(data))
 
 
 def train_all(names: list[str]) -> dict:

@@ -1,24 +1,42 @@
 """The metrics of steps within an epoch: the same under every strategy, and recorded in every place."""
 
 import functools
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from launches import SMALL, launch, main_in_world, read_metrics, read_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from worlds import once, run_world
 
+from ddp_lab.models.trial import count_flops
+from ddp_lab.observe import log
+from ddp_lab.world.runtime import Runtime
+
 OVERRIDES = [*SMALL, "epochs=2", "log_every=2", "max_grad_norm=0.5"]  # 5 steps an epoch, the last one of 4 samples
+PEAK = 1e9  # FLOP/s of a device
+FLOPS = 2 * (2 * 3 * 9 * 16 * 28**2 + 3 * 16 * 14**2 * 10)  # of a sample: convolution without the inputs' gradient, and head
 STRATEGIES = {
-    1: ["single", "split", "dp"],
+    1: ["single", "split", "single data.loader=workers"],
     2: ["scratch", "ddp", "fsdp", "pipeline strategy.num_microbatches=3", "tp"],
     4: ["ddp_pipeline strategy.num_microbatches=3", "mesh strategy.shard=2"],
 }
 
 
 def train_each(folder: Path, lines: list[str]) -> None:
+    Runtime.peak_flops = lambda self: PEAK
+    log.SLOW = 0.01  # starting the processes of a loader takes longer
     for number, line in enumerate(lines):
         main_in_world(*OVERRIDES, f"runs_dir={folder}", f"name=run{number}", *f"strategy={line}".split())
+
+
+class Reading(nn.Module):
+    """A module that reads a value, which the meta device does not have."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * inputs.sum().item()
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +71,7 @@ def test_rows_of_steps_are_those_of_one_device(ranks, strategy, trained):
         assert 0 <= row["data_wait"] < 1
         assert min(row["samples_per_second"], row["peak_memory_MiB"]) > 0
         assert 0 <= row["eta_epoch"] <= row["eta"]
+        assert row["mfu"] * PEAK * ranks / row["samples_per_second"] == pytest.approx(FLOPS)
 
 
 def test_losses_of_an_epoch_are_the_means_of_its_rows(trained):
@@ -84,6 +103,28 @@ def test_seconds_make_rows_and_lines_of_a_redirected_output(line, tmp_path):
     assert f"epoch 2, step {steps[-1]}: loss " in output
     assert " samples/s, " in output
     assert " of the run" in output
+
+
+def test_flops_of_a_step_are_those_of_the_formula():
+    """Of the first layer there is no gradient with respect to the inputs."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    assert count_flops(model, torch.ones(2, 5)) == 2 * (2 * 5 * 7 + 3 * 7 * 3)
+    assert count_flops(nn.Sequential(model, Reading()), torch.ones(2, 5)) is None
+    assert not any(parameter.is_meta or parameter.grad is not None for parameter in model.parameters())
+
+
+def test_what_takes_time_is_told(trained, monkeypatch):
+    expected = {"single": 0, "single data.loader=workers": 1}
+    for strategy, times in expected.items():
+        written = (trained(1, strategy) / "train.log").read_text()
+        assert written.count("loading the first batch ...") >= times
+    told = []
+    monkeypatch.setattr(log, "SLOW", 0.05)
+    with log.telling("short", told.append):
+        pass
+    with log.telling("long", told.append):
+        time.sleep(0.5)
+    assert told == ["long ..."]
 
 
 def test_no_rows_and_no_lines_with_log_every_off(tmp_path):

@@ -2,12 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from steps import make_step
 from torch import optim
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import run_world
 
-from ddp_lab.training.optimizer import match_strides, step_of
+from ddp_lab.training.optimizer import step_of
 from ddp_lab.world.runtime import Runtime
 
 OPTIMIZERS = {
@@ -70,16 +69,3 @@ def test_other_optimizers_keep_their_own_step():
     for make in (torch.optim.RMSprop, type("Own", (torch.optim.SGD,), {})):
         optimizer = make([parameter], lr=0.1)
         assert step_of(optimizer) == optimizer.step
-
-
-def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights():
-    step, loader = make_step()
-    step(next(iter(loader)))
-    weight = next(parameter for parameter in step.strategy.parameters() if parameter.dim() == 4)
-    state = step.optimizer.state[weight]
-    before = state["momentum_buffer"].clone()
-    assert before.abs().max() > 0
-    state["momentum_buffer"] = before.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
-    match_strides(step.optimizer)
-    assert state["momentum_buffer"].stride() == weight.stride()
-    assert torch.equal(state["momentum_buffer"], before)

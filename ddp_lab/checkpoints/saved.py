@@ -1,0 +1,148 @@
+"""A checkpoint whose hashes have been checked: whether it fits the model and optimizer of a launch, and how it is loaded."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_lab.checkpoints.state import KEYS, Shapes, State, content_of
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.base import Strategy
+
+
+class SavedCheckpoint(ABC):
+    """A checkpoint of either format.
+
+    Args:
+        path: its file or directory.
+        key: what the user sets to the path, for messages.
+
+    Attributes:
+        state: everything but tensors: the keys "progress", "seed", "scheduler" and "optimizer".
+        tensors: the full tensors by key, as in state.py; on the meta device if `read` reads them from the disk.
+
+    Raises:
+        ConfigError: its files are not those of a checkpoint of ddp_lab.
+    """
+
+    state: dict[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    def __init__(self, path: Path, key: str = "resume="):
+        self.path, self.about = path, f"{key}{path}"
+        try:
+            self.open()
+        except Exception as error:  # the bytes of a file that somebody else wrote may mean anything to a parser
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise ConfigError(
+                f"{self.about}: is not a checkpoint of ddp_lab ({reason}). Use a file step_* or best.* of a run's checkpoints"
+            ) from None
+        self.names = [key.removeprefix("model.") for key in self.tensors if key.startswith("model.")]
+        self.has_averages = any(key.startswith("ema.") for key in self.tensors)
+
+    @abstractmethod
+    def open(self) -> None:
+        """Set `state` and `tensors`. Raises any exception if the files are not those of a checkpoint."""
+
+    @abstractmethod
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read into tensors by key, in place: full ones or DTensors, on any device. Not collective."""
+
+    def check(self, shapes: Shapes) -> None:
+        """Check that the weights and their averages are those of a model.
+
+        Args:
+            shapes: the shape of each tensor of the full model by name.
+
+        Raises:
+            ConfigError: a tensor differs; the message names the first one.
+        """
+        weights = {name: tuple(self.tensors[f"model.{name}"].shape) for name in self.names}
+        averages = {key.removeprefix("ema."): tuple(self.tensors[key].shape) for key in self.tensors if key.startswith("ema.")}
+        for saved in (weights, weights | averages):
+            for name in [*shapes, *saved]:
+                here, there = shapes.get(name, "missing"), saved.get(name, "missing")
+                if here != there:
+                    other = ", another name, or resume=never" * self.about.startswith("resume=")
+                    raise ConfigError(
+                        f"{self.about}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
+                        f"Use the model and data that it was trained with{other}"
+                    )
+
+    def check_optimizer(self, state: State) -> None:
+        """Check that the optimizer has the options of this launch's, and the same parameters.
+
+        Raises:
+            ConfigError: it is another optimizer, or a parameter is frozen in one of the two only.
+        """
+        saved = self.state["optimizer"]["param_groups"]
+        options, expected = saved[0].keys() - {"params"}, state.optimizer.param_groups[0].keys() - {"params"}
+        if options != expected:
+            raise ConfigError(
+                f"{self.about}: was written with another optimizer: its options are {', '.join(sorted(options))}; expected "
+                f"{', '.join(sorted(expected))}. Use the optimizer that it was trained with, or another name"
+            )
+        trained = {name for group in saved for name in group["params"]}
+        for name, parameter in state.strategy.module.named_parameters():
+            if parameter.requires_grad != (name in trained):
+                now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
+                raise ConfigError(
+                    f"{self.about}: the parameter {name} is {now} in this launch and was {then} when the checkpoint was "
+                    f"written. Freeze the same parameters, or begin a new run from these weights: model.weights={self.path} "
+                    "with another name"
+                )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights to evaluate, their averages if there are any, in host memory."""
+        full = {name: torch.empty_like(self.tensors[f"model.{name}"], device="cpu") for name in self.names}
+        self._read_weights(full)
+        return full
+
+    def load_weights(self, strategy: Strategy) -> None:
+        """Load the weights to evaluate: this rank's part of them."""
+        self._read_weights(strategy.module.state_dict())
+
+    def load(self, state: State) -> None:
+        """Load model, optimizer and averages: this rank's part of them. Averages start from the weights if there are none."""
+        self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
+        if state.ema and not self.has_averages:
+            state.ema.begin_again()
+        self._load_optimizer(state.optimizer, {tensor: name for name, tensor in state.strategy.module.named_parameters()})
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
+        """Load the optimizer's state. The parameter groups and their options stay those of the launch."""
+        optimizer.state.clear()  # the memory is needed for the new one
+        parameters = {f"optimizer.{names[tensor]}": tensor for group in optimizer.param_groups for tensor in group["params"]}
+        held: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+        new: dict[str, torch.Tensor] = {}
+        for key, tensor in self.tensors.items():
+            name, _, what = key.rpartition(".")
+            if name in parameters:
+                # In the layout of the parameter, which fused kernels require: channels_last is an option of a launch.
+                same = tensor.shape == parameters[name].shape
+                like = parameters[name].detach() if same else torch.empty(tensor.shape)
+                held[name][what] = new[key] = torch.empty_like(like, dtype=tensor.dtype)
+        self.read(new)
+        for name, values in self.state["optimizer"]["state"].items():
+            plain = {what: value for what, value in values.items() if not torch.is_tensor(value)}
+            held.get(f"optimizer.{name}", {}).update(plain)
+        states = {place: values for place, values in enumerate(held.values()) if values}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of a checkpoint of one file: full tensors in host memory."""
+        full = {key: torch.empty_like(tensor, device="cpu") for key, tensor in self.tensors.items()}
+        self.read(full)
+        return content_of(full, {key: self.state[key] for key in KEYS})
+
+    def _read_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read the weights to evaluate into tensors by name."""
+        self.read({f"{'ema' if f'ema.{name}' in self.tensors else 'model'}.{name}": tensors[name] for name in tensors})
+
+
+def require_keys(state: dict[str, Any], keys: set[str]) -> None:
+    """Raise a ValueError if a checkpoint lacks one of its keys."""
+    if missing := keys - state.keys():
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
