@@ -22,9 +22,6 @@ class Digits:
 
     sizes, shape, num_classes = (1437, 360), (1, 28, 28), 10
 
-    def prepare(self) -> None:
-        """Do nothing: there is nothing to download."""
-
     def load(self) -> Dataset:
         """Read the digits from scikit-learn's file."""
         # load_digits() returns the same numbers, but importing it loads scipy and most of scikit-learn: 800 modules, 1 s.
@@ -58,9 +55,6 @@ class Synthetic:
         self.shape = channels, image_size, image_size
         self.num_classes = num_classes
 
-    def prepare(self) -> None:
-        """Do nothing: there is nothing to download."""
-
     def load(self) -> Dataset:
         """Generate the images, which are the same in every process."""
         generator = torch.Generator().manual_seed(0)
@@ -79,7 +73,7 @@ class Synthetic:
 
 
 class Torchvision:
-    """MNIST, FashionMNIST or CIFAR10 from torchvision; `prepare` downloads the dataset where it is missing.
+    """MNIST, FashionMNIST or CIFAR10 from torchvision.
 
     Args:
         name: name of the dataset in torchvision.
@@ -103,20 +97,20 @@ class Torchvision:
 
         return getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download)
 
-    def prepare(self) -> None:
-        """Download the dataset if files are missing.
-
-        It is downloaded to a temporary directory in `root` and then renamed, so an incomplete download is never used.
+    def load(self) -> Dataset:
+        """Read both splits, which are downloaded first if files are missing.
 
         Raises:
             NodeError: the files are missing and cannot be downloaded.
         """
         try:
-            self._open(True)
-            self._open(False)
-            return
-        except (RuntimeError, OSError, ValueError, AssertionError):
-            pass  # missing or incomplete
+            return self._read()
+        except (RuntimeError, OSError, ValueError, AssertionError):  # missing or incomplete
+            self._download()
+        return self._read()
+
+    def _download(self) -> None:
+        """Download to a temporary directory in `root`, and rename the files: an incomplete download is never used."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.root, prefix=".download-") as folder:
@@ -135,8 +129,7 @@ class Torchvision:
                 f"{self.files[self.name].split('/')[0]}/, or use data=digits, which needs no download"
             ) from None
 
-    def load(self) -> Dataset:
-        """Read both splits from the files that `prepare` found or downloaded."""
+    def _read(self) -> Dataset:
         train, test = self._open(True), self._open(False)
 
         def convert(dataset: Any) -> InMemory:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,18 +33,13 @@ class Folder:
     def __init__(self, images: ImageOptions, root: str, seed: Seed):
         self.root, self.images, self.seed = Path(root), images, seed
 
-    @cached_property
-    def names(self) -> list[str]:
-        """The names of all files. A NodeError is raised if the directory does not have the expected form."""
-        return find_images(self.root)
-
-    def prepare(self) -> None:
-        """Find the files, so that an error is reported once for each machine."""
-        _ = self.names
-
     def load(self) -> Dataset:
-        """Return the sets. The files are decoded when they are needed."""
-        names = self.names
+        """Return the sets. The files are decoded when they are needed.
+
+        Raises:
+            NodeError: the directory does not have the expected form.
+        """
+        names = find_images(self.root)
         parts = [name.split("/", 2) for name in names]
         classes = sorted({name for _, name, _ in parts})
         number_of = {name: number for number, name in enumerate(classes)}

@@ -1,4 +1,4 @@
-"""The dataset that the config describes: a class with `prepare` and `load`, or with data=own any map-style dataset."""
+"""The dataset that the config describes: a class with a method `load`, or with data=own any map-style dataset."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,8 @@ from ddp_lab.data.images import ImageOptions
 class Source(Protocol):
     """Where a dataset comes from."""
 
-    def prepare(self) -> None:
-        """Download or prepare files, on the first rank of each machine."""
-        ...
-
     def load(self) -> Dataset:
-        """Return the dataset."""
+        """Return the dataset. The first rank of each machine is the first that calls it, and may download files."""
         ...
 
 
@@ -41,13 +37,12 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
     node = data["dataset"]
     target = get_object(node["_target_"])
     images = image_options(data)
-    if hasattr(target, "prepare") and hasattr(target, "load"):
+    if hasattr(target, "load") and not hasattr(target, "__getitem__"):
         # By position, because instantiate would turn a dataclass that is passed by name into a DictConfig.
         return build(node, images) if "images" in inspect.signature(target).parameters else build(node)
     if images is None or "val_split" not in data:
         raise ConfigError(
-            f"data.dataset._target_={node['_target_']}: must have the methods prepare and load; a map-style "
-            "dataset needs data=own"
+            f"data.dataset._target_={node['_target_']}: must have the method load; a map-style dataset needs data=own"
         )
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
     return Own(node, splits, images, data["num_classes"], seed)
@@ -115,10 +110,6 @@ class Own:
     ):
         self.node, self.splits, self.images, self.num_classes, self.seed = node, splits, images, num_classes, seed
         self.name = f"data.dataset._target_={node['_target_']}"
-
-    def prepare(self) -> None:
-        """Construct all sets once on this machine, because constructors may download files."""
-        self.sets()
 
     def load(self) -> Dataset:
         """Construct the training set, the validation set and the test set, and check the first sample of each."""

@@ -24,22 +24,20 @@ class Text:
     def __init__(self, root: str, context: Count):
         self.root, self.context = Path(root), context
 
-    def prepare(self) -> None:
-        """Check that the file can be read.
+    def load(self) -> Dataset:
+        """Read the file.
 
         Raises:
-            NodeError: it cannot.
+            NodeError: it cannot be read.
+            ConfigError: it is too short.
         """
         try:
-            self.root.open("rb").close()
+            tokens = torch.from_numpy(np.fromfile(self.root, np.uint8))
         except OSError as error:
             raise NodeError(
                 f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a file"
             ) from None
-
-    def load(self) -> Dataset:
-        """Read the file. A ConfigError is raised if it is too short."""
-        inputs, targets = cut(torch.from_numpy(np.fromfile(self.root, np.uint8)), self.context, str(self.root))
+        inputs, targets = cut(tokens, self.context, str(self.root))
         return Dataset(InMemory(inputs, targets), None, [str(byte) for byte in range(BYTES)])
 
 

@@ -124,14 +124,14 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
 
 
 def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
-    """Return the dataset in host memory. Collective: the first rank of each machine downloads it if it is missing."""
-    data = cfg.data
+    """Return the dataset in host memory. Collective: the first rank of each machine loads it first, and may download it."""
+    data, loaded = cfg.data, list[Dataset]()
     source = make_source(cast("dict[str, Any]", OmegaConf.to_container(data, resolve=True)), cfg.seed)
     # The log begins with the run directory.
     slow = telling("preparing the data: downloading or reading", partial(print, flush=True))
     with slow if runtime.rank == 0 else nullcontext():
-        runtime.agree("dataset", source.prepare, per_node=True)
-        dataset = hold_out(source.load(), data.val_fraction, data.val_seed)
+        runtime.agree("dataset", lambda: loaded.append(source.load()), per_node=True)
+        dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
     if dataset.digest:
         runtime.conclude("same dataset", dataset.digest, check_same)
     return dataset

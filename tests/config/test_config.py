@@ -43,7 +43,7 @@ def test_every_option_composes_passes_the_check_and_instantiates(group, option):
     check(cfg)
     strategy = build(cfg.strategy, Runtime("cpu"))
     source = make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed)
-    assert callable(source.prepare)
+    assert callable(source.load)
     model = build_model(cfg.model, {"in_channels": 3, "image_size": 28, "num_classes": 10})
     assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
     assert isinstance(build(cfg.task, loss=None), Task)

@@ -43,7 +43,6 @@ def test_torchvision_reads_raw_files_without_network(tmp_path):
         write_idx(raw / f"{part}-images-idx3-ubyte", 2051, torch.arange(size * 4, dtype=torch.uint8).view(size, 2, 2))
         write_idx(raw / f"{part}-labels-idx1-ubyte", 2049, torch.arange(size, dtype=torch.uint8))
     source = Torchvision("FashionMNIST", str(tmp_path))
-    source.prepare()
     dataset = source.load()
     assert dataset.train.inputs.flatten().tolist() == list(range(24))
     assert dataset.test.targets.tolist() == [0, 1, 2]
@@ -53,7 +52,7 @@ def test_torchvision_reads_raw_files_without_network(tmp_path):
 def test_torchvision_reports_directory_files_and_remedy_for_missing_data(tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", no_network)
     with pytest.raises(NodeError) as error:
-        Torchvision("FashionMNIST", str(tmp_path)).prepare()
+        Torchvision("FashionMNIST", str(tmp_path)).load()
     message = str(error.value)
     assert "\n" not in message
     for part in (f"data.root={tmp_path}", "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte", "data=digits"):

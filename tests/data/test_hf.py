@@ -26,7 +26,6 @@ def load(root, *overrides: str) -> Dataset:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root.parent / "cache")
         patch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
-        source.prepare()
         return source.load()
 
 

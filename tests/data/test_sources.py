@@ -117,7 +117,7 @@ def test_sets_and_classes_are_those_of_the_dataset_or_held_out():
 
 def test_map_style_dataset_needs_data_own():
     cfg = config("data.dataset._target_=own_datasets.Shapes")
-    with pytest.raises(ConfigError, match=r"must have the methods prepare and load; .* needs data=own"):
+    with pytest.raises(ConfigError, match=r"must have the method load; .* needs data=own"):
         load_dataset(cfg, Runtime("cpu"))
 
 
