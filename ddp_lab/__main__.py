@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import importlib.metadata
 import sys
 
 COMMANDS = {
@@ -25,7 +24,9 @@ def main() -> None:
         print("usage: ddp-lab COMMAND ...\n", *(f"  {each:<10}{text}" for each, text in COMMANDS.items()), sep="\n")
         print("\n`ddp-lab COMMAND --help` describes a command. `python -m ddp_lab` is the same as `ddp-lab`.")
     elif name == "--version":
-        print(", ".join(map(version, ("ddp_lab", "torch"))))
+        from ddp_lab.launchers.arguments import installed
+
+        print(", ".join(map(installed, ("ddp_lab", "torch"))))
     elif name not in COMMANDS:
         close = [f" Did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)]
         allowed = f"allowed: {', '.join(COMMANDS)}, or overrides such as epochs=3"
@@ -44,14 +45,6 @@ def main() -> None:
 def is_command(first: list[str]) -> bool:
     """Whether the first argument, if there is one, is neither an override nor an option of `train`."""
     return bool(first) and (first[0] in (*HELP, "--version") or ("=" not in first[0] and first[0][:1] not in "-+~"))
-
-
-def version(package: str) -> str:
-    """Return the name and the version of an installed package; a clone of ddp_lab need not be installed."""
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return f"{package} (not installed)"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from ddp_lab.config.build import build
 from ddp_lab.launchers import preflight
 from ddp_lab.run.job import checkpoint_bytes
 
-CHECKS = ["devices", "backend", "runs_dir", "dataset", "model", "strategy", "batch"]
+CHECKS = ["versions", "environment", "config", "devices", "backend", "runs_dir", "dataset", "model", "strategy", "batch"]
 NOWHERE = "no-such-host.invalid"
 HERE = socket.gethostname()
 WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24"
@@ -128,6 +129,33 @@ def test_doctor_prints_a_finding_for_every_check_and_writes_nothing(command, tmp
     )
     code, output, errors = command(doctor.main, "patience=3", "device=cpu")
     assert (code, errors.startswith("error: patience=3: needs a validation set")) == (2, True)
+
+
+def test_doctor_reports_versions_environment_and_config_without_secrets(command, monkeypatch, tmp_path):
+    """A refused config has the report, too: the key that may be a secret does not exist."""
+    given = {"WANDB_API_KEY": "s3cr3t", "MLFLOW_TRACKING_URI": "https://me:s3cr3t@host/a?sig=s3cr3t", "EDITOR": "s3cr3t"}
+    for key, value in (given | {"NCCL_DEBUG": "INFO"}).items():
+        monkeypatch.setenv(key, value)
+    line = [
+        f"runs_dir={tmp_path}",
+        "data=synthetic",
+        "epochs=3",
+        "+model.api_token=s3cr3t",
+        f"data.root={tmp_path}//me:s3cr3t@host",
+    ]
+    code, output, errors = command(doctor.main, *line)
+    assert (code, errors.startswith("error: model.api_token")) == (2, True), errors
+    found = dict(line.split(maxsplit=1)[1].split(": ", 1) for line in output.splitlines())
+    assert list(found) == ["versions", "environment", "config"]
+    assert f"torch {torch.__version__}".split("+")[0] in found["versions"]
+    assert "ddp_lab " in found["versions"]
+    assert re.search(r", commit [0-9a-f]{7}", found["versions"])
+    variables = found["environment"].split()
+    assert {"WANDB_API_KEY=(hidden)", "MLFLOW_TRACKING_URI=https://(hidden)@host/a?(hidden)", "NCCL_DEBUG=INFO"} <= {*variables}
+    assert {"epochs=3", "model.api_token=(hidden)", f"runs_dir={tmp_path}"} <= {*found["config"].split()}
+    assert "data.dataset._target_=ddp_lab.data.datasets." in found["config"]
+    assert "batch_size" not in found["config"], "it has its default"
+    assert "s3cr3t" not in output
 
 
 def doctor_in_world(line: str) -> str:

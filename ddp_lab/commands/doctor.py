@@ -3,14 +3,16 @@
 ddp-lab doctor data=fashion_mnist                                            same overrides as train.py
 torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp      started like the launch to check
 
-It makes the checks of train.py, but does not train and creates no run directory. It downloads a missing dataset. The exit code
-is 2 if train.py would refuse the launch, else 0.
+The output is what a report of a bug needs: versions, the environment variables that matter, what the config changes, the
+devices. Values of secrets are hidden. It makes the checks of train.py, but does not train and creates no run directory. It
+downloads a missing dataset. The exit code is 2 if train.py would refuse the launch, else 0.
 """
 
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
 from ddp_lab.launchers.command import run_with_config
+from ddp_lab.world.process import env_int
 
 
 def main(arguments: list[str]) -> None:
@@ -19,8 +21,9 @@ def main(arguments: list[str]) -> None:
 
 def examine(cfg: DictConfig) -> None:
     """Examine the launch of this rank."""
-    check(cfg)
     from ddp_lab.advise.fit import check_memory, choose_batch
-    from ddp_lab.run.doctor import diagnose
+    from ddp_lab.run.doctor import diagnose, introduce, show
 
+    show(introduce(cfg), env_int("RANK", 0) == 0)  # first, so that the report of a refused config has it, too
+    check(cfg)
     diagnose(cfg, choose_batch, check_memory)

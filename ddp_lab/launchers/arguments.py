@@ -1,6 +1,7 @@
 """The command line of the commands that do not train: their arguments, their questions, and the file they write."""
 
 import argparse
+import importlib.metadata
 import os
 import sys
 from collections.abc import Generator
@@ -58,6 +59,14 @@ def confirm(question: str, yes: bool) -> None:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("nothing is done")
             sys.exit(1)
+
+
+def installed(package: str) -> str:
+    """Return the name and the version of a package; a clone of ddp_lab need not be installed."""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} (not installed)"
 
 
 def check_output(path: Path, force: bool) -> None:

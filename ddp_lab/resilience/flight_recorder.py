@@ -25,18 +25,26 @@ ALL_CALLED = (
 )
 
 
-def dump() -> dict[str, Any]:
-    """Return what torch has recorded of this rank, in the form that torch's analyser reads. It takes some milliseconds."""
+def dump(stacks: bool) -> dict[str, Any]:
+    """Return what torch has recorded of this rank, in the form that torch's analyser reads.
+
+    Args:
+        stacks: whether with the stack of each call, which can take more than a second.
+    """
     if not dist.is_initialized():
         return {"entries": [], "pg_config": {}}
-    # What is unpickled is no file, but what torch pickles here.
-    record = pickle.loads(getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace")())
+    take = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace")
+    record = pickle.loads(take(includeStackTraces=stacks))  # no file, but what torch has just pickled
     groups = distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]  # no public function lists the groups
-    # That of gloo has no names in torch 2.15, nor ranks in 2.11.
-    config = {
-        group.group_name: {"desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))} for group in groups
+    record["pg_config"] = {  # that of gloo has no names in torch 2.15, nor ranks in 2.11
+        group.group_name: {
+            "name": group.group_name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group in groups
     }
-    return {"entries": [], **record, "pg_config": {name: {"name": name, **of} for name, of in config.items()}}
+    return {"entries": [], **record}
 
 
 def save(run_dir: Path, step: int, rank: int) -> None:
@@ -44,7 +52,7 @@ def save(run_dir: Path, step: int, rank: int) -> None:
     with suppress(OSError):  # a full disk or a removed directory
         folder = folder_of(run_dir, step)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump()))
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump(stacks=True)))
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -59,7 +67,7 @@ def last_calls() -> dict[str, Any]:
         `called`: the number of the last call by the name of its group, 0 if there was none; empty if nothing is recorded.
         `call`: the first call that has not ended, with its group, the group's size, its number and a text; None if all have.
     """
-    record = dump()
+    record = dump(stacks=False)
     calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
     called = dict.fromkeys(record["pg_config"] if calls else (), 0)
     called |= {entry["process_group"][0]: entry["collective_seq_id"] for entry in calls}

@@ -1,20 +1,70 @@
-"""The command `ddp-lab doctor`, below its arguments: the checks of train.py before it creates the run directory."""
+"""The command `ddp-lab doctor`, below its arguments: what a report of a bug needs, and the checks of train.py before a run."""
 
+import os
+import platform
+import re
+import shutil
 import socket
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.cuda import nccl
 
 from ddp_lab.config.errors import NodeError
+from ddp_lab.launchers.arguments import installed
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.launchers.preflight import Finding, check_shared
 from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.job import Job
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
+
+PACKAGES = ("ddp_lab", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "pydantic")
+# Environment variables that change what a launch does. Of Slurm's many, those of its shape.
+VARIABLES = re.compile(
+    r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|PET|DDP_LAB|MASTER|WANDB|MLFLOW|HF|AWS)_\w+|TORCHELASTIC\w+|RANK|"
+    r"WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|NPROC_PER_NODE|SLURM_(JOB_NUM_NODES|GPUS_ON_NODE|CPUS_PER_TASK)|PYTHONPATH|"
+    r"LD_LIBRARY_PATH|LD_PRELOAD"
+)
+SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|headers", re.IGNORECASE)
+IN_URL = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=[?&])[^=&\s]+=[^&\s]+")  # user and password, and parameters
+
+
+def introduce(cfg: DictConfig) -> list[Finding]:
+    """Return what a report of a bug needs before the findings: versions, environment variables and config, without secrets."""
+    root, source = Path(__file__).parents[2], "from a wheel"
+    if (root / ".git").exists() and shutil.which("git"):
+        described = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True)
+        source = f"commit {described.stdout.strip() or 'unknown'}"
+    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else "torch without CUDA"
+    versions = [*map(installed, PACKAGES), source, f"Python {platform.python_version()}", cuda, platform.platform()]
+    environment = [f"{key}={shown(key, value)}" for key, value in sorted(os.environ.items()) if VARIABLES.fullmatch(key)]
+    usual, given = (dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (compose_config([], None), cfg))
+    changed = [f"{key}={shown(key, value)}" for key, value in given.items() if key not in usual or usual[key] != value]
+    return [
+        Finding("ok", "versions", ", ".join(versions)),
+        Finding("ok", "environment", " ".join(environment) or "no variable that matters"),
+        Finding("ok", "config", " ".join(changed) or "the defaults"),
+    ]
+
+
+def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
+    """Yield the keys and values of a nested config, with the keys of groups before them: data.root."""
+    if not isinstance(node, dict):
+        yield key, node
+        return
+    for name, value in node.items():
+        yield from leaves(value, f"{key}.{name}" if key else str(name))
+
+
+def shown(key: str, value: object) -> str:
+    """Return a value for a report that strangers read: without secrets, by the name of its key or its place in a URL."""
+    return "(hidden)" if SECRET.search(key) and value else IN_URL.sub("(hidden)", str(value))
 
 
 def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]) -> None:

@@ -39,21 +39,22 @@ def build_wheel(folder: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment with the wheel and the packages of this one, in which an editable install has no effect.
+    """A virtual environment with the packages of this one, and the wheel, if any. An editable install has no effect there.
 
     A .pth file names the folder of those packages. The .pth files in that folder, such as that of an editable install, are
     only read where it is a site directory itself.
     """
 
-    def __init__(self, folder: Path, wheel: Path):
+    def __init__(self, folder: Path, wheel: Path | None = None):
         venv.create(folder, with_pip=False, symlinks=True)
         self.programs = folder / "bin"
         (packages,) = folder.glob("lib/python*/site-packages")
-        ZipFile(wheel).extractall(packages)  # a wheel of pure Python is installed by unpacking it; pip takes seconds longer
         (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
-        (installed,) = packages.glob("ddp_lab-*.dist-info")
-        scripts = {"torchrun": "torch.distributed.run:main"}
-        scripts |= {script.name: script.value for script in PathDistribution(installed).entry_points}
+        scripts = {"torchrun": "torch.distributed.run:main", "pip": "pip._internal.cli.main:main"}
+        if wheel:
+            ZipFile(wheel).extractall(packages)  # a wheel of pure Python is installed by unpacking it; pip takes seconds longer
+            (installed,) = packages.glob("ddp_lab-*.dist-info")
+            scripts |= {script.name: script.value for script in PathDistribution(installed).entry_points}
         for name, target in scripts.items():
             module, function = target.split(":")
             (self.programs / name).write_text(SCRIPT.format(self.programs / "python", module, function, function))
