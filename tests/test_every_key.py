@@ -184,6 +184,10 @@ KEYS: dict[str, Row | str] = {
     "checkpoint.best": Row("data.val_fraction=0.25 checkpoint.best=null", keeps(STEPS[2]), "data.val_fraction=0.25"),
     "checkpoint.on_error": Row("inject=disk_full@rank=0,step=1 checkpoint.on_error=continue", lambda run, base: run.code == 0),
     "checkpoint.format": Row("checkpoint.format=sharded", keeps("step_00000002.sharded")),
+    "checkpoint.mirror": Row(
+        "checkpoint.mirror=file://{NEW}/mirror",
+        lambda run, base: any(run.path.parent.glob(f"new*/mirror/{run.path.name}/{STEPS[2]}/SHA256SUMS")),
+    ),
     "data.root": Row(f"{FOLDER} data.crop_scale=null", lambda run, base: "class 0" in (run.path / "data.json").read_text()),
     "data.loader": Row(
         FOLDER.replace("data.num_workers=0", "data.loader=device"), refused("data.loader=device: is not supported")

@@ -47,6 +47,7 @@ class Checkpoints:
 
     Attributes:
         before_write: called in the writer thread before this rank writes. Fault injection replaces it between two saves.
+        after_write: called in rank 0's writer thread with a checkpoint that is written.
         problem: why the last checkpoint could not be written; None if it was written or is being written. Set on rank 0.
         kept: the progress in the newest checkpoint, or at the start of the launch. Updated on rank 0 only.
     """
@@ -57,6 +58,7 @@ class Checkpoints:
         self.problem: str | None = None
         self.kept = Progress()
         self.before_write: Callable[[], None] = lambda: None
+        self.after_write: Callable[[Path], None] = lambda path: None
         self._shards = None
         if sharded:
             from ddp_lab.checkpoints.sharded import ShardWriter  # it loads 700 modules in 0.5 s
@@ -176,3 +178,4 @@ class Checkpoints:
             return
         if self.runtime.rank == 0:
             remove_old(self.folder, self.keep)
+            self.after_write(path)

@@ -77,6 +77,7 @@ class CheckpointConfig(Keys):
     best: Best | None
     on_error: Literal["stop", "continue"]
     format: Literal["auto", "full", "sharded"]
+    mirror: str | None
 
 
 class OptimizerConfig(Keys):

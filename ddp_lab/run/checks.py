@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
+from ddp_lab.checkpoints.files import steps_in
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
+from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.preflight import Finding, check_network, check_shared, check_shared_memory
@@ -99,6 +101,23 @@ def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
         if name in NEEDED and name not in dataset.sets:
             what, remedy = NEEDED[name]
             raise ConfigError(f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}")
+
+
+def restore_lost(cfg: DictConfig, runtime: Runtime) -> None:
+    """Download the checkpoints of a named run that this disk has not, if it has a mirror. Collective.
+
+    Raises:
+        ConfigError: The mirror cannot be read, or has checkpoints of which none is valid.
+    """
+
+    def restore() -> None:
+        mirror = Mirror(cfg.checkpoint.mirror, Path(cfg.runs_dir) / (cfg.name or "unnamed"))
+        begun = (mirror.run_dir / "status.json").exists() or steps_in(mirror.folder)
+        if cfg.name and cfg.resume == "auto" and not begun:
+            mirror.restore()
+
+    if cfg.checkpoint.mirror:
+        runtime.agree("mirror", restore)
 
 
 def agree_on_source(cfg: DictConfig, runtime: Runtime) -> Path | None:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.find import result_in
+from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS
@@ -25,7 +26,7 @@ from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.checks import ChooseBatch, check_and_build
+from ddp_lab.run.checks import ChooseBatch, check_and_build, restore_lost
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.recorded_config import to_record
@@ -62,6 +63,7 @@ def train(
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
+    restore_lost(cfg, runtime)
     checked = check_and_build(cfg, runtime, choose_batch, check_memory)
     job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
@@ -95,6 +97,9 @@ def train_guarded(
     best = criterion(cfg, job.dataset)
     sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
     checkpoints = Checkpoints(run_dir.path / "checkpoints", trainer.state, cfg.checkpoint.keep, best, sharded)
+    mirror = Mirror(cfg.checkpoint.mirror, run_dir.path) if cfg.checkpoint.mirror and runtime.rank == 0 else None
+    if mirror:
+        checkpoints.after_write = mirror.upload
     trainer.progress = progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, best)
@@ -137,8 +142,12 @@ def train_guarded(
         guard.finish()
     except TrainingError:
         checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
+        if mirror:
+            mirror.finish(cfg.timeout / 2)
         logger.close("failed", {})
         raise
+    if mirror:
+        mirror.finish(cfg.timeout / 2)  # the watchdog ends a launch after cfg.timeout
     has_result = status == "finished" and runtime.rank == 0
     logger.close(status, log_result(job, run_dir, trainer.progress, checkpoints) if has_result else {})
     return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
@@ -194,6 +203,6 @@ def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) ->
             "world_size": plan.world_size,
             "strategy": job.strategy.name,
         },
-        trackers=Trackers(chosen_trackers(config["tracker"], config["tracker_options"]), run, patience=cfg.timeout / 2),
+        trackers=Trackers(chosen_trackers(config["tracker"], config["tracker_options"]), run, patience=cfg.timeout / 4),
         classes=job.dataset.classes,
     )

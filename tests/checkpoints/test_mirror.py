@@ -1,0 +1,125 @@
+"""checkpoint.mirror: copies of checkpoints at a URL of fsspec, and a launch on an empty disk that resumes from them."""
+
+import logging
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+from checkpoints import assert_same, start
+from launches import SMALL, launch, read_metrics
+
+from ddp_lab.checkpoints.files import best_in, find_damage, link_best, remove, steps_in, write_file
+from ddp_lab.checkpoints.find import open_checkpoint
+from ddp_lab.checkpoints.mirror import Mirror
+from ddp_lab.config.errors import ConfigError
+
+ONE, TWO, THREE = (f"step_{step:08}.pt" for step in (1, 2, 3))
+
+
+def newest(run_dir: Path) -> dict:
+    return open_checkpoint(steps_in(run_dir / "checkpoints")[-1]).content()
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_relaunch_on_an_empty_disk_ends_as_an_undisturbed_run(form, tmp_path):
+    line = "strategy=fsdp", "data.val_fraction=0.3", f"checkpoint.format={form}", "checkpoint.best=val_accuracy"
+    start(tmp_path / "straight", 2, (*line, "epochs=3"))
+    moved, mirror = tmp_path / "moved", f"checkpoint.mirror=file://{tmp_path}/mirror"
+    start(moved, 2, (*line, mirror, "epochs=2"))
+    shutil.rmtree(moved)
+    start(moved, 2, (*line, mirror, "epochs=3"))
+    assert "resumed from" in (moved / "train.log").read_text()
+    assert_same(newest(tmp_path / "straight"), newest(moved), tolerance=0)
+    best = [best_in(run_dir / "checkpoints").resolve().name for run_dir in (tmp_path / "straight", moved)]
+    assert best[0] == best[1]
+    losses = [[row["train_loss"] for row in read_metrics(run_dir)] for run_dir in (tmp_path / "straight", moved)]
+    assert losses[0] == losses[1], "the metrics of the first two epochs must come back, too"
+    kept = {path.name for path in steps_in(moved / "checkpoints")}
+    assert {path.name for path in (tmp_path / "mirror" / "moved").iterdir()} == {"best", *kept}, "keep= applies there, too"
+
+
+def save(folder: Path, name: str) -> Path:
+    """Write a checkpoint of one file; a mirror does not look into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / name, {"name": name})
+    return folder / name
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    """Return a mirror, in memory, of a run that has two checkpoints, of which the first is the best."""
+    fsspec.filesystem("memory").store.clear()
+    mirror = Mirror("memory://bucket/runs/", tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    link_best(save(mirror.folder, ONE))
+    for path in (mirror.folder / ONE, save(mirror.folder, TWO)):
+        mirror.upload(path)
+    mirror.finish(60)
+    return mirror
+
+
+def restored(mirror: Mirror) -> list[str]:
+    """Return the names of the files in the run directory, after it was lost, that the mirror restores."""
+    shutil.rmtree(mirror.run_dir)
+    mirror.restore()
+    assert all(find_damage(path) is None for path in steps_in(mirror.folder))
+    return sorted(path.name for path in mirror.run_dir.rglob("*") if path.is_file() and not path.name.endswith("sha256"))
+
+
+def test_newest_and_best_checkpoint_come_back_with_the_metrics(mirror):
+    assert restored(mirror) == ["best.pt", "metrics.jsonl", ONE, TWO]
+    assert best_in(mirror.folder).resolve().name == ONE
+
+
+def test_checkpoint_that_is_partial_or_was_changed_is_not_taken(mirror, monkeypatch, caplog):
+    monkeypatch.setattr(mirror.fs, "pipe_file", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    mirror.upload(save(mirror.folder, THREE))
+    mirror.finish(60)
+    monkeypatch.undo()
+    assert mirror.fs.exists(f"{mirror.remote}/{THREE}/{THREE}")
+    assert restored(mirror) == ["best.pt", "metrics.jsonl", ONE, TWO]
+    mirror.fs.pipe_file(f"{mirror.remote}/{TWO}/{TWO}", b"another pickle")
+    with caplog.at_level(logging.WARNING):
+        assert restored(mirror) == ["best.pt", "metrics.jsonl", ONE]
+    assert f"{TWO}/{TWO} is missing, or its SHA-256 differs; another checkpoint was used" in caplog.text
+    mirror.fs.pipe_file(f"{mirror.remote}/{ONE}/SHA256SUMS", b"00  ../../outside\n")
+    with pytest.raises(ConfigError, match=r"none of the checkpoints is valid: .*Use another name for a new run"):
+        restored(mirror)
+    assert not steps_in(mirror.folder)
+
+
+def test_mirror_has_what_the_disk_has(mirror):
+    remove(mirror.folder / TWO)
+    mirror.upload(save(mirror.folder, THREE))
+    mirror.finish(60)
+    assert {Path(path).name for path in mirror.fs.ls(mirror.remote, detail=False)} == {"best", ONE, THREE}
+
+
+def test_upload_that_hangs_holds_up_nothing(mirror, monkeypatch, caplog):
+    released = threading.Event()
+    monkeypatch.setattr(mirror.fs, "put_file", lambda *_: released.wait(60))
+    mirror.upload(save(mirror.folder, THREE))  # returns at once
+    mirror.finish(0.1)
+    assert "checkpoint.mirror=memory://bucket/runs/: the last checkpoint was not uploaded within 0 s" in caplog.text
+    released.set()
+    mirror.finish(60)
+
+
+def test_run_ends_without_a_mirror_that_fails_and_logs_it_once(tmp_path):
+    start(tmp_path / "run", 1, ("epochs=3", "checkpoint.mirror=file:///proc/nowhere"))
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert log.count("could not be uploaded") == 1
+    assert len(read_metrics(tmp_path / "run")) == 3
+
+
+def test_mistakes_are_one_message(tmp_path, monkeypatch):
+    code, output = launch("ddp-lab train --nproc 2 strategy=ddp", *SMALL, f"runs_dir={tmp_path}", "checkpoint.mirror=no://x")
+    assert (code, output.count("error: checkpoint.mirror=no://x: cannot be used"), "Traceback" in output) == (2, 1, False)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"checkpoint.mirror=s3://bucket: cannot be used .*pip install 'ddp_lab\[s3\]'"):
+        Mirror("s3://bucket", tmp_path)
