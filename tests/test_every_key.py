@@ -153,7 +153,7 @@ KEYS: dict[str, Row | str] = {
     "cutmix": Row("cutmix=0.9", TRAINED),
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
     "precision": Row("precision=bf16", TRAINED),
-    "float32_matmul": "tests/world/test_precision.py::test_training_and_evaluation_have_the_chosen_precision",
+    "float32_matmul": "tests/world/test_runtime.py::test_training_and_evaluation_have_the_chosen_precision",
     "speed": "tests/speed/test_options.py::test_no_fact_is_asked_for_where_nothing_is_chosen",
     "cuda_graph": Row("cuda_graph=true", logs("cuda_graph=true is disabled: no GPU is available")),
     "compile": Row("strategy=dp compile=true", logs("compile=true is disabled: not supported by strategy=dp")),

@@ -68,20 +68,15 @@ def test_strategies_alternate_until_their_rates_are_stable(advisor, monkeypatch)
     assert (advisor.rows[0].measured["images_per_second"], advisor.rows[0].measured["runs"]) == (104.0, 5)
 
 
-def test_what_does_not_run_or_has_no_time_is_reported(advisor, monkeypatch):
-    monkeypatch.setattr(measure, "train", lambda given, *others: ShortRun([], None, "it failed"))
-    measure.measure(advisor, minutes=1)
-    assert advisor.notes == [f"{row.name} was not measured: it failed" for row in advisor.rows]
-    measure.measure(advisor, minutes=1e-9)
-    assert advisor.notes[2:] == ["stopped after 1e-09 minutes; --minutes allows more"]
-
-
-def test_strategy_whose_later_run_fails_keeps_its_results(advisor, monkeypatch):
-    runs = iter([run_of(100.0), run_of(50.0), ShortRun([], None, "it failed"), run_of(50.0)])
+def test_what_does_not_run_again_or_has_no_time_is_reported_and_results_are_kept(advisor, monkeypatch):
+    failed = ShortRun([], None, "it failed")
+    runs = iter([run_of(100.0), failed, failed])
     monkeypatch.setattr(measure, "train", lambda *given: next(runs))
     measure.measure(advisor, minutes=1)
-    assert advisor.notes == ["single was not measured again: it failed"]
-    assert [row.measured["images_per_second"] for row in advisor.rows] == [100.0, 50.0]
+    assert advisor.notes == ["ddp was not measured: it failed", "single was not measured again: it failed"]
+    assert advisor.rows[0].measured["images_per_second"] == 100.0
+    measure.measure(advisor, minutes=1e-9)
+    assert advisor.notes[2:] == ["stopped after 1e-09 minutes; --minutes allows more"]
 
 
 def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypatch, tmp_path):

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launches import NARROW, SMALL, main_in_world, read_metrics
+from launches import NARROW, OWN, SMALL, launch, main_in_world, read_metrics
 from worlds import run_world
 
 from ddp_lab.config.errors import NodeError
+from ddp_lab.run.evaluate import evaluate_run
+from ddp_lab.run.recorded_config import read_config
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -97,3 +99,15 @@ def test_bf16_loss_is_close_to_float32(ranks, tmp_path):
         assert math.isfinite(rough["test_loss"]), line
         assert rough["train_loss"] != exact["train_loss"], f"nothing was computed in bf16: {line}"
         assert rough["train_loss"] == pytest.approx(exact["train_loss"], rel=0.05), line
+
+
+def test_training_and_evaluation_have_the_chosen_precision(tmp_path, capsys):
+    """The key float32_matmul. tests/test_gpu.py tests that `high` means TF32 on a GPU."""
+    line = "python train.py epochs=1 name=one model._target_=own_models.Telling float32_matmul=high"
+    code, output = launch(line, *OWN, f"runs_dir={tmp_path}")
+    assert code == 0, output
+    assert "float32_matmul=high, error small" in output, "a CPU has no TF32"
+    with Runtime("cpu") as runtime:
+        evaluate_run(read_config(tmp_path / "one", [], None), runtime, tmp_path / "one", "last")
+    assert capsys.readouterr().out.splitlines()[-1] == "float32_matmul=high, error small"
+    assert torch.get_float32_matmul_precision() == "highest", "the setting of this process is restored"
