@@ -65,6 +65,11 @@ def test_every_command_is_listed():
     assert {path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py")} == set(COMMANDS)
 
 
+def test_tensorboard_of_make_binds_to_localhost():
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "/tensorboard " in line]
+    assert line.endswith(" --host localhost")
+
+
 def test_no_test_file_imports_another():
     """Code that several test files use belongs in tests/support."""
     trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in sorted((ROOT / "tests").rglob("*.py"))}
