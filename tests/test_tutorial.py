@@ -16,8 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from launches import ROOT, copy_tree, finish
+from launches import ROOT, finish
 from warm import programs
+from wheels import copy_tree
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 FENCED = re.compile(r"^```(\S.*)\n((?:.*\n)*?)```$", re.MULTILINE)

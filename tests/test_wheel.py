@@ -2,20 +2,14 @@
 
 import csv
 import json
-import os
 import re
 import shutil
-import site
-import subprocess
-import sys
-import venv
-from importlib.metadata import PathDistribution
-from pathlib import Path
 from zipfile import ZipFile
 
 import onnxruntime
 import pytest
-from launches import ROOT, copy_tree, read_metrics
+from launches import ROOT, read_metrics
+from wheels import Environment, build_wheel
 
 ENTRY = """
 import json, ddp_lab
@@ -24,50 +18,6 @@ print(json.dumps([ddp_lab.__file__, torchrun.world_command(["epochs=1"], 2)[1:],
 """
 # The same value as in the composed config of a clone: a group of the user's that overrides conf/.
 EXPERIMENT = "# @package _global_\nepochs: 7\n"
-SCRIPT = "#!{}\nimport sys\nfrom {} import {}\nsys.exit({}())\n"  # what pip writes for a console script
-
-
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel of a copy of this tree, offline; a build in the tree itself would leave files there."""
-    copy_tree(folder / "source")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run(
-        [*command, f"--wheel-dir={folder}", str(folder / "source")], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    shutil.rmtree(folder / "source")
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-class Environment:
-    """A virtual environment with the packages of this one, and the wheel, if any. An editable install has no effect there.
-
-    A .pth file names the folder of those packages. The .pth files in that folder, such as that of an editable install, are
-    only read where it is a site directory itself.
-    """
-
-    def __init__(self, folder: Path, wheel: Path | None = None):
-        venv.create(folder, with_pip=False, symlinks=True)
-        self.programs = folder / "bin"
-        (packages,) = folder.glob("lib/python*/site-packages")
-        (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
-        scripts = {"torchrun": "torch.distributed.run:main", "pip": "pip._internal.cli.main:main"}
-        if wheel:
-            ZipFile(wheel).extractall(packages)  # a wheel of pure Python is installed by unpacking it; pip takes seconds longer
-            (installed,) = packages.glob("ddp_lab-*.dist-info")
-            scripts |= {script.name: script.value for script in PathDistribution(installed).entry_points}
-        for name, target in scripts.items():
-            module, function = target.split(":")
-            (self.programs / name).write_text(SCRIPT.format(self.programs / "python", module, function, function))
-            (self.programs / name).chmod(0o755)
-
-    def run(self, command: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess:
-        """Run shell commands in a directory, in new interpreters without PYTHONPATH."""
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        env |= {"PATH": f"{self.programs}{os.pathsep}{env['PATH']}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        shell = ["bash", "-euo", "pipefail", "-c", command]
-        return subprocess.run(shell, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.fixture(scope="module")

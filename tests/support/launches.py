@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import runpy
-import shutil
 import struct
 import subprocess
 import sys
@@ -150,13 +149,3 @@ def refusal_in_world(line: str) -> tuple[object, str]:
             code = error.code
         printed.seek(0)
         return code, printed.read()
-
-
-def copy_tree(to: Path) -> None:
-    """Copy the files that git tracks, with their uncommitted changes, and untracked files that are not ignored."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).exists():  # it may be deleted
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, to / name, follow_symlinks=False)
