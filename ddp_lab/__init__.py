@@ -10,7 +10,7 @@ The subpackages from the lowest layer up; each imports only from those before it
 
 config      the keys that a user can set, their validation, and the error messages
 world       the distributed environment of this process: rank, device, process group
-observe     the output of a run: log, TensorBoard, plots, profiles
+observe     the output of a run: log, trackers, plots, profiles
 models      networks as chains of blocks
 data        datasets, and which rank reads which sample
 tasks       losses with weights, and metrics as sums
@@ -23,6 +23,7 @@ lab         the library
 launchers   the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 advise      what a run would need, from real steps on fake tensors, and what to use in place of it
+exercises   the mechanisms as exercises, which check themselves
 commands    the commands of `ddp-lab`, one file each; `__main__.py` chooses the command
 """
 

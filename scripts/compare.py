@@ -66,10 +66,10 @@ def main() -> None:
     results = []
     for entry in chosen:
         results.append(run(entry, [*overrides, "profile=true"], out))
-        if results[0].refused:
+        if results[0].run.refused:
             break  # its mistake is that of all others
-    if all(result.problem for result in results):
-        sys.exit(f"error: nothing ran: {results[0].problem}")
+    if all(result.run.problem for result in results):
+        sys.exit(f"error: nothing ran: {results[0].run.problem}")
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
     some = f" --strategies {shlex.join(arguments.strategies)}" if arguments.strategies else ""
     head = [

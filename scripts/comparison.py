@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_lab.launchers.short_run import train
+from ddp_lab.launchers.short_run import ShortRun, train
 
 SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
 EARLY = 5  # steps after which weights still agree up to rounding
@@ -76,28 +76,15 @@ def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entr
 
 
 class Result(NamedTuple):
-    """The outcome of one strategy: its epochs in metrics.jsonl and its checkpoints, or why it did not run."""
+    """The outcome of one strategy: its run, and its checkpoints by step."""
 
     entry: Entry
-    records: list[dict[str, Any]]
-    checkpoints: dict[int, Path]  # by step
-    problem: str | None
-    profile: dict[str, Any] | None = None
-    refused: bool = False  # train.py ended with a config error
+    run: ShortRun
+    checkpoints: dict[int, Path]
 
     @property
     def name(self) -> str:
         return self.entry.label
-
-    @property
-    def seconds(self) -> float:
-        """Median seconds of an epoch. The first epoch, which allocates and tunes, counts only if it is the only one."""
-        return statistics.median(record["seconds"] for record in self.records[1:] or self.records)
-
-    @property
-    def rate(self) -> float:
-        """Median samples per second, without the first epoch unless it is the only one."""
-        return statistics.median(record["samples_per_second"] for record in self.records[1:] or self.records)
 
     def differences(self, other: "Result") -> dict[int, float]:
         """Return the largest absolute difference of a weight from another strategy's, by step."""
@@ -118,7 +105,7 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
     done = train(given, entry.ranks, out, entry.label)
     files = {int(path.stem.removeprefix("step_")): path for path in (out / entry.label / "checkpoints").glob("step_*.pt")}
-    return Result(entry, done.records, dict(sorted(files.items())), done.problem, done.profile, done.refused)
+    return Result(entry, done, dict(sorted(files.items())))
 
 
 COLUMNS = (
@@ -135,28 +122,34 @@ COLUMNS = (
 )
 
 
+def median_of(run: ShortRun, key: str) -> float:
+    """Return the median of a value of the epochs. The first, which allocates and tunes, counts only if it is the only one."""
+    return statistics.median(record[key] for record in run.records[1:] or run.records)
+
+
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
     """Return the cells of the table as text. The row of a strategy that did not run ends with the reason."""
-    single = results[0]
+    single = results[0].run
+    base = float("nan") if single.problem else median_of(single, "samples_per_second")
     table: list[tuple[str, ...]] = []
     for result in results:
-        entry = result.entry
-        if result.problem:
-            table.append((entry.title, str(entry.devices), f"not run: {result.problem}"))
+        entry, run = result.entry, result.run
+        if run.problem:
+            table.append((entry.title, str(entry.devices), f"not run: {run.problem}"))
             continue
-        speed_up = result.rate / single.rate if not single.problem else float("nan")
-        found = {} if single.problem else result.differences(single)
+        rate = median_of(run, "samples_per_second")
+        found = {} if single.problem else result.differences(results[0])
         differences = [f"{found[step]:.1e}" if found else "" for step in ends(found)]
         table.append(
             (
                 entry.title,
                 str(entry.devices),
-                f"{result.seconds:.2f}",
-                f"{result.rate:,.0f}",
-                f"{speed_up:.2f}",
-                f"{speed_up / entry.devices:.0%}",
-                peak_memory(result.profile),
-                f"{result.records[-1]['test_accuracy']:.4f}",
+                f"{median_of(run, 'seconds'):.2f}",
+                f"{rate:,.0f}",
+                f"{rate / base:.2f}",
+                f"{rate / base / entry.devices:.0%}",
+                peak_memory(run.profile),
+                f"{run.records[-1]['test_accuracy']:.4f}",
                 *differences,
             )
         )
@@ -170,7 +163,7 @@ def ends(found: dict[int, float]) -> tuple[int, int]:
 
 def headline(results: list[Result]) -> list[str]:
     """Return a line on how far the weights are from single's after the first steps and at the end; [] if it is unknown."""
-    found = {} if results[0].problem else {r.name: r.differences(results[0]) for r in results[1:] if not r.problem}
+    found = {} if results[0].run.problem else {r.name: r.differences(results[0]) for r in results[1:] if not r.run.problem}
     if not found:
         return []
     first, last = ends(next(iter(found.values())))
@@ -188,7 +181,7 @@ def peak_memory(profile: dict[str, Any] | None) -> str:
 
 def diagnoses(results: list[Result]) -> list[str]:
     """Return the diagnosis of each profiled run as one line."""
-    return [f"{result.name}: {'. '.join(result.profile['diagnosis'])}" for result in results if result.profile]
+    return [f"{result.name}: {'. '.join(result.run.profile['diagnosis'])}" for result in results if result.run.profile]
 
 
 def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) -> str:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from ddp_lab.config.build import options  # noqa: E402
 from ddp_lab.config.check import describe_field, is_model  # noqa: E402
 from ddp_lab.config.schema import DataConfig, Keys, ModelConfig, RunConfig  # noqa: E402
+from ddp_lab.config.types import TRACKERS  # noqa: E402
 
 CONF = ROOT / "conf"
 FILE = ROOT / "docs/configuration.md"
@@ -139,6 +140,9 @@ def render() -> str:
             parts += [table(Row._fields, *make_rows(field.annotation, run[name], f"{name}."))]
         if name == "model":
             parts += [table(Row._fields, *make_rows(ModelConfig, run["model"], "model."))]
+        if name == "tracker_options":
+            nodes = {f"{name}.{tracker}": {"_target_": TRACKERS[tracker], **node} for tracker, node in run[name].items()}
+            parts += [table(Row._fields, *(row for group, node in nodes.items() for row in option_rows(group, node)))]
         if name in groups and (rows := group_rows(name)):
             parts += [table((name, *Row._fields), *((", ".join(having), *row) for row, having in rows.items()))]
     return "\n".join(parts)

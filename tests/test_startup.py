@@ -9,6 +9,7 @@ from launches import ROOT
 
 # Import times in seconds on 2 cores: torchvision 1.5, torch._dynamo 1.2, scikit-learn 1, the rest 0.1 to 0.5.
 AT_FIRST_USE = ["torchvision", "torch._dynamo", "sklearn", "scipy", "tensorboard", "matplotlib", "torch.distributed.checkpoint"]
+AT_FIRST_USE += ["wandb", "mlflow"]
 
 IMPORT_ALL = f"""
 import importlib, json, pkgutil, sys

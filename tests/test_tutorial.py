@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import warm
 from launches import ROOT, finish
+from warm import programs
 from wheels import copy_tree
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -82,8 +82,8 @@ def missing(shown: str, real: str, timings: bool = False) -> str | None:
     return f"(the end, before {lines[at]!r})" if at < len(lines) and not floating else None
 
 
-def run(command: str, exported: str, tree: Path, programs: Path) -> tuple[int, str]:
-    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+def run(command: str, exported: str, tree: Path) -> tuple[int, str]:
+    path = os.pathsep.join([str(programs()), str(Path(sys.executable).parent), os.environ["PATH"]])
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", exported + command],
         cwd=tree,
@@ -101,13 +101,12 @@ def run(command: str, exported: str, tree: Path, programs: Path) -> tuple[int, s
 def test_every_command_prints_the_output_in_the_text(tmp_path):
     tree = tmp_path / "ddp_lab"
     copy_tree(tree)
-    programs = warm.shims(tmp_path / "bin")
     exported, wrong = "", []
     found = blocks()
     for block, shown in pairwise(found):
         if block.info != "bash":
             continue
-        code, output = run(block.text, exported, tree, programs)
+        code, output = run(block.text, exported, tree)
         exported += "".join(line + "\n" for line in block.text.splitlines() if line.startswith("export "))
         stated = re.search(r"# exits with (\d+)", block.text)
         line = missing(shown.text, output, "timings" in shown.info)

@@ -32,9 +32,10 @@ from ddp_lab.checkpoints.files import (
     write_text,
 )
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.types import EXTRAS
 from ddp_lab.observe.log import log
 
-RUN_FILES = ("config.yaml", "data.json", "metrics.jsonl")
+RUN_FILES = ("config.yaml", "data.json", "metrics.jsonl", *(f"tracker.{name}.json" for name in EXTRAS))
 STEP = re.compile(r"step_\d+\.(pt|sharded)")
 
 

@@ -14,7 +14,7 @@ from ddp_lab.training.progress import Progress
 
 def copy_full(state: State, progress: Progress) -> Write | None:
     """Collect a copy of the full state on rank 0, and return there what writes it; None on the other ranks. Collective."""
-    full, rests = collect(state.strategy, *state.copy(progress))
+    full, rests = collect(state.strategy, *state.part(progress))
     if not rests:
         return None
 

@@ -103,7 +103,7 @@ class ShardWriter:
             A function for the writer thread, of the final name of the directory, and of what to call before this rank writes.
             It raises an OSError or a RuntimeError if a rank cannot write its files. No file remains then.
         """
-        tensors, plain = state.copy(progress)
+        tensors, plain = state.part(progress)
         tensors = copies_of(state.strategy, tensors)
 
         def write(path: Path, before: Callable[[], None]) -> None:

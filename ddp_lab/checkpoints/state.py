@@ -49,7 +49,7 @@ class State:
         found = {f"model.{name}": tensor for name, tensor in model.items()}
         return found | {f"ema.{name}": tensor for name, tensor in averages.items() if name in model}
 
-    def copy(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
+    def part(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
         """Return this rank's part of a checkpoint: its tensors by key, which are not copied, and the rest as JSON, under KEYS.
 
         An optimizer without a state gets its initial one.
@@ -77,7 +77,7 @@ def collect(
     """Return copies of the full tensors of all stages in host memory, and the rest of each rank of a pipeline. Collective.
 
     Args:
-        tensors, rest: as from `State.copy`; the same keys in the same order on all ranks that share the tensors.
+        tensors, rest: as from `State.part`; the same keys in the same order on all ranks that share the tensors.
 
     Returns:
         Both are empty on all ranks but rank 0.

@@ -3,7 +3,8 @@
 import inspect
 import logging
 import re
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 from typing import Any, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
+from ddp_lab.config.types import TRACKERS
 
 # The groups in the order in which they are checked. Each is listed with the constructor parameters that the code passes, which
 # are therefore not keys of the config.
@@ -73,13 +75,13 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     The constructor is imported, which may import torch (1.5 s).
 
     Args:
-        group: A key of GROUPS.
+        group: A key of GROUPS, or tracker_options.NAME.
         node: The group's part of the config.
 
     Raises:
         ConfigError: `_target_` is missing or is not the name of a class or function.
     """
-    target = find_target(group, node.get("_target_", "???"))
+    target = find_target(f"{group}._target_", node.get("_target_", "???"))
     try:
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except NameError:  # an annotation that exists only for type checkers
@@ -92,7 +94,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     for name, parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             base = AnyKeys
-        if name in GROUPS[group] or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        if name in GROUPS.get(group, ["run"]) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         hint = hints.get(name, Any)
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -105,29 +107,44 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     return create_model(target.__name__, __base__=base, **fields)
 
 
-def find_target(group: str, name: Any) -> Any:
-    """Return the class or function that `_target_` names.
+def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return `_target_` and the options of each chosen tracker, by name.
+
+    Args:
+        tracker: the key `tracker`.
+        given: the key `tracker_options`. The options of mine.Tracker are in it as {"mine": {"Tracker": {...}}}.
+    """
+    names = [tracker] if isinstance(tracker, str) else tracker
+    return {
+        name: {"_target_": TRACKERS.get(name, name), **reduce(lambda node, part: node.get(part, {}), name.split("."), given)}
+        for name in names
+        if name != "none"
+    }
+
+
+def find_target(key: str, name: Any) -> Any:
+    """Return the class or function that the value of a key names.
 
     Raises:
-        ConfigError: `_target_` is missing or is not the name of a class or function.
+        ConfigError: the value is missing or is not the name of a class or function.
     """
     allowed = (
         "must be the name of a class or function that Python can import, for example mynet.MyNet from a file mynet.py in the "
         "current directory"
     )
     if name == "???":
-        raise ConfigError(f"{group}._target_: is missing; it {allowed}")
+        raise ConfigError(f"{key}: is missing; it {allowed}")
     log = logging.getLogger("hydra.utils")  # get_object logs the error that it raises, which would be a second message
     log.disabled = True
     try:
         target = get_object(name)
     except (ImportError, ValueError, AttributeError) as error:
         reason = error.__cause__ or error.__context__
-        raise ConfigError(f"{group}._target_={name}: {allowed}{f' ({reason})' if reason else ''}") from None
+        raise ConfigError(f"{key}={name}: {allowed}{f' ({reason})' if reason else ''}") from None
     finally:
         log.disabled = False
     if not (inspect.isclass(target) or inspect.isroutine(target)):
-        raise ConfigError(f"{group}._target_={name}: {allowed}; it is a {type(target).__name__}")
+        raise ConfigError(f"{key}={name}: {allowed}; it is a {type(target).__name__}")
     return target
 
 

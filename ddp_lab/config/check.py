@@ -1,7 +1,8 @@
 """Validation of a composed config against its schema, and the one-line messages about what is not allowed."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
@@ -9,10 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ddp_lab.config.build import GROUPS, build, for_cpu, options, takes_fused
+from ddp_lab.config.build import GROUPS, build, chosen_trackers, find_target, for_cpu, options, takes_fused
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
-from ddp_lab.config.types import Allowed
+from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -20,6 +21,8 @@ M = TypeVar("M", bound=BaseModel)
 MISSING = "{key}: is missing; it must be {allowed}"
 UNKNOWN = "{key}={value}: there is no such key; {advice}allowed: {allowed}"
 WRONG = "{key}={value}: must be {allowed}"
+
+METHODS = ("log_metrics", "log_media", "finish")  # of a tracker
 
 PLAIN = {
     int: "an integer",
@@ -41,6 +44,7 @@ def check(cfg: DictConfig) -> RunConfig:
     values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     config = validate(RunConfig, values)
     groups = {"data.dataset": config.data.dataset, **{name: getattr(config, name) for name in GROUPS if "." not in name}}
+    check_trackers(config.tracker, config.tracker_options)
     # The optimizer's ranges are checked first, because looking up the constructors imports torch, which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
     for group, node in groups.items():
@@ -68,6 +72,30 @@ def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
         return model.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, model, values, prefix)) from None
+
+
+def check_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> None:
+    """Check that the chosen trackers can be constructed.
+
+    Raises:
+        ConfigError: a package is missing, a class does not exist or is not a tracker, or an option is not allowed.
+    """
+    chosen = chosen_trackers(tracker, given)
+    known = [*TRACKERS, *(name.partition(".")[0] for name in chosen if name not in TRACKERS)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(unknown_key(f"tracker_options.{name}", given[name], "tracker_options.", known))
+    for name, node in chosen.items():
+        if name in EXTRAS and find_spec(name) is None:
+            raise ConfigError(f"tracker={name}: needs the package {name}. Use pip install 'ddp_lab[{name}]', or tracker=none")
+        target = find_target("tracker", node["_target_"])
+        if missing := [method for method in METHODS if isinstance(target, type) and not hasattr(target, method)]:
+            raise ConfigError(
+                f"tracker={name}: the class has no method {' and no '.join(missing)}; a tracker has {', '.join(METHODS)}, as "
+                "ddp_lab.observe.trackers.base.Tracker"
+            )
+        group = f"tracker_options.{name}"
+        validate(options(group, node), {key: value for key, value in node.items() if key != "_target_"}, f"{group}.")
 
 
 def check_optimizer(node: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def listed(names: Sequence[str]) -> str:
     return f"[{','.join(names)}]"
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error and, if it was raised in the user's code, the place. No full stop ends it."""
     others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
     places = [

@@ -25,6 +25,7 @@ from ddp_lab.config.types import (
     Resume,
     RunName,
     Seed,
+    Trackers,
 )
 
 
@@ -127,6 +128,8 @@ class RunConfig(Keys):
     log_every: LogEvery | None
     profile: bool
     inject: Injection | None
+    tracker: Trackers
+    tracker_options: Group
     checkpoint: CheckpointConfig
     data: DataConfig
     model: Group

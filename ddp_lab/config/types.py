@@ -12,6 +12,14 @@ SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the orde
 FAULTS = ("crash", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")  # kinds of injected faults
 
 
+TRACKERS = {
+    "tensorboard": "ddp_lab.observe.trackers.tensorboard.TensorBoard",
+    "wandb": "ddp_lab.observe.trackers.wandb.WandB",
+    "mlflow": "ddp_lab.observe.trackers.mlflow.MLflow",
+}
+EXTRAS = ("wandb", "mlflow")  # trackers that need a package of their name, which an extra of this name installs
+
+
 @dataclass(frozen=True)
 class Allowed:
     """A description of the allowed values of an annotated type, as the end of "must be ..."."""
@@ -23,6 +31,12 @@ def parse_fault(text: str) -> tuple[str, int, int] | None:
     """Return kind, rank and step; None if `text` does not have this form or the kind is unknown."""
     match = re.fullmatch(r"(\w+)@rank=(\d+),step=([1-9]\d*)", text)
     return (match[1], int(match[2]), int(match[3])) if match and match[1] in FAULTS else None
+
+
+def are_trackers(names: list[str]) -> bool:
+    """Return whether these are different names of trackers or import paths, or only "none"."""
+    own = [name for name in names if re.fullmatch(r"[\w.]+\.\w+", name)]
+    return names == ["none"] or (len(set(names)) == len(names) and {*names} <= {*TRACKERS, *own})
 
 
 class Every(NamedTuple):
@@ -68,6 +82,14 @@ LogEvery = Annotated[
     Allowed("a number of steps, as 100, or of seconds, as 10s, or off"),
 ]
 BlockName = Annotated[str | int, Allowed("the name of a block")]
+Trackers = Annotated[
+    str | list[str],
+    Predicate(lambda value: are_trackers([value] if isinstance(value, str) else value)),
+    Allowed(
+        f"none, or one or several of {', '.join(TRACKERS)} and import paths of classes of your own, such as mine.Tracker from "
+        "a file mine.py in the current directory"
+    ),
+]
 Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by `options` of build.py
 Resume = Annotated[
     str,

@@ -11,7 +11,7 @@ from ddp_lab.config.build import options
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys
-from ddp_lab.config.types import Count, DeviceName, Fraction, LogEvery, NaturalNumber, Positive, Seed
+from ddp_lab.config.types import Count, DeviceName, Fraction, LogEvery, NaturalNumber, Positive, Seed, Trackers
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import as_chain, require_chain
 from ddp_lab.strategies.base import Strategy
@@ -28,6 +28,7 @@ class LabKeys(Keys):
     precision: Literal["float32", "bf16"]
     seed: Seed
     timeout: Positive
+    tracker: Trackers
 
 
 class TrainerKeys(Keys):

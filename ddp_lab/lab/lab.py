@@ -1,9 +1,8 @@
 """The ranks of a script or a notebook, and trainers of models on them."""
 
-import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -16,9 +15,9 @@ from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
+from ddp_lab.lab.log import LabLog
 from ddp_lab.lab.recipe import Recipe
 from ddp_lab.lab.trainer import Trainer
-from ddp_lab.observe.metrics_file import append_line
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
@@ -39,7 +38,9 @@ class Lab:
         precision: float32 or bf16.
         seed: of torch's random state, and so of models that are constructed within, and of the order of samples.
         timeout: of the communication, in seconds.
-        run_dir: directory in which `log` writes metrics.jsonl; None: it only prints.
+        run_dir: directory of the run, in which `log` writes metrics.jsonl; None: it only prints.
+        tracker: name of a tracker, or a list of names; they need a run_dir. A resumed run has the same run_dir.
+        tracker_options: of each by its name, for example {"wandb": {"mode": "offline"}}.
         options: keys of conf/strategy/STRATEGY.yaml, for example num_microbatches=4.
 
     Raises:
@@ -56,11 +57,15 @@ class Lab:
         seed: int = 0,
         timeout: float = 600.0,
         run_dir: str | Path | None = None,
+        tracker: str | list[str] = "none",
+        tracker_options: Mapping[str, Any] | None = None,
         **options: Any,
     ):
-        validate(LabKeys, {"device": device, "precision": precision, "seed": seed, "timeout": timeout})
+        keys = {"device": device, "precision": precision, "seed": seed, "timeout": timeout}
+        validate(LabKeys, keys | {"tracker": tracker})
         self._strategy, self._keys, self.seed = find_strategy(strategy, options), (device, precision, timeout), seed
-        self._run_dir = None if run_dir is None else Path(run_dir)
+        folder = None if run_dir is None else Path(run_dir)
+        self._log = LabLog(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
         self._runtime: Runtime | None = None
 
     def __enter__(self) -> "Lab":
@@ -73,6 +78,7 @@ class Lab:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         runtime, self._runtime, Lab._open = self.runtime, None, None
+        self._log.close(failed=error is not None)
         if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
             time.sleep(REPORTING)
         runtime.__exit__(kind, error, traceback)
@@ -111,7 +117,7 @@ class Lab:
             print(*values, flush=True)
 
     def log(self, **metrics: Any) -> None:
-        """Print metrics in a line on rank 0, and append them to metrics.jsonl if the Lab has a run_dir.
+        """Print metrics in a line on rank 0, and record them in metrics.jsonl and the trackers if the Lab has a run_dir.
 
         Args:
             metrics: numbers, or tensors of one element, by name.
@@ -122,10 +128,7 @@ class Lab:
         self.print(
             *(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
         )
-        if self._run_dir is not None:
-            kind = next((name for name in ("epoch", "step") if name in values), "log")
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            append_line(self._run_dir / "metrics.jsonl", json.dumps({"kind": kind, **values}))
+        self._log.append(values)
 
     def trainer(
         self,

@@ -1,1 +1,1 @@
-"""The output of a run: log files, TensorBoard, plots, profiles and traces. Nothing here changes what is computed."""
+"""The output of a run: log files, trackers, plots, profiles and traces. Nothing here changes what is computed."""

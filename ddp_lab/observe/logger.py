@@ -1,11 +1,9 @@
-"""The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, TensorBoard and pictures."""
+"""The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, pictures and trackers."""
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,21 +11,16 @@ import torch
 
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
-from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows
-from ddp_lab.observe.pictures import confusion_figure, prediction_grid
+from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows, is_epoch, read_rows
+from ddp_lab.observe.pictures import confusion_figure, pixels, prediction_grid
 from ddp_lab.observe.progress import Display
+from ddp_lab.observe.trackers.background import Trackers
+from ddp_lab.observe.trackers.base import Status
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")
-
-
-@contextmanager
-def surviving_a_full_disk(path: Path) -> Generator[None]:
-    """Log an OSError as an error instead of raising it: missing records must not end the training."""
-    try:
-        yield
-    except OSError as error:
-        log.error(f"{path} could not be written ({error.strerror or error}): its records are incomplete; training continues")
+PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
+NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/seconds"}  # other names that trackers get
 
 
 class Logger:
@@ -78,56 +71,34 @@ class Logger:
         """
 
     def text(self, title: str, markdown: str) -> None:
-        """Write a text to TensorBoard's text page."""
+        """Pass a text to the trackers."""
 
-    def close(self) -> None:
-        """Write the buffered records and draw the pictures."""
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """Draw the pictures, unless the run has failed, and end the trackers, with the arguments of `Tracker.finish`."""
 
 
 class FileLogger(Logger):
     """The logger of rank 0.
 
     Args:
-        run_dir: directory for metrics.jsonl and TensorBoard's event file.
+        run_dir: directory for metrics.jsonl and the pictures.
         start: first epoch of this launch, and number of steps before it. Rows after this position, from an interrupted launch,
             are removed.
         constants: fields to append to every record of metrics.jsonl.
-        hparams: fields of TensorBoard's HParams page.
-        config: the resolved config as YAML.
+        trackers: get the metrics and the pictures, and of the rows before `start` those that they do not have.
         classes: names of the classes.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        start: tuple[int, int],
-        constants: dict[str, Any],
-        hparams: dict[str, Any],
-        config: str,
-        classes: list[str],
+        self, run_dir: Path, start: tuple[int, int], constants: dict[str, Any], trackers: Trackers, classes: list[str]
     ):
-        from torch.utils.tensorboard import SummaryWriter  # takes 2 s, so only rank 0 imports it
-        from torch.utils.tensorboard.summary import hparams as hparams_summary
-
-        self.constants, self.classes = constants, classes
-        self.metrics = run_dir / "metrics.jsonl"
+        self.constants, self.trackers, self.classes = constants, trackers, classes
+        self.metrics, self.step = run_dir / "metrics.jsonl", start[1]
         self.pictures: dict[str, Callable[[Path], None]] = {"curves.png": partial(draw_metrics, self.metrics)}
         drop_rows(self.metrics, *start)
         self.display = Display()
-        # A run of its own: in one with the epochs, resuming from an epoch would remove the steps with a higher number.
-        self.open_step_board = partial(SummaryWriter, str(run_dir / "steps"), purge_step=start[1] + 1)
-        self.step_board: SummaryWriter | None = None
-        is_new = not list(run_dir.glob("events.*"))
-        self.board = SummaryWriter(str(run_dir), purge_step=None if is_new else start[0])
-        if is_new:
-            self.board.add_text("config", f"```yaml\n{config}\n```")
-            writer = self.board.file_writer
-            assert writer is not None, "an open SummaryWriter has a FileWriter"
-            # SummaryWriter.add_hparams would add a second run to TensorBoard.
-            for summary in hparams_summary(
-                hparams, {f"{kind}/{name}": 0.0 for kind, name in product(("loss", "accuracy"), SETS)}
-            ):
-                writer.add_summary(summary)
+        for row in read_rows(self.metrics):
+            self._track({key: value for key, value in row.items() if key not in constants})
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
         return self.display.batches(batches, label, done, total)
@@ -140,41 +111,32 @@ class FileLogger(Logger):
         return self.display.every
 
     def steps(self, row: Mapping[str, Any]) -> None:
-        self._append("step", row)
-        with surviving_a_full_disk(self.metrics.parent):
-            self.step_board = self.step_board or self.open_step_board()
-            for name, value in row.items():
-                if name not in ("epoch", "step", "eta", "eta_epoch"):
-                    self.step_board.add_scalar(f"step/{name}", value, row["step"])
-            self.step_board.flush()
+        self._record({"kind": "step", **row})
 
-    def _append(self, kind: str, metrics: Mapping[str, Any]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
-        with surviving_a_full_disk(self.metrics):
-            append_line(self.metrics, json.dumps({"kind": kind, **finite, **self.constants}))
+    def _record(self, row: Mapping[str, Any], **more: float) -> None:
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        try:
+            append_line(self.metrics, json.dumps({**finite, **self.constants}))  # JSON has no NaN
+        except OSError as error:  # missing records must not end the training
+            reason = error.strerror or error
+            log.error(f"{self.metrics} could not be written ({reason}): its records are incomplete; training continues")
+        self._track(row, **more)
+
+    def _track(self, row: Mapping[str, Any], **more: float) -> None:
+        self.step = int(row.get("step", 0))  # a row of an earlier version may have none
+        self.trackers.log_metrics(scalars(row) | more, self.step, row["epoch"] if is_epoch(row) else None)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
-        self._append("epoch", {"epoch": epoch, **metrics})
-        scalars = {"lr": metrics["lr"], "speed/samples_per_second": metrics["samples_per_second"]}
-        scalars["memory/peak_MiB"] = peak_memory_bytes() / 2**20
-        for key, value in metrics.items():  # val_loss becomes loss/val
-            name, _, kind = key.partition("_")
-            scalars |= {f"{kind}/{name}": value} if name in SETS else {}
-        with surviving_a_full_disk(self.metrics.parent):
-            for tag, value in scalars.items():
-                self.board.add_scalar(tag, value, epoch)
-            self.board.flush()
+        self._record({"kind": "epoch", "epoch": epoch, **metrics}, **{"memory/peak_MiB": peak_memory_bytes() / 2**20})
         log.info(
             f"epoch {epoch}: {describe_metrics(metrics)} | "
             f"lr {metrics['lr']:.4g}, {metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
         )
 
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
-        if epoch % 10 ** (len(str(epoch)) - 1) != 0:
-            return  # a picture takes 0.1 s, and TensorBoard shows ten of a run
-        grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
-        with surviving_a_full_disk(self.metrics.parent):
-            self.board.add_figure("predictions", grid, epoch)
+        if epoch % 10 ** (len(str(epoch)) - 1) == 0:  # a picture takes 0.1 s, and TensorBoard shows ten of a run
+            grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
+            self.trackers.log_media("predictions", pixels(grid), self.step, epoch)
 
     def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
         if counts is not None:
@@ -183,20 +145,31 @@ class FileLogger(Logger):
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
         figure = confusion_figure(counts, self.classes)
         figure.savefig(path)
-        self.board.add_figure("confusion", figure, epoch)
+        self.trackers.log_media("confusion", pixels(figure), self.step, epoch)
 
     def text(self, title: str, markdown: str) -> None:
-        with surviving_a_full_disk(self.metrics.parent):
-            self.board.add_text(title, markdown)
+        self.trackers.log_media(title, markdown, self.step, 0)
 
-    def close(self) -> None:
-        for name, draw in self.pictures.items():  # not before: importing matplotlib and drawing take over a second
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        # Not before: importing matplotlib and drawing take over a second.
+        for name, draw in self.pictures.items() if status != "failed" else ():
             picture = self.metrics.with_name(name)
             try:
                 draw(picture)
             except Exception as error:  # a picture that fails must not fail the run
                 log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
-        with surviving_a_full_disk(self.metrics.parent):
-            self.board.close()
-            if self.step_board:
-                self.step_board.close()
+        self.trackers.finish(status, summary)
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return what trackers get of a row of metrics.jsonl: its numbers.
+
+    Of an epoch, val_loss is called loss/val; of a step, loss is called step/loss.
+    """
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        if isinstance(value, (int, float)) and key not in PLACES:
+            name, _, kind = key.partition("_")
+            of_epoch = f"{kind}/{name}" if name in SETS and kind else NAMES.get(key, key)
+            found[of_epoch if is_epoch(row) else f"step/{key}"] = value
+    return found

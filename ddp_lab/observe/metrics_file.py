@@ -34,14 +34,24 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def is_epoch(row: dict[str, Any]) -> bool:
+def is_epoch(row: Mapping[str, Any]) -> bool:
     """Return whether a row holds the metrics after an epoch."""
     return row.get("kind", "epoch") == "epoch"
 
 
+def read_rows(metrics: Path) -> list[dict[str, Any]]:
+    """Return all rows; none if there is no file. A row that is just being written is left out."""
+    return list(map(json.loads, complete_lines(metrics)))
+
+
 def read_epochs(metrics: Path) -> list[dict[str, Any]]:
-    """Return the rows of the epochs; none if there is no file. A row that is just being written is left out."""
-    return [row for row in map(json.loads, complete_lines(metrics)) if is_epoch(row)]
+    """Return the rows of the epochs, as `read_rows`."""
+    return list(filter(is_epoch, read_rows(metrics)))
+
+
+def row_of(metrics: Path, epoch: int) -> dict[str, Any]:
+    """Return the row of an epoch; an empty one if it was not recorded."""
+    return next((row for row in read_epochs(metrics) if row["epoch"] == epoch), {})
 
 
 def complete_lines(metrics: Path) -> list[str]:
@@ -115,7 +125,7 @@ def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: P
         where: the devices.
     """
     rows = read_epochs(metrics)
-    row = next((row for row in rows if row["epoch"] == epoch), {})
+    row = row_of(metrics, epoch)
     which, found = f"best {criterion}" if criterion else "last", describe_metrics(row, SETS[1:]) or "no metrics"
     if rows:
         alike = [row for row in rows if row.get("world_size") == rows[-1].get("world_size")]

@@ -21,7 +21,7 @@ REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such a
 # Keys of a launch that trains, with their values afterwards.
 AFTERWARDS = {
     **{"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None},
-    **{"patience": None, "checkpoint.best": None, "optimize": "auto"},
+    **{"patience": None, "checkpoint.best": None, "optimize": "auto", "tracker": "none"},
 }
 # Options of strategies that lay out several ranks, with their values for one.
 IN_ONE_PROCESS = {
@@ -65,6 +65,7 @@ def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | N
             raise ConfigError("must be a config, got a list")
         for key, value in AFTERWARDS.items():
             OmegaConf.update(cfg, key, value)
+        cfg.tracker_options = {}
         validate(RunConfig, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True)))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -11,12 +11,16 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.find import result_in
 from ddp_lab.checkpoints.mirror import Mirror
+from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.types import SETS
 from ddp_lab.launchers.preflight import warn
 from ddp_lab.observe.log import log, setup_logging, telling
 from ddp_lab.observe.logger import FileLogger, Logger
-from ddp_lab.observe.metrics_file import describe_result
+from ddp_lab.observe.metrics_file import describe_result, row_of
 from ddp_lab.observe.profiler import Profiled
+from ddp_lab.observe.trackers.background import Trackers
+from ddp_lab.observe.trackers.base import TrackedRun
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
@@ -127,24 +131,25 @@ def train_guarded(
     guard = Guard(settings, checkpoints, decisions, watchdog, progress)
     watchdog.at("loading", progress.epoch, progress.step + 1)
     try:
-        trainer.fit_loaders(job.loaders, fit_settings, logger, guard)
-        status = "finished"
-    except Preempted:
-        status = "interrupted" if decisions.interrupted else "preempted"
+        try:
+            trainer.fit_loaders(job.loaders, fit_settings, logger, guard)
+            status = "finished"
+        except Preempted:
+            status = "interrupted" if decisions.interrupted else "preempted"
+        finally:
+            if profile:
+                profile.end()
+        guard.finish()
     except TrainingError:
         checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
         if mirror:
             mirror.finish(cfg.timeout / 2)
+        logger.close("failed", {})
         raise
-    finally:
-        if profile:
-            profile.end()
-    logger.close()
-    guard.finish()
     if mirror:
         mirror.finish(cfg.timeout / 2)  # the watchdog ends a launch after cfg.timeout
-    if status == "finished" and runtime.rank == 0:
-        log_result(job, run_dir, trainer.progress, checkpoints)
+    has_result = status == "finished" and runtime.rank == 0
+    logger.close(status, log_result(job, run_dir, trainer.progress, checkpoints) if has_result else {})
     return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
 
 
@@ -159,8 +164,8 @@ def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
     return choice == "sharded" or (choice == "auto" and ranks > 1 and size >= SHARDED_FROM)
 
 
-def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints) -> None:
-    """Log the epoch whose weights are the result, by which metric it was chosen, and the checkpoint.
+def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints) -> dict[str, Any]:
+    """Log, and return for the trackers, the epoch whose weights are the result, its metrics, and the checkpoint.
 
     Args:
         job: of the run.
@@ -174,23 +179,30 @@ def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Check
     else:
         path = (checkpoints.files() or [checkpoints.folder])[-1]
         epoch, criterion = progress.epoch - 1, None
-    log.info(describe_result(run_dir.path / "metrics.jsonl", epoch, criterion, path, job.strategy.where))
+    metrics = run_dir.path / "metrics.jsonl"
+    log.info(describe_result(metrics, epoch, criterion, path, job.strategy.where))
+    row = row_of(metrics, epoch)
+    return {"epoch": epoch, "checkpoint": str(path)} | {key: row[key] for key in row if key.partition("_")[0] in SETS}
 
 
 def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) -> FileLogger:
     """Return the logger of rank 0."""
     plan, choices = job.plan, HydraConfig.get().runtime.choices
+    config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    hparams = (
+        {group: choices[group] for group in ("data", "model", "strategy", "optimizer", "scheduler")}
+        | {key: cfg[key] for key in ("epochs", "precision", "seed")}
+        | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices}
+    )
+    run = TrackedRun(run_dir, "", config, hparams, start=(progress.epoch, progress.step))
     return FileLogger(
         run_dir,
-        start=(progress.epoch, progress.step),
+        start=run.start,
         constants={
             "global_batch_size": plan.global_batch_size,
             "world_size": plan.world_size,
             "strategy": job.strategy.name,
         },
-        config=OmegaConf.to_yaml(cfg, resolve=True),
-        hparams={group: choices[group] for group in ("data", "model", "strategy", "optimizer", "scheduler")}
-        | {key: cfg[key] for key in ("epochs", "precision", "seed")}
-        | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices},
+        trackers=Trackers(chosen_trackers(config["tracker"], config["tracker_options"]), run, patience=cfg.timeout / 4),
         classes=job.dataset.classes,
     )

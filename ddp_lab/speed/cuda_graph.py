@@ -61,8 +61,14 @@ class GraphStep:
             for size in others:
                 warm_up(self.step, partial(self._first_batch, size), WARM_UP)
             batch = self._first_batch(largest)
-            with unchanged(self.step), refusing_to_wait():
-                self.step.compute(batch)
+            # A step that lets the host wait would fail in the capture, too, but with a message about the capture, and it would
+            # leave torch's generators in it.
+            with unchanged(self.step):
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    self.step.compute(batch)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
             pool = torch.cuda.graph_pool_handle()
             for size in (largest, *others):
                 self.graphs[size] = captured(lambda size=size: self.step.compute(self.gather(size)), pool)
@@ -125,19 +131,6 @@ def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@contextmanager
-def refusing_to_wait() -> Generator[None]:
-    """Raise an error where the host waits for the GPU.
-
-    A capture would fail there, too, but with a message about the capture, and it would leave torch's generators in it.
-    """
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
     """Run steps that compile, choose kernels and allocate everything, and restore the state after them. Collective.
 
@@ -152,7 +145,7 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         with step.strategy.no_sync():
             first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
             real = min(real_samples(count, step.strategy.dp_rank, step.strategy.dp_size), len(first[0]))
-            step.strategy.add_gradient(*first, real, step.strategy.divisor(count))  # another would compile the loss again
+            step.strategy.add_gradient(*first, real, count / step.strategy.averaged)  # another would compile the loss again
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())

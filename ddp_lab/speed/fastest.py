@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.speed.compile import compile_step, compiling
 from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
-from ddp_lab.speed.options import AUTO, PerformanceOptions, compiles_optimizer, configure_optimizer
+from ddp_lab.speed.options import AUTO, PerformanceOptions, configure_optimizer
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -37,32 +38,35 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
     """
     decide = options.compile == AUTO
     options = options._replace(compile=False) if decide else options
-    options, built = build_captured(options, step, loader, benchmark=not decide)
+    options, built = build_what_works(options, step, loader, benchmark=not decide)
     if decide:
         pays, why = compile_pays_off(step, measure(step, built, loader), steps_left)
-        if pays:
-            built = None  # frees the memory of its graphs
-            reset(step)
-            built, problem = try_to_compile(options, step, loader)
-            if built is None:
-                pays, why = False, f"the step cannot be compiled: {problem}"
-                _, built = build_captured(options, step, loader, benchmark=False)
         options = options._replace(compile=pays, reasons={**options.reasons, "compile": why})
+        if pays:
+            del built  # frees the memory of its graphs
+            reset(step, options)
+            options, built = build_what_works(options, step, loader, benchmark=False)
     options.log_choices()
     return built
 
 
-def build_captured(
+def build_what_works(
     options: PerformanceOptions, step: Step, loader: Loader, benchmark: bool
 ) -> tuple[PerformanceOptions, Step | GraphStep]:
-    """Return the options that work, without `cuda_graph` if speed=auto has chosen it and it fails, and the step. Collective."""
-    if options.cuda_graph and "cuda_graph" in options.reasons:
-        built, problem = attempt(step.strategy.runtime, lambda: build(options, step, loader, benchmark))
-        if built is not None:
-            return options, built
-        reset(step)
-        why = {**options.reasons, "cuda_graph": f"the step cannot be captured: {problem}"}
-        options = options._replace(cuda_graph=False, reasons=why)
+    """Return the step, and the options without those that speed=auto has chosen and that fail. Collective.
+
+    The arguments are those of `build`.
+    """
+    for name, failed in (("compile", "compiled"), ("cuda_graph", "captured")):
+        if getattr(options, name) and name in options.reasons:
+            built, problem = attempt(step.strategy.runtime, partial(build, options, step, loader, benchmark))
+            if built is not None:
+                return options, built
+            why = {**options.reasons, name: f"the step cannot be {failed}: {problem}"}
+            options = options._replace(**{name: False}, reasons=why)
+            reset(step, options)
+            if name == "compile":
+                torch.compiler.set_stance("force_eager")  # parts of the step are compiled
     return options, build(options, step, loader, benchmark)
 
 
@@ -74,11 +78,11 @@ def build(options: PerformanceOptions, step: Step, loader: Loader, benchmark: bo
         step: the step in eager mode.
         loader: of the training set.
         benchmark: whether cuDNN times its kernels for each convolution, in the first steps, which takes up to 3 s and saves
-            about 2 % of a step of ResNet-18 in bf16. Otherwise it uses its first guess.
+            about 2 % of a step of ResNet-18 in bf16. Otherwise it uses its first guess, unless the step is compiled.
     """
     captured = loader if options.cuda_graph and isinstance(loader, DeviceLoader) else None
     with ExitStack() as first_steps:
-        if benchmark:
+        if benchmark or options.compile:
             first_steps.enter_context(cudnn_benchmark())
         if options.compile:
             what = compile_step(step, captured, options.channels_last)
@@ -94,20 +98,6 @@ def build(options: PerformanceOptions, step: Step, loader: Loader, benchmark: bo
     return step
 
 
-def try_to_compile(options: PerformanceOptions, step: Step, loader: Loader) -> tuple[Step | GraphStep | None, str]:
-    """Return the step compiled or, if it cannot be compiled, None and the reason. The arguments are those of `build`."""
-    if options.cuda_graph and "fused" in options.reasons and compiles_optimizer(step.optimizer):
-        for group in step.optimizer.param_groups:
-            group |= {"fused": None} if "fused" in group else {}
-    compiled = options._replace(compile=True)
-    built, problem = attempt(step.strategy.runtime, lambda: build(compiled, step, loader, benchmark=True))
-    if built is None:
-        reset(step)
-        configure_optimizer(step.optimizer, options, step.strategy.device)
-        torch.compiler.set_stance("force_eager")  # parts of the step are compiled
-    return built, problem
-
-
 def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
     """Return what `build` returns; or None and the first line of an error, if it failed on any rank. Collective."""
     built, problem = None, ""
@@ -120,9 +110,12 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
     return (None, problem) if problem else (built, "")
 
 
-def reset(step: Step) -> None:
-    """Free what a failed attempt has left, and let the step run in eager mode."""
+def reset(step: Step, options: PerformanceOptions) -> None:
+    """Free what an earlier attempt has left, and configure the optimizer for these options."""
     step.optimizer.zero_grad()
+    for group in step.optimizer.param_groups:
+        group |= {"fused": None} if "fused" in group and "fused" in options.reasons else {}
+    configure_optimizer(step.optimizer, options, step.strategy.device)
     gc.collect()
     if step.strategy.device.type == "cuda":
         torch.cuda.empty_cache()

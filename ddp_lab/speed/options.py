@@ -50,8 +50,18 @@ class PerformanceOptions(NamedTuple):
     disabled: tuple[str, ...] = ()
 
     def apply_memory_format(self, model: nn.Module) -> nn.Module:
-        """Set the memory format of the model and return it. Called before `Strategy.setup`, within `backend_flags`."""
-        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+        """Set the memory format of the model and return it. Called before `Strategy.setup`, within `backend_flags`.
+
+        The weights of convolutions with one input channel stay contiguous, as cuDNN's gradients of them are. Their strides as
+        channels last differ, and DDP would copy the gradients into its buckets and warn (H100, torch 2.11, 2026-11-24). Those
+        of grouped convolutions, with one input channel each, are channels last.
+        """
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)
+            for layer in model.modules():
+                if isinstance(layer, nn.Conv2d) and layer.in_channels == 1:
+                    layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
+        return model
 
     @contextmanager
     def backend_flags(self, runtime: Runtime) -> Generator[None]:

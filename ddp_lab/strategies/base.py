@@ -51,6 +51,8 @@ class Strategy(ABC):
         runtime: of this rank.
         inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks. Consecutive ranks share a
             replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
+            ranks that read different local batches together (sync).
 
     Attributes, besides those of the class:
         axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
@@ -62,7 +64,8 @@ class Strategy(ABC):
         num_devices: number of devices in use, over all ranks.
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
-        batch_norm: whether BatchNorm normalises by the local batch ("local") or the global batch ("sync").
+        averaged: number of replicas over which a wrapper of the model averages the gradients, as DDP does; 1: they are summed.
+            A loss is divided by the size of the GLOBAL batch / `averaged`.
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
         autocast: returns the context of the forward pass.
@@ -78,7 +81,6 @@ class Strategy(ABC):
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
-    averages: ClassVar[bool] = False  # a wrapper of the model averages gradients over dp, as DDP does, instead of summing them
     performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
@@ -89,7 +91,7 @@ class Strategy(ABC):
     module: nn.Module  # this rank's part of the model, unwrapped, so that its parameters keep their plain names
     forward: nn.Module  # computes the logits: `module` or a wrapper around it
 
-    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None):
+    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None, batch_norm: BatchNorm = "local"):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
@@ -109,8 +111,8 @@ class Strategy(ABC):
         self.axes = {"dp": self.dp_size, **inner}
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
-        self.is_metric_rank, self.pp_rank = True, 0
-        self.batch_norm: BatchNorm = "local"
+        self.is_metric_rank, self.pp_rank, self.averaged = True, 0, 1
+        self.batch_norm: BatchNorm = batch_norm
         self.task: Task = Classification()
         self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
@@ -190,7 +192,7 @@ class Strategy(ABC):
             # their number must be the same on every rank.
             kept = slice(real if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
-        divisor = self.divisor(count)
+        divisor = count / self.averaged
         *early, last = micro_batches
         with self.no_sync():
             results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
@@ -218,13 +220,6 @@ class Strategy(ABC):
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 gradient.mul_(scale.to(gradient))
-
-    def divisor(self, count: int) -> float:
-        """Return what the summed losses are divided by; `count` is the size of the GLOBAL batch.
-
-        Summed over micro-batches and replicas, or averaged over replicas, the gradients are then those of the GLOBAL mean.
-        """
-        return count / self.dp_size if self.averages else count
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""

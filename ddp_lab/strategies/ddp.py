@@ -21,18 +21,15 @@ class DDP(Strategy):
     """Data parallelism by torch's DistributedDataParallel.
 
     Args:
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
         bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last gradient is computed; with
             compile=true the model is also compiled in pieces of that size.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
-    averages = True  # over the ranks, but the gradient of the global mean is the sum
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive):
-        super().__init__(runtime)
-        self.batch_norm = batch_norm
+        super().__init__(runtime, batch_norm=batch_norm)
+        self.averaged = self.dp_size
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
 
     def setup(self, model: nn.Module) -> None:

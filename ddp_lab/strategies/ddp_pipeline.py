@@ -23,8 +23,6 @@ class DDPPipeline(Pipeline):
 
     Args:
         pp: number of ranks in a pipeline. The number of replicas is the number of ranks / pp.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
     """
 
     def __init__(

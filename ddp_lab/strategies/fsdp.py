@@ -30,13 +30,9 @@ class FSDP(FullyShard):
     Args:
         reshard_after_forward: whether to free a block's gathered parameters after its forward pass and gather them again for
             its backward pass, which takes less memory and 1.5 times the communication.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
-        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), or each block's
-            forward pass (block).
     """
 
-    sharded = averages = True
+    sharded = True
 
     def __init__(
         self,
@@ -46,7 +42,7 @@ class FSDP(FullyShard):
         checkpoint_activations: Checkpointing = "none",
     ):
         super().__init__(runtime, batch_norm, checkpoint_activations)
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.averaged = reshard_after_forward, self.dp_size
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)

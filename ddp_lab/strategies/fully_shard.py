@@ -1,7 +1,7 @@
 """What `fsdp` and `mesh` have in common: torch's `fully_shard`, applied to parts of a model."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,16 +22,15 @@ class FullyShard(Strategy):
     """A strategy whose `setup` calls `shard`. Its parameters are DTensors.
 
     Args:
-        runtime: of this rank.
-        batch_norm, checkpoint_activations: as described by the strategies.
+        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), or each block's
+            forward pass (block).
     """
 
     compiled_by_block = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing):
-        super().__init__(runtime)
-        self.batch_norm = batch_norm
+        super().__init__(runtime, batch_norm=batch_norm)
         self.checkpointing: Checkpointing = checkpoint_activations
         self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
         if checkpoint_activations != "none":
@@ -76,24 +75,20 @@ class FullyShard(Strategy):
         reshard(self.module)
         super().train(mode)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return without_sync(self.forward)
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        # Backward passes leave the gradients unsharded meanwhile, which costs the memory that sharding them saves.
+        assert isinstance(self.forward, FSDPModule)
+        self.forward.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.forward.set_requires_gradient_sync(True)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         logits = super().predict(inputs)
         forget_order(self.module)
         return logits
-
-
-@contextmanager
-def without_sync(module: nn.Module) -> Generator[None]:
-    """Let backward passes leave the gradients unsharded meanwhile, which costs the memory that sharding them saves."""
-    assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
 
 
 def forget_order(module: nn.Module) -> None:

@@ -15,7 +15,8 @@ Every parameter is therefore a DTensor of the same mesh, which optimizers, clipp
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import Literal, cast
 
 import torch
@@ -33,7 +34,7 @@ from ddp_lab.strategies.fully_shard import FullyShard, forget_order, sharded_in
 from ddp_lab.strategies.mesh_layout import arrange, describe_layout
 from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
 from ddp_lab.strategies.sharding import fill, local, require_one_place
-from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, boundaries_of, make_stages
+from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, token_layouts
 from ddp_lab.world.runtime import Runtime
 
@@ -55,10 +56,6 @@ class Mesh(FullyShard):
         num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved
             schedule.
         cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
-        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), or each block's
-            forward pass (block).
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
@@ -109,7 +106,7 @@ class Mesh(FullyShard):
         if tp > 1 or self.sequence_parallel:
             check_plans(model, shapes, tp, self.sequence_parallel)
         self.tokens = token_layouts(model, self.sequence_parallel)
-        self.shapes = [
+        self.plan.parts.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
             for shape, tokens in zip(shapes, self.tokens, strict=True)
         ]
@@ -117,8 +114,7 @@ class Mesh(FullyShard):
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
-        boundaries = boundaries_of(self.plan, self.shapes, model.input_dtype, self.runtime.precision)
-        stages = make_stages(model, self.plan, self.pp_rank, boundaries, nullcontext, self.checkpointing)
+        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast, self.checkpointing)
         for stage in stages.values():
             self._place(stage)
         self.module = blocks_of(stages)
@@ -171,9 +167,11 @@ class Mesh(FullyShard):
         forget_order(self.module)
         return logits
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
         # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.
-        return super().no_sync() if self.executor is None else nullcontext()
+        with nullcontext() if self.executor else super().no_sync():
+            yield
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.

@@ -20,7 +20,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.schedules import PipelineOptions, Schedule
 from ddp_lab.strategies.sharding import to_device
-from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, boundaries_of, make_stages
+from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, make_stages
 from ddp_lab.world.runtime import Runtime
 
 
@@ -67,8 +67,7 @@ class Pipeline(Strategy):
         assert isinstance(model, Chain)  # `needs_chain`
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
-        boundaries = boundaries_of(self.plan, self.plan.parts.shapes, model.input_dtype, self.runtime.precision)
-        stages = make_stages(model, self.plan, self.pp_rank, boundaries, self.runtime.autocast, "none")
+        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast, "none")
         for stage in stages.values():
             to_device(stage, self.device, self.initial_weights)
         self.module = blocks_of(stages)

@@ -44,8 +44,6 @@ class Scratch(Strategy):
         bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket consists of complete blocks, from the
             last to the first. The first blocks, up to 1 MiB, have a bucket of their own, because no backward pass is left that
             could hide its communication.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
@@ -57,9 +55,9 @@ class Scratch(Strategy):
         bucket_mb: Positive,
         batch_norm: BatchNorm,
     ):
-        super().__init__(runtime)
+        super().__init__(runtime, batch_norm=batch_norm)
         require_ranks(algorithm, runtime.world_size)
-        self.algorithm, self.batch_norm = algorithm, batch_norm
+        self.algorithm = algorithm
         self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET) if algorithm == "bucketed" else ()
         self.buckets: Buckets | None = None
 

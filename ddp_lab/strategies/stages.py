@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
 from ddp_lab.tasks.base import Task
@@ -52,34 +53,25 @@ class Stage(nn.Sequential):
             return output.clone() if output is input else output
 
 
-def boundaries_of(
-    plan: PipelinePlan, shapes: list[torch.Size], inputs: torch.dtype | None, precision: str
-) -> list[torch.Tensor]:
-    """Return what each stage of a pipeline gets for one sample, and what the last one returns, on the meta device.
-
-    Args:
-        plan: of the pipeline.
-        shapes: shape of one sample's activation before each block and after the last one.
-        inputs: dtype of the model's inputs; None: torch's default.
-        precision: float32, in which all activations are sent; or bf16, in which all but the inputs and the outputs are.
-    """
-    outside = torch.get_default_dtype()
-    between = torch.bfloat16 if precision == "bf16" else outside
-    at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
-    dtypes = [inputs or outside, *[between] * (len(at) - 2), outside]
-    return [torch.empty(1, *shape, dtype=dtype, device="meta") for shape, dtype in zip(at, dtypes, strict=True)]
-
-
 def make_stages(
-    model: nn.Module,
+    model: Chain,
     plan: PipelinePlan,
     rank: int,
-    boundaries: list[torch.Tensor],
+    precision: str,
     autocast: Callable[[], AbstractContextManager[object]],
     checkpointing: Checkpointing,
 ) -> dict[int, Stage]:
-    """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`."""
-    blocks = list(model.named_children())
+    """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`.
+
+    Args:
+        precision: float32, in which all activations are sent; or bf16, in which all but the inputs and the outputs are.
+        autocast, checkpointing: as in `Stage`.
+    """
+    blocks, shapes, outside = list(model.named_children()), plan.parts.shapes, torch.get_default_dtype()
+    between = torch.bfloat16 if precision == "bf16" else outside
+    at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
+    dtypes = [model.input_dtype or outside, *[between] * (len(at) - 2), outside]
+    boundaries = [torch.empty(1, *shape, dtype=dtype, device="meta") for shape, dtype in zip(at, dtypes, strict=True)]
     stages: dict[int, Stage] = {}
     for index in range(rank, plan.num_stages, plan.ranks):
         own = OrderedDict(blocks[i] for i in plan.parts.parts[index])

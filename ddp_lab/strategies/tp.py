@@ -10,10 +10,10 @@ are concatenated.
 
 That is two collectives per layer, each of the size of the layer's activations: far more traffic than in data parallelism. The
 ranks therefore need fast links, and tensor parallelism pays only if a single layer is too large for a device. The models
-contain no code for it: `setup` replaces their layers by name.
+contain no code for it: `setup` shards their layers by name.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,39 +35,33 @@ from ddp_lab.strategies.sharding import local, require_one_place, to_device
 from ddp_lab.world.runtime import Runtime
 
 
-class ShardedConv2d(nn.Module):
-    """A convolution whose output channels are sharded evenly over the ranks of `mesh`.
+class ShardedConv2d(nn.Conv2d):
+    """A convolution whose output channels are sharded evenly over the ranks: a layer of torch after `shard_channels`.
 
     DTensor has no sharding rule for this convolution. The parameters are DTensors, for checkpoints and norms, but the
     convolution is computed with their local shards.
-
-    Args:
-        conv: layer to replace, the same on every rank, with groups=1 and padding_mode="zeros".
-        mesh: one-dimensional; its size divides the number of output channels.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, conv: nn.Conv2d, mesh: DeviceMesh):
-        super().__init__()
-        self.mesh = mesh
-        self.stride, self.padding, self.dilation = conv.stride, conv.padding, conv.dilation
-        assert conv.groups == 1, "each output channel must depend on all input channels"
-        assert conv.padding_mode == "zeros"
-        for name, tensor in (("weight", conv.weight), ("bias", conv.bias)):
-            if tensor is not None:
-                sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
-                tensor = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
-            self.register_parameter(name, tensor)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, [b, o, h, w], for `inputs`, [b, c, height, width], both the same on every rank. Collective."""
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank. Collective."""
+        mesh = cast(DTensor, self.weight).device_mesh
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al. 2019, arXiv:1909.08053).
-        same = DTensor.from_local(inputs, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         own = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
-        return DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False).full_tensor(grad_placements=[Replicate()])
+        return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).full_tensor(grad_placements=[Replicate()])
+
+
+def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
+    """Make a ShardedConv2d of a convolution that `can_be_sharded`, in place. Its parameters are the same on every rank.
+
+    Args:
+        mesh: one-dimensional; its size divides the number of output channels.
+    """
+    for name, tensor in list(conv.named_parameters()):
+        sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+        conv.register_parameter(name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
+    conv.__class__ = ShardedConv2d  # as fully_shard changes the class of its modules
 
 
 def can_be_sharded(layer: nn.Module) -> bool:
@@ -89,8 +83,6 @@ class TP(Strategy):
         plan: shard or replicate, by name of the block. Every rank computes the complete block if it is replicated. Blocks that
             are not named are sharded, but for layers that are not computed like torch's plain ones: with groups, other
             padding than zeros, computed weights, or a class of their own.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
 
     Raises:
         ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, `plan` names a block that does not exist,
@@ -107,9 +99,8 @@ class TP(Strategy):
         plan: dict[BlockName, Literal["shard", "replicate"]] | None,
         batch_norm: BatchNorm,
     ):
-        super().__init__(runtime, {"tp": tp or runtime.world_size})
+        super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
         self.plan = {str(name): placement for name, placement in (plan or {}).items()}
-        self.batch_norm = batch_norm
         self.refusals["compile"] = (
             "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
         )
@@ -150,11 +141,11 @@ class TP(Strategy):
         self.dp_group = mesh.get_group("dp")
         model = to_device(model, self.device, self.initial_weights)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
-        for path, layer in self.layers.items():
+        for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
             else:
-                model.set_submodule(path, ShardedConv2d(layer, mesh["tp"]))
+                shard_channels(layer, mesh["tp"])
 
     def describe(self) -> str:
         return (

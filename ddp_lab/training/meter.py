@@ -6,9 +6,9 @@ says in each all_reduce how many steps lie between the next two.
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -75,14 +75,15 @@ class Meter:
         self.period = min(PERIOD, every.seconds or PERIOD)
         self._taken: Taken | None = None
         self._ahead = 1  # steps from the next all_reduce to the one after it
-        self._next = self._last_step = -1
+        self._next, self._last_step = 0, -1
         self._last_time = self._recorded_at = self._shown_at = time.perf_counter()
 
     def begin(self, before: Progress, size: int) -> None:
         """Begin with the remaining steps of an epoch of `size` samples, at the position `before`."""
         self._before, self._size, self._waited = before, size, 0.0
-        if self._next < 0:
-            self._next, self._last_step = before.step + 1, before.step
+        if self._last_step < 0:
+            self._last_step = before.step
+            self._next = sys.maxsize if self.every == Every() else before.step + 1
         zeros = [0.0] * len(self.running_sums.totals)
         self._start = before.sums or zeros
         self._shown = Mark(before.samples, self._start, time.perf_counter(), 0.0)
@@ -90,36 +91,41 @@ class Meter:
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches, and measure how long this rank waits for them."""
-        iterator, waiting = iter(batches), telling("loading the first batch")
-        while True:
-            start = time.perf_counter()
-            with waiting:
-                batch = next(iterator, None)
-            waiting = nullcontext()
-            self._waited += time.perf_counter() - start
-            if batch is None:
-                return
+        iterator = iter(batches)
+        with telling("loading the first batch"):
+            batch = self._next_of(iterator)
+        while batch is not None:
             yield batch
+            batch = self._next_of(iterator)
+
+    def _next_of(self, iterator: Iterator[T]) -> T | None:
+        start = time.perf_counter()
+        batch = next(iterator, None)
+        self._waited += time.perf_counter() - start
+        return batch
 
     def after_step(self, progress: Progress) -> None:
         """Take the sums after a step if it is one of those at which all ranks do. Collective; `progress` is after the step."""
-        if self.every == Every():
-            return
+        step = progress.step
         if self._taken and (self._taken.arrived is None or self._taken.arrived.query()):
             self.settle()
-        is_row = bool(self.every.steps) and progress.step % (self.every.steps or 1) == 0
-        if is_row or progress.step >= self._next:
-            self.settle()  # the step of the sums is long done
-            self._next = progress.step + self._ahead
-            self._take(progress, is_row)
+        if step < self._next:
+            return
+        self.settle()  # the step of the sums is long done
+        self._take(progress)
+        steps = self.every.steps
+        self._next = min(step + self._ahead, step - step % steps + steps if steps else sys.maxsize)
 
-    def _take(self, progress: Progress, is_row: bool) -> None:
+    def _take(self, progress: Progress) -> None:
         """Add the sums of all ranks, and let the device copy them to the host."""
         device, now, steps = self.strategy.device, time.perf_counter(), progress.step - self._last_step
         # No more than twice as many as before: until the device's queue is full, steps seem to take no time.
         ahead = max(1, min(2 * steps, round(steps * self.period / max(now - self._last_time, 1e-6))))
         self._last_step, self._last_time = progress.step, now
-        is_row = is_row or (self.every.seconds is not None and now - self._recorded_at >= self.every.seconds - self.period / 2)
+        if self.every.steps:
+            is_row = progress.step % self.every.steps == 0
+        else:
+            is_row = now - self._recorded_at >= (self.every.seconds or 0) - self.period / 2
         if is_row:
             self._recorded_at = now
         cuda, first, totals = device.type == "cuda", self.strategy.runtime.rank == 0, self.running_sums.totals

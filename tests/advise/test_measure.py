@@ -1,9 +1,9 @@
 """`advise --measure`: what short runs of train.py take, and how their results are kept and offered again."""
 
-import subprocess
+import sys
 
 import pytest
-import warm
+from warm import programs
 
 from ddp_lab.advise import measure
 from ddp_lab.advise.advisor import Advisor
@@ -30,7 +30,7 @@ def advisor(monkeypatch, tmp_path) -> Advisor:
 
 def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(advisor, monkeypatch, capsys):
     monkeypatch.setattr(measure, "ROUNDS", 1)
-    monkeypatch.setattr(subprocess, "Popen", warm.Warm)
+    monkeypatch.setattr(sys, "executable", str(programs() / "python"))
     measure.measure(advisor, minutes=5)
     assert advisor.notes == []
     found = [row.measured for row in advisor.rows]

@@ -111,6 +111,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "batchsize=32": "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,",
     "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; did you mean optimizer.fused? "
     "allowed: optimizer.lr, optimizer.momentum",
+    "strategy=ddp log_every=0": "log_every=0: must be a number of steps, as 100, or of seconds, as 10s, or off or null",
     "strategy=ddp model=null": "a group cannot be null or a list",
     "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, mesh, pipeline, "
     "scratch, single, split, tp\n",

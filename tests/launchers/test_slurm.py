@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm
 import yaml
 from launches import ROOT, SMALL, SUPPORT, launch, read_heartbeat, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
+from warm import programs
 
 from ddp_lab.launchers.command_line import quote
 from ddp_lab.launchers.slurm import outcome
@@ -102,16 +102,9 @@ def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
 
 
 @pytest.fixture(scope="module")
-def shims(tmp_path_factory) -> Path:
-    """Return a PATH folder for jobs that receive no signals: the processes of its commands do not descend from slurmd."""
-    return warm.shims(tmp_path_factory.mktemp("shims") / "bin")
-
-
-@pytest.fixture(scope="module")
-def forking(cluster, tmp_path_factory) -> dict[str, str]:
-    """Return the environment variables of jobs whose torchrun forks its ranks."""
-    folder = warm.agent_shims(tmp_path_factory.mktemp("agents") / "bin")
-    return {"PATH": f"{folder}:{cluster.env['PATH']}", "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
+def forking(cluster) -> dict[str, str]:
+    """Return the environment variables of jobs whose torchrun forks its ranks. Signals do not reach their other commands."""
+    return {"PATH": f"{programs() / 'agent'}:{cluster.env['PATH']}", "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
 
 
 @pytest.fixture(scope="module")
@@ -253,11 +246,11 @@ SWEEP = "python train.py -m hydra/launcher=slurm"
 
 
 @pytest.fixture
-def at_cluster(cluster, shims, monkeypatch) -> None:
+def at_cluster(cluster, monkeypatch) -> None:
     """Make launches of the tests use the tests' Slurm."""
     for key, value in cluster.env.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setenv("PATH", f"{shims}:{cluster.env['PATH']}")
+    monkeypatch.setenv("PATH", f"{programs()}:{cluster.env['PATH']}")
     monkeypatch.setenv("NPROC_PER_NODE", "2")
 
 

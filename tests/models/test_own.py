@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import own_models
 import pytest
@@ -18,7 +17,6 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model, key_of, require_chain
-from ddp_lab.speed.compile import why_not_compile
 from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 
@@ -199,8 +197,3 @@ def test_split_refuses_a_weight_on_two_devices():
     strategy.devices[4] = torch.device("meta")
     with pytest.raises(ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"):
         strategy.partition(model, 4)
-
-
-def test_compile_is_refused_where_a_strategy_needs_blocks():
-    reason = why_not_compile(SimpleNamespace(name="ddp", compiled_by_block=True), Plain(**SHAPE))
-    assert reason == "strategy=ddp compiles a model in blocks, and this one is not a Chain"

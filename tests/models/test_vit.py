@@ -14,7 +14,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model
-from ddp_lab.models.partition import Partition, trace
+from ddp_lab.models.partition import trace
 from ddp_lab.models.vit import vit
 
 SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "drop_path": 0.0}
@@ -119,7 +119,3 @@ def test_sizes_that_do_not_fit_are_refused(changed, message):
     with pytest.raises(ConfigError) as error:
         vit(1, 28, 10, **SMALL | changed, pool="mean")
     assert str(error.value) == message
-
-
-def test_partition_balances_the_blocks():
-    assert Partition(make("vit_b16"), 4).shares == pytest.approx([0.25] * 4, abs=0.01)

@@ -13,13 +13,17 @@ from worlds import run_world
 
 import ddp_lab.observe.logger
 import ddp_lab.observe.metrics_file
+from ddp_lab.config.build import chosen_trackers
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger
 from ddp_lab.observe.metrics_file import append_line, describe_result
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import beside
+from ddp_lab.observe.trackers.background import Trackers
+from ddp_lab.observe.trackers.base import TrackedRun
 
 EPOCH = {  # all values differ
+    "step": 7,
     "train_loss": 1.5,
     "train_accuracy": 0.25,
     "test_loss": float("nan"),
@@ -35,7 +39,8 @@ def record_two_epochs(run_dir) -> None:
     ddp_lab.observe.logger.confusion_figure, ddp_lab.observe.logger.prediction_grid = confusion_figure, prediction_grid
     ddp_lab.observe.metrics_file.beside = beside
     setup_logging(run_dir, 0)
-    logger = FileLogger(run_dir, (1, 0), {"world_size": 2}, hparams={}, config="", classes=["cat", "dog"])
+    trackers = Trackers(chosen_trackers("tensorboard", {}), TrackedRun(run_dir, "", {}, {}, (1, 0)))
+    logger = FileLogger(run_dir, (1, 0), {"world_size": 2}, trackers, classes=["cat", "dog"])
     logger.epoch(1, **EPOCH)
     metrics, logger.metrics = logger.metrics, Path("/dev/full")
     logger.epoch(1, **EPOCH)
@@ -49,7 +54,7 @@ def record_two_epochs(run_dir) -> None:
         logger.predictions(epoch, torch.rand(2, 1, 4, 4), torch.tensor([0, 1]), torch.eye(2))
     logger.pictures["missing.png"] = Path.read_text
     assert not list(run_dir.glob("*.png")), "pictures were drawn during the training"
-    logger.close()
+    logger.close("finished", {"result": "good"})
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +90,7 @@ def test_epochs_are_recorded_in_strict_json_and_tensorboard(recorded):
         "top5_accuracy/test": 0.75,
         "lr": 0.5,
         "speed/samples_per_second": 64.0,
+        "speed/seconds": 2.0,
     }
     (image,) = events.Images("confusion")
     assert image.step == 2, "only the last confusion matrix is drawn"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from launches import SMALL, launch
 
+from ddp_lab.launchers.short_run import ShortRun
 from scripts.comparison import Entry, Result, headline, rows
 
 STRATEGIES = ["scratch", "tp", "mesh strategy.pp=3 strategy.num_microbatches=3"]
@@ -45,7 +46,7 @@ def result_of(entry: Entry, seconds: list[float], rates: list[float], checkpoint
     records = [
         {"seconds": took, "samples_per_second": rate, "test_accuracy": 0.5} for took, rate in zip(seconds, rates, strict=True)
     ]
-    return Result(entry, records, checkpoints or {}, None)
+    return Result(entry, ShortRun(records, None), checkpoints or {})
 
 
 def save_weights(folder: Path, by_step: dict[int, float]) -> dict[int, Path]:

@@ -33,7 +33,7 @@ class Attempts:
         self.tried: list[tuple[tuple[bool, bool], bool]] = []
 
     def __call__(self, options: PerformanceOptions, step: Step, loader: Loader, benchmark: bool) -> Step:
-        self.tried.append(((options.cuda_graph, options.compile), benchmark))
+        self.tried.append(((options.cuda_graph, options.compile), benchmark or options.compile))
         if options.compile:
             assert step.optimizer.param_groups[0]["fused"] is (True if not options.cuda_graph else None)
         for name in self.broken:

@@ -133,3 +133,16 @@ def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons
     monkeypatch.setattr("ddp_lab.run.job.find_options", lambda *_: options)
     job = build_job(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
     assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
+
+
+def test_weights_of_one_input_channel_stay_contiguous_and_others_become_channels_last():
+    """They have the strides of cuDNN's gradients: DDP warned that these do not match its buckets."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 4, 3, groups=4), torch.nn.Conv2d(4, 4, 3))
+    weights = [layer.weight for layer in model]
+    for channels_last, expected in (
+        (False, [(9, 9, 3, 1)] * 2 + [(36, 9, 3, 1)]),
+        (True, [(9, 9, 3, 1), (9, 1, 3, 1), (36, 1, 12, 4)]),
+    ):
+        assert PerformanceOptions(channels_last=channels_last).apply_memory_format(model) is model
+        assert [layer.weight.stride() for layer in model] == expected
+    assert all(layer.weight is weight for layer, weight in zip(model, weights, strict=True))

@@ -15,7 +15,6 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
 from ddp_lab.strategies.activation_checkpointing import checkpointed
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.fully_shard import copy_views
 from ddp_lab.strategies.sharding import local
 from ddp_lab.world.runtime import Runtime
 
@@ -125,16 +124,6 @@ def test_evaluation_does_not_change_what_a_step_gathers():
     """Otherwise the backward pass gathers one part too many, and the next forward pass computes with wrong parameters."""
     for first, before, after in run_world(2, gathers)[0].values():
         assert 0 < first == before == after
-
-
-def test_only_views_in_the_output_of_a_part_are_copied():
-    made = torch.arange(6.0).reshape(2, 3).clone()
-    outputs = copy_views(torch.nn.Identity(), (), {"pair": (made, made[1]), "name": "a"})
-    same, copied = outputs["pair"]
-    assert same is made
-    assert copied._base is None
-    assert copied.tolist() == [3, 4, 5]
-    assert outputs["name"] == "a"
 
 
 def backward_of_block(mode: str) -> tuple[list[int], list[torch.Tensor]]:

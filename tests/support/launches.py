@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-import warm as warm_launches
+from warm import programs
 
 from ddp_lab.observe.metrics_file import complete_lines, read_epochs
 from ddp_lab.resilience.heartbeats import read_row
@@ -41,9 +41,7 @@ NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.
 def start(
     line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT, cwd: Path = ROOT
 ) -> subprocess.Popen:
-    """Start a command in the repository with this Python interpreter.
-
-    It is forked from the server of warm.py if that is running.
+    """Start a command in the repository with this Python interpreter. It is forked from the server of warm.py if that runs.
 
     Args:
         line: The command, split at spaces.
@@ -52,14 +50,13 @@ def start(
         cold: Start new interpreters, as from a shell.
         stderr, cwd: As in subprocess.Popen.
     """
-    program, *arguments = line.split()
-    command = [str(Path(sys.executable).with_name(program)), *arguments, *more]
+    folder = Path(sys.executable).parent if cold or gpus else programs()
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     search = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    warm = warm_launches.ADDRESS in os.environ and warm_launches.program_of(command) and not (cold or gpus)
-    popen = warm_launches.Warm if warm else subprocess.Popen
-    return popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": search}
+    command, out = [*line.split(), *more], subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=stderr, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:

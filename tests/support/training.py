@@ -256,6 +256,7 @@ def config_of(case: Case, root: str = "") -> DictConfig:
             "checkpoint": {"best": "auto"},
             "on_nan": "stop",
             "profile": False,
+            "log_every": None,
             "speed": "auto" if AUTO in case.performance else "off",
             **case.performance._asdict(),
             "data": {
@@ -378,7 +379,7 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     evaluation = (values["loss"], values["accuracy"], tested.samples, values["top5_accuracy"], *confusion.flatten().tolist())
     assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
     assert len(recorder.validation) == len(recorder.tests) * (case.files or case.val_fraction > 0)
-    full, rests = collect(strategy, *state.copy(trainer.progress))
+    full, rests = collect(strategy, *state.part(trainer.progress))
     state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
     averages = state.get("ema", {})
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}

@@ -1,6 +1,8 @@
-"""Worlds of real ranks for the tests: processes on this machine that connect through a store, like torchrun's."""
+"""Worlds of real ranks for the tests: processes on this machine that connect through a store, like torchrun's.
 
-import contextlib
+A world is a process, forked from the server of warm.py if that runs, from which its ranks are forked.
+"""
+
 import functools
 import multiprocessing
 import os
@@ -15,16 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import warm
-from launches import ROOT, SUPPORT
+from launches import SUPPORT
+from warm import programs
 
-# Ranks are forked from a server that has imported everything, so a world starts without seconds of imports: the server of warm
-# launches, or, where that does not run or may not see the GPUs, a forkserver.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["preload"])
-# The forkserver finds `preload` only through PYTHONPATH: before Python 3.13 it does not inherit sys.path.
-SEARCH = [str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
-os.environ["PYTHONPATH"] = os.pathsep.join(SEARCH)
+CONTEXT = multiprocessing.get_context("fork")
 
 
 def once(function: Callable) -> Callable:
@@ -60,36 +56,8 @@ def run_rank(function: Callable, args: tuple, environment: dict[str, str], conne
         sys.exit(1)
 
 
-def _start_rank(*work: Any) -> tuple[Callable[[], None], Connection]:
-    """Start `run_rank(*work)` in a new process; return a function that ends it, after up to 5 s, and the connection to it."""
-    ours, theirs = multiprocessing.Pipe()
-    with theirs:
-        if warm.ADDRESS not in os.environ or torch.cuda.is_available():
-            forked = CONTEXT.Process(target=run_rank, args=(*work, theirs))
-            forked.start()
-            return functools.partial(_end, forked.join, forked.kill), ours
-        process = warm.Warm([sys.executable, str(SUPPORT / "rank.py")], stdin=theirs.fileno())
-    ours.send(sys.path)
-    ours.send(work)
-    return functools.partial(_end, process.wait, process.kill), ours
-
-
-def _end(wait: Callable[[float], Any], kill: Callable[[], None]) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        wait(5)
-    kill()  # which does nothing to a process that has ended
-    wait(60)
-
-
-def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 300) -> list[Any]:
-    """Run `function(*args)` on every rank and return the results in order of rank.
-
-    Args:
-        timeout: Seconds that the whole world may take.
-
-    Raises:
-        AssertionError: A rank raised (with its traceback), died, left its process group open, or exceeded `timeout`.
-    """
+def fork_ranks(world_size: int, function: Callable, args: tuple, timeout: float) -> tuple[list[Any], list[str]]:
+    """Run `function(*args)` on every rank. Return the results, in order of rank, and what went wrong."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(world_size):
@@ -102,7 +70,11 @@ def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above takes the place of the one in torchrun's agent
         }
-        ranks.append(_start_rank(function, args, environment))
+        ours, theirs = CONTEXT.Pipe()
+        with theirs:
+            process = CONTEXT.Process(target=run_rank, args=(function, args, environment, theirs))
+            process.start()
+        ranks.append((process, ours))
     deadline = time.monotonic() + timeout
     results, problems = [], []
     for rank, (_, connection) in enumerate(ranks):
@@ -118,7 +90,28 @@ def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 
         else:
             problems.append(f"rank {rank}: {value}")
             deadline = min(deadline, time.monotonic() + 5)  # the other ranks may hang, waiting for this one
-    for end, _ in ranks:
-        end()
+    for process, _ in ranks:
+        process.join(5)
+        process.kill()  # which does nothing to a process that has ended
+        process.join(60)
+    return results, problems
+
+
+def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 300) -> list[Any]:
+    """Run `function(*args)` on every rank and return the results in order of rank.
+
+    Args:
+        timeout: Seconds that the whole world may take.
+
+    Raises:
+        AssertionError: A rank raised (with its traceback), died, left its process group open, or exceeded `timeout`.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        world = subprocess.Popen([programs() / "python", SUPPORT / "world.py"], stdin=theirs.fileno(), start_new_session=True)
+    with world, ours:
+        ours.send(sys.path)
+        ours.send((world_size, function, args, timeout))
+        results, problems = pickle.loads(ours.recv_bytes())
     assert not problems, "\n".join(problems)
     return results

@@ -1,0 +1,89 @@
+"""Write the mechanisms of distributed training yourself, and have them checked on a few processes of this machine.
+
+ddp-lab exercise list                      the exercises in their order
+ddp-lab exercise start ring_all_reduce     write exercises/ring_all_reduce.py, in which one function is missing
+ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong
+ddp-lab exercise hint ring_all_reduce      a hint; `--number 2` the next one
+ddp-lab exercise solution ring_all_reduce  print the reference solution
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.arguments import Parser, check_folder
+
+if TYPE_CHECKING:
+    from ddp_lab.exercises.catalog import Exercise
+
+ACTIONS = ("list", "start", "check", "hint", "solution")
+COMMAND = "ddp-lab exercise"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(COMMAND, __doc__)
+    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("name", nargs="?", help="of the exercise")
+    parser.add_argument("--folder", type=Path, default=Path("exercises"), help="of the learner's files (default: exercises)")
+    parser.add_argument("--number", type=int, default=1, help="of the hint (default: 1)")
+    given = parser.parse_args(arguments)
+    if (given.name is None) != (given.action == "list"):
+        parser.error(f"{given.action}: {'takes no name' if given.name else 'the name of an exercise is missing'}")
+    return given
+
+
+def main(arguments: list[str]) -> None:
+    given = parse(arguments)
+    from ddp_lab.exercises import catalog
+
+    if given.action == "list":
+        for number, (name, title) in enumerate(catalog.TITLES.items(), 1):
+            print(f"{number:>2}  {name:<20} {title}{'  (started)' if (given.folder / f'{name}.py').exists() else ''}")
+        return
+    exercise, file = catalog.load(given.name), given.folder / f"{given.name}.py"
+    if given.action == "start":
+        start(exercise, file)
+    elif given.action == "check":
+        check(exercise, file)
+    elif given.action == "solution":
+        print(exercise.solution, end="")
+    elif not 1 <= given.number <= len(exercise.check.HINTS):
+        raise ConfigError(f"--number {given.number}: {given.name} has the hints 1 to {len(exercise.check.HINTS)}")
+    else:
+        print(f"hint {given.number} of {len(exercise.check.HINTS)}: {exercise.check.HINTS[given.number - 1]}")
+
+
+def start(exercise: "Exercise", file: Path) -> None:
+    """Write the file in which the learner works.
+
+    Raises:
+        ConfigError: it exists, or cannot be written.
+    """
+    if file.exists():
+        raise ConfigError(f"{file}: already exists; continue there, or remove it to start again")
+    file.parent.mkdir(exist_ok=True)
+    check_folder(file, "--folder")
+    file.write_text(exercise.template())
+    print(f"{file}: write {' and '.join(exercise.check.WRITE)}, then `{COMMAND} check {exercise.name}`")
+
+
+def check(exercise: "Exercise", file: Path) -> None:
+    """Print whether the learner's file is right, with exit code 1 if it is not.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    from ddp_lab.exercises.catalog import following
+    from ddp_lab.exercises.processes import explain_failure
+
+    if not file.is_file():
+        raise ConfigError(f"{file}: does not exist; write it with `{COMMAND} start {exercise.name}`")
+    wrong = explain_failure(exercise, file.resolve())
+    if wrong:
+        print(f"{exercise.name}: not yet right. {wrong}\n\nA hint: {COMMAND} hint {exercise.name}")
+        sys.exit(1)
+    processes = " and ".join(map(str, exercise.check.RANKS))
+    then = following(exercise.name)
+    print(f"{exercise.name}: right, on {processes} processes.{f' Next: {COMMAND} start {then}' if then else ''}")

@@ -1,0 +1,1 @@
+"""Exercises that check themselves: the mechanisms of distributed training, written by the learner, run on a few processes."""

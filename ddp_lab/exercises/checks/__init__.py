@@ -1,0 +1,1 @@
+"""The checks, one module for each exercise, with WRITE, RANKS, HINTS and `check`."""

@@ -1,0 +1,43 @@
+"""Check of row_parallel."""
+
+from types import ModuleType
+
+import torch.distributed as dist
+
+from ddp_lab.exercises.checks.linear import compare, layer
+from ddp_lab.exercises.explain import Call, Wrong
+
+WRITE = ("forward", "backward")
+RANKS = (2, 3)
+HINTS = (
+    "own_x @ own.T has the shape of all outputs, but only the terms of the own inputs.",
+    "Add the bias once: after the all_reduce.",
+    "Backward: grad_y @ own, grad_y.T @ own_x and grad_y.sum(0), all without communication.",
+)
+NOT_ALLOWED: dict[str, str] = {}
+
+
+def check(theirs: ModuleType, calls: list[Call]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, weight, bias, grad_y = layer(ranks)
+    own_x, own = x.chunk(ranks, 1)[rank].contiguous(), weight.chunk(ranks, 1)[rank].contiguous()
+    y = x @ weight.T
+    causes = {
+        "It has only the terms of this rank's inputs: sum it over the ranks.": own_x @ own.T + bias,
+        f"The bias was added {ranks} times, once on each rank before the sum: add it after the all-reduce.": y + ranks * bias,
+        "The bias is missing.": y,
+        "It is the average over the ranks: the terms of all inputs are summed.": y / ranks + bias,
+    }
+    compare(theirs.forward(own_x, own, bias), y + bias, f"The output of rank {rank}", causes)
+    before = len(calls)
+    returned = theirs.backward(own_x, own, grad_y)
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise Wrong(f"backward returned {type(returned).__name__}: expected a tuple of three gradients")
+    extra = calls[before:]
+    if extra:
+        text = f"backward calls {extra[0].name} at line {extra[0].line}: every rank has the gradient of all outputs, "
+        raise Wrong(text + "which is all that its own inputs and columns need.")
+    names = (f"The gradient of rank {rank}'s inputs", f"The gradient of rank {rank}'s columns", "The gradient of the bias")
+    divided = "It was divided by the number of ranks: each rank has the whole gradient of the outputs, so nothing is averaged."
+    for name, value, expected in zip(names, returned, (grad_y @ own, grad_y.T @ own_x, grad_y.sum(0)), strict=True):
+        compare(value, expected, name, {divided: expected / ranks})

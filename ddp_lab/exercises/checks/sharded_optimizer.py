@@ -1,0 +1,71 @@
+"""Check of sharded_optimizer against an optimizer that keeps its whole state."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
+
+WRITE = ("ShardedSGD.__init__", "ShardedSGD.step")
+RANKS = (2, 3)
+HINTS = (
+    "range(rank, len(parameters), world_size) are the indices of a rank's own parameters.",
+    "First update the own parameters, then let all ranks broadcast all parameters, in the same order on every rank.",
+    "dist.broadcast(parameter, src=owner): the source is the same number on all ranks.",
+)
+NOT_ALLOWED: dict[str, str] = {}
+LR, MOMENTUM = 0.5, 0.5
+
+
+def check(theirs: ModuleType, calls: list[Call]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parameters = [nn.Parameter(torch.full([2], float(index), dtype=torch.float64)) for index in range(ranks + 2)]
+    optimizer = theirs.ShardedSGD(parameters, LR, MOMENTUM)
+    own, expected, buffer = list(range(rank, len(parameters), ranks)), [float(index) for index in range(ranks + 2)], 0.0
+    for step in (1, 2, 3):
+        for parameter in parameters:
+            parameter.grad = torch.full([2], float(step), dtype=torch.float64)
+        optimizer.step()
+        if sorted(optimizer.buffers) != own:
+            text = (
+                f"Rank {rank} of {ranks} keeps momentum buffers of the parameters {sorted(optimizer.buffers)}: expected {own}, "
+            )
+            raise Wrong(text + "its own. The sharded state is what ZeRO-1 saves.")
+        before, buffer = expected, MOMENTUM * buffer + step
+        expected = [value - LR * buffer for value in before]
+        explain(of_all_ranks([each.tolist()[0] for each in parameters]), expected, before, step)
+
+
+def explain(found: list[list[float]], expected: list[float], before: list[float], step: int) -> None:
+    """Raise an error if the parameters of a rank are not the expected ones.
+
+    Args:
+        found: one element of each parameter, by rank.
+        expected: those after the step.
+        before: those before the step.
+        step: number of the step.
+    """
+    ranks, indices = len(found), range(len(expected))
+    wrong = [(rank, index) for rank in range(ranks) for index in indices if found[rank][index] != expected[index]]
+    if not wrong:
+        return
+    rank, index = wrong[0]
+    owner, value = index % ranks, found[rank][index]
+    text = f"Step {step}: parameter {index} is {value:g} on rank {rank}, expected {expected[index]:g}. Rank {owner} owns it. "
+    right_on_owner = all(found[each % ranks][each] == expected[each] for each in indices)
+    if right_on_owner and value == before[index]:
+        text += "Its owner has updated it, and has to send it to the others: a broadcast after the update."
+    elif all(values[index] == before[index] for values in found):
+        text += "No rank has updated it, or the weights from before the update were sent over it: first update, then broadcast."
+    elif not right_on_owner and step == 2:
+        text += "The first step was right: the momentum buffer becomes momentum * buffer + gradient, and is kept between steps."
+    raise Wrong(text)
+
+
+def explain_hang(waiting: Mapping[int, Call | None]) -> str | None:
+    if any(call and call.name == "broadcast" for call in waiting.values()):
+        return "A broadcast waits for its source: all ranks broadcast all parameters, in one order, each from its owner."
+    return None

@@ -1,0 +1,56 @@
+"""Check of star_all_reduce."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch.distributed as dist
+
+from ddp_lab.exercises.explain import Call, Wrong, contribution, counts, describe_sum, of_all_ranks
+
+WRITE = ("star_all_reduce",)
+RANKS = (3, 2, 4)
+HINTS = (
+    "Rank 0 does something else than the others: begin with `if rank == 0`.",
+    "Rank 0 needs a second tensor to receive into, which it adds to its own, once for each other rank.",
+    "Every send needs its recv in the same order: the others send, then receive; rank 0 receives from all, then sends to all.",
+)
+NOT_ALLOWED = dict.fromkeys(
+    ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "gather", "scatter"), "use send and recv with rank 0"
+)
+
+
+def check(theirs: ModuleType, calls: list[Call]) -> None:
+    tensor = contribution(dist.get_rank(), [4])
+    theirs.star_all_reduce(tensor)
+    explain([values[0] for values in of_all_ranks(tensor.tolist())])
+
+
+def explain(found: list[float]) -> None:
+    """Raise an error if a rank does not hold the sum. `found` is what each rank holds."""
+    ranks = len(found)
+    total = float(sum(10**rank for rank in range(ranks)))
+    wrong = [rank for rank, value in enumerate(found) if value != total]
+    if not wrong:
+        return
+    text = f"Rank {wrong[0]} holds {describe_sum(found[wrong[0]], ranks)}; expected the sum of all ranks. "
+    held = counts(found[0], ranks)
+    if found[0] == total and all(found[rank] == 10.0**rank for rank in wrong):
+        text += "Rank 0 has the sum, and has to send it back to the others."
+    elif held and not held[0] and all(held[1:]):
+        text += "Rank 0 forgot its own tensor: add to it what arrives, and do not begin from zeros."
+    elif held and not held[0] and sum(held) == 1:
+        text += "What rank 0 received last replaced its own tensor: receive into another tensor, and add that."
+    elif found[0] == total:
+        text += "Rank 0 sent before the sum was complete: receive from all ranks first, then send to all."
+    raise Wrong(text)
+
+
+def explain_hang(waiting: Mapping[int, Call | None]) -> str | None:
+    first, others = waiting[0], [call for rank, call in waiting.items() if rank]
+    if all(call and call.name == "recv" for call in waiting.values()):
+        return "Every rank waits in recv, and nobody has sent: the others send to rank 0 before they receive."
+    if first is None and any(others):
+        return "Rank 0 has returned, but others still wait for its sum: it sends to every rank from 1 to world_size - 1."
+    if first and not any(others):
+        return "Rank 0 waits for a rank that has returned: it receives once from each rank from 1 to world_size - 1."
+    return None

@@ -1,0 +1,85 @@
+"""What a check reports: a wrong result in words, and the ranks' contributions that a sum contains."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Wrong(Exception):
+    """The learner's solution is wrong; the message explains how."""
+
+
+class Call(NamedTuple):
+    """A call of torch.distributed from the learner's file.
+
+    Attributes:
+        name: of the function, for example recv; wait of a Work.
+        line: number of the line of the learner's file that calls it.
+        async_op: whether the call returns before the collective ends.
+    """
+
+    name: str
+    line: int
+    async_op: bool = False
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, so that each can explain what is wrong on any. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def contribution(rank: int, shape: Sequence[int]) -> torch.Tensor:
+    """Return a float64 tensor whose sums over ranks show which ranks they contain: each digit counts one rank."""
+    return torch.full(tuple(shape), 10.0**rank, dtype=torch.float64)
+
+
+def counts(value: float, ranks: int) -> list[int] | None:
+    """Return how often a sum of contributions contains each rank's; None if it is not such a sum."""
+    digits, rest = list[int](), round(value)
+    if rest != value or not 0 <= rest < 10**ranks:
+        return None
+    for _ in range(ranks):
+        rest, digit = divmod(rest, 10)
+        digits.append(digit)
+    return digits
+
+
+def describe_sum(value: float, ranks: int) -> str:
+    """Return what a sum of contributions holds, for example "rank 0 twice and not rank 2", or "the sum of all ranks"."""
+    found = counts(value, ranks)
+    if found is None:
+        average = counts(value * ranks, ranks)
+        if average is not None and all(count == 1 for count in average):
+            return "the average over the ranks instead of the sum"
+        return f"{value:g}, which is no sum of the ranks' values"
+    if all(count == 1 for count in found):
+        return "the sum of all ranks"
+    alone = [rank for rank, count in enumerate(found) if count]
+    if len(alone) == 1 and found[alone[0]] == 1:
+        return f"only rank {alone[0]}'s value"
+    words = {2: "twice", 3: "three times"}
+    often = [f"rank {rank} {words.get(count, f'{count} times')}" for rank, count in enumerate(found) if count > 1]
+    lacking = [f"not rank {rank}" for rank, count in enumerate(found) if not count]
+    return " and ".join(often + lacking)
+
+
+def expect_tensor(value: Any, shape: Sequence[int], what: str) -> torch.Tensor:
+    """Return a tensor of the learner's.
+
+    Args:
+        value: what the learner's function returned.
+        shape: the shape it must have.
+        what: the subject of the message, for example "local_batch".
+
+    Raises:
+        Wrong: it is no tensor, or has another shape.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise Wrong(f"{what} returned {type(value).__name__}: expected a tensor of shape {list(shape)}; is a `return` missing?")
+    if list(value.shape) != list(shape):
+        raise Wrong(f"{what} returned a tensor of shape {list(value.shape)}: expected {list(shape)}")
+    return value

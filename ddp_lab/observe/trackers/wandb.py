@@ -1,0 +1,53 @@
+"""Weights & Biases."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ddp_lab.observe.log import log
+from ddp_lab.observe.trackers.base import Media, Status, TrackedRun
+
+
+class WandB:
+    """A tracker. Every launch resumes the run of the same id; offline each writes a folder of its own for `wandb sync`.
+
+    Args:
+        project: the project.
+        entity: the user or team; null is the default of the account.
+        mode: whether records are sent (online, which needs `wandb login`) or only written (offline); null is WANDB_MODE, else
+            online.
+        dir: directory of its folder `wandb`; null is the run directory.
+        options: further arguments of wandb.init.
+    """
+
+    def __init__(
+        self,
+        run: TrackedRun,
+        project: str = "ddp_lab",
+        entity: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        dir: str | None = None,
+        **options: Any,
+    ):
+        import wandb
+
+        folder = Path(dir or run.path).resolve()
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # by default in the home directory
+        settings = wandb.Settings(console="off", silent=True)
+        given: dict[str, Any] = {"name": run.path.name, "resume": "allow", "allow_val_change": True} | options
+        self.image, self.html = wandb.Image, wandb.Html
+        self.run = wandb.init(
+            project=project, entity=entity, mode=mode, dir=str(folder), id=run.id, config=run.config, settings=settings, **given
+        )
+        log.info(f"tracker=wandb: {self.run.dir if self.run.offline else self.run.url}")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:
+        self.run.log({**metrics, **({} if epoch is None else {"epoch": epoch})}, step=step)
+
+    def log_media(self, name: str, media: Media, step: int, epoch: int) -> None:
+        self.run.log({name: self.html(f"<pre>{media}</pre>") if isinstance(media, str) else self.image(media)}, step=step)
+
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self.run.summary.update(dict(summary))
+        self.run.finish(exit_code=0 if status == "finished" else 1)

@@ -1,0 +1,213 @@
+"""Trackers: one run of each over crashes and resumes, with every row once, and none that can stop the training."""
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from launches import SMALL, launch, main_in_world, read_metrics, refusal_in_world
+from mlflow import MlflowClient
+from own_trackers import wandb_records
+from worlds import run_world
+
+import ddp_lab.observe.trackers.background as background
+from ddp_lab import Lab
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.metrics_file import read_rows
+
+STEPS = 5  # of an epoch of SMALL
+ALL = "tracker=[tensorboard,wandb,mlflow,own_trackers.Lines] tracker_options.wandb.mode=offline"
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory) -> Path:
+    """A run of two ranks that crashes in its second epoch, is started again, and later resumed to a fourth epoch."""
+    folder = tmp_path_factory.mktemp("tracked")
+    line = (
+        f"ddp-lab train --nproc 2 --max-restarts 1 strategy=ddp name=run {' '.join(SMALL)} log_every=2 runs_dir={folder} {ALL}"
+    )
+    for more in ("epochs=3 inject=crash@rank=0,step=8", "epochs=4"):
+        code, output = launch(f"{line} {more}")
+        assert code == 0, output
+    return folder / "run"
+
+
+def losses(run: Path, name: str = "test_loss") -> list[tuple[int, float]]:
+    """Return step and value of each row of metrics.jsonl that has a metric."""
+    return [(row["step"], row[name]) for row in read_rows(run / "metrics.jsonl") if name in row]
+
+
+def test_own_tracker_gets_every_row_once_and_only_from_rank_0(tracked):
+    lines = [json.loads(line) for line in (tracked / "lines.jsonl").read_text().splitlines()]
+    assert {line[0] for line in lines} == {"0"}, "several ranks write"
+    rows = [tuple(line[2:]) for line in lines if line[1] == "metrics"]
+    of_epochs = [(loss, step, epoch) for epoch, (step, loss) in enumerate(losses(tracked), 1)]
+    assert [row for row in rows if row[2] is not None] == of_epochs
+    assert [row for row in rows if row[2] is None] == [(loss, step, None) for step, loss in losses(tracked, "loss")] != []
+    starts = [line[2:] for line in lines if line[1] == "start"]
+    assert len({name for name, _ in starts}) == 1, "a launch began another run"
+    assert [epochs for _, epochs in starts] == [3, 3, 4]
+    first, last = [line[2:] for line in lines if line[1] == "finish"]
+    row = read_metrics(tracked)[-1]
+    assert (first[0], last[0], last[1]["result/epoch"], last[1]["result/test_loss"]) == (
+        "finished",
+        "finished",
+        4,
+        row["test_loss"],
+    )
+    assert last[1]["result/checkpoint"].endswith(f"step_{4 * STEPS:08}.pt")
+    pictures = Counter(line[2] for line in lines if line[1] == "media")
+    assert (pictures["predictions"] >= 4, pictures["confusion"]) == (True, 2)
+
+
+def test_wandb_has_one_id_in_all_folders_and_every_row_once(tracked):
+    files = sorted((tracked / "wandb").glob("offline-run-*/*.wandb"))
+    state = json.loads((tracked / "tracker.wandb.json").read_text())
+    assert [file.stem for file in files] == [f"run-{state['id']}"] * 3
+    rows, summary = [], {}
+    for record in (record for file in files for record in wandb_records(file)):
+        values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        rows += [(int(values["_step"]), json.loads(values["loss/test"]))] if "loss/test" in values else []
+        summary |= {item.key or item.nested_key[0]: item.value_json for item in record.summary.update}
+        if record.WhichOneof("record_type") == "run":
+            assert record.run.run_id == state["id"]
+            assert json.loads({item.key: item.value_json for item in record.run.config.update}["optimizer"])["lr"] == 0.01
+    assert rows == losses(tracked)
+    assert summary["result/epoch"] == "4"
+    assert list(tracked.glob("wandb/offline-run-*/files/media/images/predictions_*.png"))
+    assert list(tracked.glob("wandb/offline-run-*/files/media/images/confusion_*.png"))
+
+
+def test_mlflow_has_one_run_with_every_row_once(tracked):
+    client = MlflowClient(f"sqlite:///{tracked / 'mlflow.db'}")
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert (run.info.run_name, run.info.status, run.data.params["optimizer.lr"]) == ("run", "FINISHED", "0.01")
+    assert run.data.tags["ddp_lab.id"] == json.loads((tracked / "tracker.mlflow.json").read_text())["id"]
+    assert run.data.tags["result/epoch"] == "4"
+    history = client.get_metric_history(run.info.run_id, "loss/test")
+    assert [(metric.step, metric.value) for metric in history] == losses(tracked)
+    of_steps = client.get_metric_history(run.info.run_id, "step/loss")
+    assert [(metric.step, metric.value) for metric in of_steps] == losses(tracked, "loss")
+    names = {file.name for file in tracked.glob(f"mlartifacts/{run.info.run_id}/artifacts/**/*")}
+    assert {"config.yaml", "predictions", "confusion", "epoch_000004.png"} <= names
+
+
+def test_nothing_is_written_outside_the_run_directory(tracked):
+    assert [path.name for path in tracked.parent.iterdir()] == ["run"]
+
+
+def train_small(folder: str, *overrides: str) -> None:
+    main_in_world(*SMALL, "epochs=1", f"runs_dir={folder}", "name=run", *overrides)
+
+
+def test_options_reach_wandb(tmp_path):
+    options = ["tracker_options.wandb.project=digits", "tracker_options.wandb.entity=us", "+tracker_options.wandb.tags=[a]"]
+    options += ["tracker_options.wandb.mode=offline", f"tracker_options.wandb.dir={tmp_path}/all"]
+    run_world(1, train_small, str(tmp_path), "tracker=wandb", *options)
+    (file,) = (tmp_path / "all" / "wandb").glob("offline-run-*/*.wandb")
+    (run,) = [record.run for record in wandb_records(file) if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.entity, list(run.tags)) == ("digits", "us", ["a"])
+
+
+def test_options_reach_mlflow(tmp_path):
+    places = {
+        "all/mlflow.db": f"tracker_options.mlflow.dir={tmp_path}/all",
+        "other.db": f"tracker_options.mlflow.tracking_uri=sqlite:///{tmp_path}/other.db",
+    }
+    for number, (database, place) in enumerate(places.items()):
+        options = ["tracker=mlflow", "tracker_options.mlflow.experiment=digits", place]
+        run_world(1, train_small, str(tmp_path / str(number)), *options)
+        client = MlflowClient(f"sqlite:///{tmp_path / database}")
+        (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+        assert run.info.status == "FINISHED"
+        assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(tmp_path), "pictures are somewhere else"
+
+
+def run_timed(folder: str, overrides: list[str]) -> list[tuple[float, str]]:
+    """Train with each tracker; return the time, in seconds, and the log's errors."""
+    background.QUEUED, background.WAIT = 2, 1.0
+    found = []
+    for number, override in enumerate(overrides):
+        before = time.monotonic()
+        main_in_world(*SMALL, "epochs=4", f"runs_dir={folder}", f"name=run{number}", *override.split())
+        log = (Path(folder) / f"run{number}" / "train.log").read_text()
+        found.append((time.monotonic() - before, "\n".join(line for line in log.splitlines() if " ERROR " in line)))
+    return found
+
+
+def test_tracker_that_fails_or_hangs_is_logged_once_and_training_ends(tmp_path):
+    problems = {
+        "tracker=own_trackers.Failing": "failed (ValueError: no space for step 5 (own_trackers.py, line ",
+        "tracker=own_trackers.Unopened": "failed (ConnectionError: no server (own_trackers.py, line ",
+        "tracker=[own_trackers.Hanging,own_trackers.Lines]": "hangs or is too slow, 2 calls wait: ",
+        "tracker=mlflow tracker_options.mlflow.tracking_uri=nothing://": "failed (",
+    }
+    (found,) = run_world(1, run_timed, str(tmp_path), list(problems))
+    for number, ((seconds, errors), (given, problem)) in enumerate(zip(found, problems.items(), strict=True)):
+        name = given.replace("[", "").split(",")[0].split()[0]
+        assert f" ERROR {name} {problem}" in errors, errors
+        assert errors.endswith("its records are incomplete; training continues")
+        ended = errors.count(" ERROR "), len(read_metrics(tmp_path / f"run{number}")), seconds < 60
+        assert ended == (1, 4, True), (errors, seconds)
+    assert '"finish"' in (tmp_path / "run2" / "lines.jsonl").read_text(), "a tracker that hangs holds up another"
+
+
+OWN = "tracker=own_trackers.Lines +tracker_options.own_trackers.Lines"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tracker=wanb", "must be none, or one or several of tensorboard, wandb, mlflow and import paths of classes"),
+        ("tracker=[none,wandb]", "must be none, or one or several of"),
+        ("tracker=[wandb,wandb]", "must be none, or one or several of"),
+        ("tracker=nowhere.Tracker", "must be the name of a class or function that Python can import"),
+        ("tracker=own_trackers.Incomplete", "the class has no method log_media and no finish; a tracker has log_metrics, log_"),
+        (f"{OWN}.file=1", "tracker_options.own_trackers.Lines.file=1: must be a string"),
+        (f"{OWN}.fil=a", "there is no such key; did you mean tracker_options.own_trackers.Lines.file?"),
+        ("+tracker_options.wanb.project=a", "there is no such key; did you mean tracker_options.wandb?"),
+        ("tracker=wandb tracker_options.wandb.mode=of", "mode=of: must be online or offline or disabled or null"),
+        (
+            "tracker_options.mlflow.url=a",
+            "tracker_options.mlflow.url=a: there is no such key; allowed: tracker_options.mlflow.exp",
+        ),
+    ],
+)
+def test_tracker_that_cannot_be_constructed_is_refused(line, message):
+    ((code, errors),) = run_world(1, refusal_in_world, line)
+    assert (code, errors.startswith("error: tracker"), message in errors) == (2, True, True), errors
+
+
+def refused_without(package: str) -> tuple[object, str]:
+    sys.modules[package] = None  # pyright: ignore  # as if it were not installed
+    return refusal_in_world(f"tracker={package}")
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_missing_package_is_refused_with_its_extra(package):
+    ((code, errors),) = run_world(1, refused_without, package)
+    message = f"error: tracker={package}: needs the package {package}. Use pip install 'ddp_lab[{package}]', or tracker=none"
+    assert (code, errors.strip().endswith(message)) == (2, True), errors
+
+
+def log_in_a_lab(folder: Path, epochs: list[int]) -> None:
+    options = {"own_trackers": {"Lines": {"file": "mine.jsonl"}}}
+    with Lab(device="cpu", run_dir=folder, tracker=["own_trackers.Lines"], tracker_options=options) as lab:
+        for epoch in epochs:
+            lab.log(epoch=epoch, test_loss=float(epoch), note="text")
+
+
+def test_lab_logs_to_trackers_and_resumes_the_run(tmp_path):
+    for epochs in ([0, 1], [1, 2]):  # epoch 1 was not in the checkpoint
+        run_world(1, log_in_a_lab, tmp_path, epochs)
+    lines = [json.loads(line)[1:] for line in (tmp_path / "mine.jsonl").read_text().splitlines()]
+    assert lines[0][1] == lines[4][1], "the second launch began another run"
+    assert [line[1:] for line in lines if line[0] == "metrics"] == [[0.0, 0, 0], [1.0, 1, 1], [2.0, 2, 2]]
+    assert lines[-1] == ["finish", "finished", {"result/epoch": 2, "result/test_loss": 2.0, "result/note": "text"}]
+
+
+def test_lab_without_a_run_directory_refuses_trackers():
+    with pytest.raises(ConfigError, match=r"^tracker=wandb: needs the directory of the run; use Lab\(..., run_dir=DIR\)$"):
+        Lab(tracker="wandb")
