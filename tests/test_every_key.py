@@ -308,7 +308,7 @@ def test_key_has_its_effect(key, kind, runs):
 
 # Each flag of a command, and the test that gives it.
 SUBMITTED = "tests/launchers/test_kubernetes.py::test_"
-CLEANED = "tests/run/test_runs.py::test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told"
+CLEANED = "tests/run/test_runs_command.py::test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told"
 HERE, AFTER = "tests/test_every_key.py::", "tests/test_after_training.py::"
 PLANS = HERE + "test_advise_plans_what_its_flags_say"
 FLAGS = {
@@ -341,7 +341,7 @@ FLAGS = {
     "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
     "advise --measure": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
-    "runs --runs-dir": "tests/run/test_runs.py::test_table_has_state_epoch_best_rate_and_age_of_each_run",
+    "runs --runs-dir": "tests/run/test_runs_command.py::test_table_has_state_epoch_best_rate_and_age_of_each_run",
     **dict.fromkeys(("runs --clean", "runs --yes"), CLEANED),
     **dict.fromkeys(
         ("submit --nodes", "submit --gpus", "submit --queue"),
