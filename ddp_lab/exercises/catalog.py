@@ -39,13 +39,11 @@ class Check(Protocol):
         WRITE: names of the functions, or Class.method, whose bodies the learner writes.
         RANKS: the numbers of processes on which the solution is checked.
         HINTS: from a nudge to almost the solution.
-        NOT_ALLOWED: functions of torch.distributed that would do the exercise, for example all_reduce; and what to use.
     """
 
     WRITE: tuple[str, ...]
     RANKS: tuple[int, ...]
     HINTS: tuple[str, ...]
-    NOT_ALLOWED: Mapping[str, str]
 
     def check(self, theirs: ModuleType, calls: list[Call]) -> None:
         """Run the learner's functions on this rank of an open gloo group.

@@ -1,6 +1,7 @@
 """What a check reports: a wrong result in words, and the ranks' contributions that a sum contains."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,51 @@ class Call(NamedTuple):
     async_op: bool = False
 
 
+@cache
+def group_of_the_check() -> dist.ProcessGroup:
+    """Return a group of all ranks whose collectives never meet one of the learner's that another rank has not made."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def of_all_ranks(value: Any) -> list[Any]:
     """Return the values of all ranks, so that each can explain what is wrong on any. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group_of_the_check())
     return values
+
+
+def unchanged(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a learner's function returns.
+
+    Raises:
+        Wrong: it has changed a tensor that it was given.
+    """
+    before = [each.clone() if isinstance(each, torch.Tensor) else each for each in arguments]
+    returned = function(*arguments)
+    for number, (each, old) in enumerate(zip(arguments, before, strict=True), 1):
+        if isinstance(old, torch.Tensor) and not (each.shape == old.shape and torch.equal(each, old)):
+            raise Wrong(f"{function.__name__} changes its argument {number}, which others still use: compute a new tensor.")
+    return returned
+
+
+def plain(value: Any) -> Any:
+    """Return a tensor of integers, an iterator or a tuple, also nested, as lists, so that only the numbers are compared."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [plain(each) for each in value] if isinstance(value, (list, tuple, Iterator)) else value
+
+
+def expect_only(calls: Sequence[Call], allowed: Sequence[str], instead: str) -> None:
+    """Check which functions of torch.distributed the learner has called.
+
+    Raises:
+        Wrong: one that would do the exercise.
+    """
+    for call in calls:
+        if call.name not in allowed:
+            raise Wrong(f"line {call.line} calls {call.name}, which this exercise does without: {instead}.")
 
 
 def contribution(rank: int, shape: Sequence[int]) -> torch.Tensor:
@@ -50,11 +91,10 @@ def counts(value: float, ranks: int) -> list[int] | None:
 
 def describe_sum(value: float, ranks: int) -> str:
     """Return what a sum of contributions holds, for example "rank 0 twice and not rank 2", or "the sum of all ranks"."""
+    if abs(value * ranks - sum(10**rank for rank in range(ranks))) < 1e-6:
+        return "the average over the ranks instead of the sum"
     found = counts(value, ranks)
     if found is None:
-        average = counts(value * ranks, ranks)
-        if average is not None and all(count == 1 for count in average):
-            return "the average over the ranks instead of the sum"
         return f"{value:g}, which is no sum of the ranks' values"
     if all(count == 1 for count in found):
         return "the sum of all ranks"
@@ -67,19 +107,22 @@ def describe_sum(value: float, ranks: int) -> str:
     return " and ".join(often + lacking)
 
 
-def expect_tensor(value: Any, shape: Sequence[int], what: str) -> torch.Tensor:
+def expect_tensor(value: Any, shape: Sequence[int], what: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return a tensor of the learner's.
 
     Args:
         value: what the learner's function returned.
         shape: the shape it must have.
         what: the subject of the message, for example "local_batch".
+        dtype: the type that its elements must have.
 
     Raises:
-        Wrong: it is no tensor, or has another shape.
+        Wrong: it is no tensor, or has another shape or type.
     """
     if not isinstance(value, torch.Tensor):
         raise Wrong(f"{what} returned {type(value).__name__}: expected a tensor of shape {list(shape)}; is a `return` missing?")
     if list(value.shape) != list(shape):
         raise Wrong(f"{what} returned a tensor of shape {list(value.shape)}: expected {list(shape)}")
+    if value.dtype != dtype:
+        raise Wrong(f"{what} returned a tensor of {value.dtype}: expected {dtype}, that of its input")
     return value

@@ -60,8 +60,11 @@ def test_mistakes_are_one_message_with_exit_code_2(arguments, says, tmp_path):
         ("return global_batch[", "line 26 is not Python"),
         ("return global_batch.no()", "line 26, `return global_batch.no()`, raises AttributeError"),
         ("import sys; sys.exit()", "raises SystemExit"),
-        ("import os; os._exit(0)", "the process ended without a result"),
-        ("while True: pass", "at line 26"),
+        ("import os; os._exit(0)", "the process ended with code 0"),
+        ("while True: pass", "is still busy at line 26"),
+        ("import os; os.abort()", "the process was aborted"),
+        ("global_batch[0] = 0; return global_batch[rank::world_size]", "local_batch changes its argument 1"),
+        ("return global_batch[rank::world_size].float()", "expected torch.int64"),
     ],
 )
 def test_broken_solutions_are_explained_without_a_traceback(line, says, tmp_path):

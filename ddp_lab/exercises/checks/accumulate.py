@@ -15,7 +15,6 @@ HINTS = (
     "The divisor is the size of the global batch for every micro-batch (exercise average_or_sum).",
     "zero_grad, all backward passes, then one all_reduce for each parameter.",
 )
-NOT_ALLOWED: dict[str, str] = {}
 MICRO_BATCHES = 3
 
 
@@ -38,11 +37,9 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             )
         explain(round(float(gradient[0, 0]) * samples / 2), step, rank, ranks)
         collectives = len([call for call in calls[before:] if call.name == "all_reduce"])
-        if collectives != 2:
-            text = (
-                f"The gradients are right, but took {collectives} all-reduces for {MICRO_BATCHES} micro-batches: expected 2, "
-            )
-            raise Wrong(text + "one for each parameter after the last micro-batch.")
+        if collectives > 2:
+            text = f"The gradients are right, but took {collectives} all-reduces for {MICRO_BATCHES} micro-batches: "
+            raise Wrong(text + "expected at most 2, one for each parameter after the last micro-batch.")
 
 
 def explain(total: int, step: int, rank: int, ranks: int) -> None:

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from ddp_lab.exercises.checks.simulate import check_actions, peak, simulate
-from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
+from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
 
 WRITE = ("one_f_one_b",)
 RANKS = (2, 3, 4)
@@ -14,13 +14,12 @@ HINTS = (
     "The last stage needs no warm-up: it computes F0 B0 F1 B1. Each stage before needs one forward pass more.",
     "After the warm-up of w passes, the pairs are F(w+i) B(i); there may be fewer micro-batches than stages: min().",
 )
-NOT_ALLOWED: dict[str, str] = {}
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
     stage, stages = dist.get_rank(), dist.get_world_size()
     for micro_batches in (2 * stages, 1):
-        schedules = of_all_ranks(theirs.one_f_one_b(stage, stages, micro_batches))
+        schedules = of_all_ranks(plain(theirs.one_f_one_b(stage, stages, micro_batches)))
         schedules = [check_actions(actions, each, micro_batches) for each, actions in enumerate(schedules)]
         time, expected = simulate(schedules), 2 * (micro_batches + stages - 1)
         text = f"With {micro_batches} micro-batches on {stages} stages, "

@@ -14,7 +14,6 @@ HINTS = (
     "dist.all_reduce(tensor, async_op=True) returns at once, with a Work whose wait() ends when the sum is there.",
     "Keep the works in a list, wait for each in finish(), and empty the list: there is a next step.",
 )
-NOT_ALLOWED: dict[str, str] = {}
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
+from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
 
 WRITE = ("remaining_batches",)
 RANKS = (2, 3)
@@ -14,7 +14,6 @@ HINTS = (
     "`done` counts the samples of all ranks, so it is a position in the permutation.",
     "range(done, samples, batch_size) are the starts of the remaining global batches; the last may be short.",
 )
-NOT_ALLOWED: dict[str, str] = {}
 SAMPLES, SEED, BATCH = 23, 3, 6
 
 
@@ -22,7 +21,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED)).tolist()
     for done in (0, 2 * BATCH):
-        found = of_all_ranks(theirs.remaining_batches(SAMPLES, SEED, done, BATCH, rank, ranks))
+        found = of_all_ranks(plain(theirs.remaining_batches(SAMPLES, SEED, done, BATCH, rank, ranks)))
         expected = [
             [order[start : start + BATCH][each::ranks] for start in range(done, SAMPLES, BATCH)] for each in range(ranks)
         ]

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from ddp_lab.exercises.checks.linear import compare, layer
-from ddp_lab.exercises.explain import Call, Wrong
+from ddp_lab.exercises.explain import Call, Wrong, unchanged
 
 WRITE = ("forward", "backward")
 RANKS = (2, 3)
@@ -14,7 +14,6 @@ HINTS = (
     "Add the bias once: after the all_reduce.",
     "Backward: grad_y @ own, grad_y.T @ own_x and grad_y.sum(0), all without communication.",
 )
-NOT_ALLOWED: dict[str, str] = {}
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
@@ -28,10 +27,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         "The bias is missing.": y,
         "It is the average over the ranks: the terms of all inputs are summed.": y / ranks + bias,
     }
-    compare(theirs.forward(own_x, own, bias), y + bias, f"The output of rank {rank}", causes)
+    compare(unchanged(theirs.forward, own_x, own, bias), y + bias, f"The output of rank {rank}", causes)
     before = len(calls)
-    returned = theirs.backward(own_x, own, grad_y)
-    if not isinstance(returned, tuple) or len(returned) != 3:
+    returned = theirs.backward(own_x, own, grad_y.clone())
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise Wrong(f"backward returned {type(returned).__name__}: expected a tuple of three gradients")
     extra = calls[before:]
     if extra:

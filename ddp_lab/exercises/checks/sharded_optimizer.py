@@ -16,7 +16,6 @@ HINTS = (
     "First update the own parameters, then let all ranks broadcast all parameters, in the same order on every rank.",
     "dist.broadcast(parameter, src=owner): the source is the same number on all ranks.",
 )
-NOT_ALLOWED: dict[str, str] = {}
 LR, MOMENTUM = 0.5, 0.5
 
 

@@ -1,5 +1,7 @@
 """The time and the memory that a pipeline's schedule takes, if every forward and backward pass takes one unit of time."""
 
+from typing import Any, cast
+
 from ddp_lab.exercises.explain import Wrong
 
 Action = tuple[str, int]
@@ -13,9 +15,10 @@ def check_actions(actions: object, stage: int, micro_batches: int) -> list[Actio
     """
     text = f"The schedule of stage {stage} with {micro_batches} micro-batches is {actions}. "
     if not isinstance(actions, list) or not all(
-        isinstance(each, tuple) and len(each) == 2 and each[0] in ("F", "B") for each in actions
+        isinstance(each, list) and len(cast(Any, each)) == 2 and each[0] in ("F", "B") for each in actions
     ):
         raise Wrong(text + 'Expected a list of pairs such as ("F", 0).')
+    actions = [(what, int(micro_batch)) for what, micro_batch in cast(Any, actions)]
     expected = {(what, micro_batch) for what in "FB" for micro_batch in range(micro_batches)}
     missing, others = sorted(expected - set(actions)), sorted(set(actions) - expected)
     if missing or others:

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, contribution, counts, describe_sum, of_all_ranks
+from ddp_lab.exercises.explain import Call, Wrong, contribution, counts, describe_sum, expect_only, of_all_ranks
 
 WRITE = ("star_all_reduce",)
 RANKS = (3, 2, 4)
@@ -14,14 +14,13 @@ HINTS = (
     "Rank 0 needs a second tensor to receive into, which it adds to its own, once for each other rank.",
     "Every send needs its recv in the same order: the others send, then receive; rank 0 receives from all, then sends to all.",
 )
-NOT_ALLOWED = dict.fromkeys(
-    ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "gather", "scatter"), "use send and recv with rank 0"
-)
+POINT_TO_POINT = ("send", "recv", "isend", "irecv", "wait")
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
     tensor = contribution(dist.get_rank(), [4])
     theirs.star_all_reduce(tensor)
+    expect_only(calls, POINT_TO_POINT, "use send and recv with rank 0")
     explain([values[0] for values in of_all_ranks(tensor.tolist())])
 
 
@@ -35,12 +34,16 @@ def explain(found: list[float]) -> None:
     text = f"Rank {wrong[0]} holds {describe_sum(found[wrong[0]], ranks)}; expected the sum of all ranks. "
     held = counts(found[0], ranks)
     if found[0] == total and all(found[rank] == 10.0**rank for rank in wrong):
-        text += "Rank 0 has the sum, and has to send it back to the others."
+        text += "Rank 0 has the sum, and has to send it back to the others, which receive it into `tensor`."
     elif held and not held[0] and all(held[1:]):
         text += "Rank 0 forgot its own tensor: add to it what arrives, and do not begin from zeros."
     elif held and not held[0] and sum(held) == 1:
         text += "What rank 0 received last replaced its own tensor: receive into another tensor, and add that."
-    elif found[0] == total:
+    elif wrong == [0] and held == [1] + [0] * (ranks - 1):
+        text += "It has sent the sum: `tensor = tensor + other` makes another tensor, `tensor += other` changes this one."
+    elif max(held or [2]) == 1 and max(counts(found[wrong[0]], ranks) or [0]) > 1:
+        text += "What arrives from rank 0 is the sum already: receive it into the tensor, and do not add it."
+    elif found[0] == total and counts(found[wrong[0]], ranks):
         text += "Rank 0 sent before the sum was complete: receive from all ranks first, then send to all."
     raise Wrong(text)
 

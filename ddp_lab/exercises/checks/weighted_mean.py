@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
+from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, unchanged
 
 WRITE = ("weighted_mean",)
 RANKS = (2, 3)
@@ -14,7 +14,6 @@ HINTS = (
     "Divide after the all-reduce: a mean of means gives a rank with few elements too much weight.",
     "torch.stack([(values * weights).sum(), weights.sum()]) is one tensor, so one all_reduce sums both.",
 )
-NOT_ALLOWED: dict[str, str] = {}
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
@@ -23,9 +22,9 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     sizes = [2, 5, 0][:ranks]
     values = [torch.rand(size, generator=generator, dtype=torch.float64) + each for each, size in enumerate(sizes)]
     weights = [torch.randint(0, 3, (size,), generator=generator).double() + (each == 0) for each, size in enumerate(sizes)]
-    compare(theirs.weighted_mean(values[rank], weights[rank]), values, weights)
+    compare(unchanged(theirs.weighted_mean, values[rank], weights[rank]), values, weights)
     zeros = [torch.zeros_like(each) for each in weights]
-    found = of_all_ranks(theirs.weighted_mean(values[rank], zeros[rank]))
+    found = of_all_ranks(unchanged(theirs.weighted_mean, values[rank], zeros[rank]))
     if found != [0.0] * ranks:
         raise Wrong(
             f"With weights of 0 alone the mean is {found[0]} on rank 0: expected 0.0; check the sum before you divide by it."
