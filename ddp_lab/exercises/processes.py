@@ -4,7 +4,6 @@ import ast
 import importlib
 import linecache
 import multiprocessing
-import operator
 import os
 import resource
 import runpy
@@ -14,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,14 +40,17 @@ class Outcome(NamedTuple):
         kind: passed; or, the most telling first: missing (not written yet), raised, wrong, lost (another rank ended), exited,
             waits.
         text: the explanation.
-        call: for `waits`, the call in which the rank waits.
+        call: for `waits`, the call in which the rank waits; without a name if it is busy.
+        result: for `passed`, what the work returned.
     """
 
     kind: str
     text: str = ""
     call: Call | None = None
+    result: Any = None
 
 
+Work = Callable[[ModuleType, list[Call]], Any]  # with the learner's module and its calls, on a rank of an open group
 ORDER = ["missing", "raised", "wrong", "exited", "waits", "lost"]
 
 
@@ -68,26 +70,26 @@ def explain_failure(exercise: Exercise, file: Path) -> str | None:
         importlib.import_module("torch._dynamo")  # which these import when first used: seconds, on each of the ranks
     end = time.monotonic() + LIMIT
     for ranks in exercise.check.RANKS:
-        outcomes = run_ranks(exercise, file, ranks, end)
+        outcomes = run_ranks(file, ranks, exercise.check.check, end - time.monotonic())
         if any(outcome.kind != "passed" for outcome in outcomes):
-            return f"On {ranks} processes: {explain_outcomes(exercise, outcomes)}"
+            return f"On {ranks} processes: {explain_outcomes(exercise, file, outcomes)}"
     return None
 
 
-def run_ranks(exercise: Exercise, file: Path, ranks: int, end: float) -> list[Outcome]:
-    """Run the check on this many processes, until `end` of time.monotonic(), and return how each rank ended."""
+def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[Outcome]:
+    """Run the work on this many processes, for at most `limit` seconds, and return how each rank ended."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(ranks)]
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=run_rank, args=(exercise, file, rank, store, pipes), daemon=True) for rank in range(ranks)
+            context.Process(target=run_rank, args=(file, work, rank, store, pipes), daemon=True) for rank in range(ranks)
         ]
         try:
             for process, (_, theirs) in zip(processes, pipes, strict=True):
                 process.start()
                 theirs.close()
-            outcomes = receive([cast(Any, own) for own, _ in pipes], end)
+            outcomes = receive([cast(Any, own) for own, _ in pipes], time.monotonic() + limit)
         finally:
             for process in processes:
                 process.kill()
@@ -129,8 +131,8 @@ def exited(process: BaseProcess) -> Outcome:
     return Outcome("exited", f"the process {how}, without a result.")
 
 
-def run_rank(exercise: Exercise, file: Path, rank: int, store: str, pipes: list[tuple[Connection, Connection]]) -> None:
-    """Run the check in this process. It stays until it is killed, so that no peer's wait ends with a lost connection."""
+def run_rank(file: Path, work: Work, rank: int, store: str, pipes: list[tuple[Connection, Connection]]) -> None:
+    """Run the work in this process. It stays until it is killed, so that no peer's wait ends with a lost connection."""
     for each, (ours, theirs) in enumerate(pipes):  # inherited: open ends here would hide that another process has ended
         ours.close()
         if each != rank:
@@ -155,23 +157,20 @@ def run_rank(exercise: Exercise, file: Path, rank: int, store: str, pipes: list[
         limit = timedelta(seconds=10 * LIMIT)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(pipes), timeout=limit)
         of_all_ranks(None)  # connects the ranks
-        pipe.send(outcome_of(exercise, file, calls))
+        pipe.send(outcome_of(file, work, calls))
     except OSError:
         os._exit(1)
     threading.Event().wait()
 
 
-def outcome_of(exercise: Exercise, file: Path, calls: list[Call]) -> Outcome:
-    """Run the check and return how it ended."""
+def outcome_of(file: Path, work: Work, calls: list[Call]) -> Outcome:
+    """Run the work and return how it ended."""
     try:
         threading.setprofile(recorder(file, calls))  # of threads that the learner starts
         sys.setprofile(recorder(file, calls))
-        theirs = ModuleType(exercise.name)
-        theirs.__dict__.update(runpy.run_path(str(file), run_name=exercise.name))
-        for name in exercise.check.WRITE:
-            operator.attrgetter(name)(theirs)
-        exercise.check.check(theirs, calls)
-        return Outcome("passed")
+        theirs = ModuleType(file.stem)
+        theirs.__dict__.update(runpy.run_path(str(file), run_name=file.stem))
+        return Outcome("passed", result=work(theirs, calls))
     except Wrong as wrong:
         return Outcome("wrong", str(wrong))
     except NotImplementedError as error:
@@ -236,24 +235,24 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     return Outcome("waits", f"{what} at line {line}: `{linecache.getline(str(file), line).strip()}`", Call(name, line))
 
 
-def explain_outcomes(exercise: Exercise, outcomes: list[Outcome]) -> str:
+def explain_outcomes(exercise: Exercise, file: Path, outcomes: list[Outcome], limit: float = LIMIT) -> str:
     """Return the most telling failure of the ranks, in words."""
     kind = min((outcome.kind for outcome in outcomes if outcome.kind != "passed"), key=ORDER.index)
     if kind == "waits":
-        return explain_waiting(exercise, outcomes)
+        return explain_waiting(exercise, outcomes, limit)
     rank = next(rank for rank, outcome in enumerate(outcomes) if outcome.kind == kind)
     text = outcomes[rank].text
     return text if kind in ("missing", "wrong") else f"rank {rank}: {text}"
 
 
-def explain_waiting(exercise: Exercise, outcomes: list[Outcome]) -> str:
+def explain_waiting(exercise: Exercise, outcomes: list[Outcome], limit: float) -> str:
     """Return which rank waits where, and why if the exercise knows."""
     waiting: Mapping[int, Call | None] = {rank: outcome.call for rank, outcome in enumerate(outcomes)}
     busy = [rank for rank, call in waiting.items() if call and not call.name]
     explain = getattr(exercise.check, "explain_hang", None)
     why = explain(waiting) if explain and not busy else None
     if busy:
-        why = f"rank {busy[0]} has not ended within {LIMIT:g} seconds: does a loop never end, or does it sleep?"
+        why = f"rank {busy[0]} has not ended within {limit:g} seconds: does a loop never end, or does it sleep?"
     elif not any(waiting.values()):
         why = "the check did not end, though the functions have returned: run it again when the machine is less busy."
     lines = [
