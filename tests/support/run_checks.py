@@ -16,7 +16,8 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     """Assert that the run directory contains all promised files, and each record once."""
     found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
     kept = {"config.yaml", "data.json", "metrics.jsonl", "train.log", "events.out", "checkpoints", "status.json"}
-    kept |= {"curves.png", "confusion.png"} | ({"steps"} if '"kind": "step"' in (run_dir / "metrics.jsonl").read_text() else set())
+    kept |= {"curves.png", "confusion.png"}
+    kept |= {"steps"} if '"kind": "step"' in (run_dir / "metrics.jsonl").read_text() else set()
     assert found == kept
     assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
     metrics = read_metrics(run_dir)
