@@ -2,10 +2,11 @@
 
 torchrun --standalone --nproc_per_node=4 scripts/lab_allreduce.py [--out runs/lab_allreduce]
 
-The table has the milliseconds of summing eight tensors, for increasing sizes: each algorithm of
-ddp_lab/strategies/all_reduce.py, and `library`, one call of `torch.distributed.all_reduce` on all eight. The cost model of a
-ring of k ranks (Patarasuk and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times its latency. Bandwidth
-and latency are derived from the library's smallest and largest call, so only the rows between them are predictions.
+The table has the milliseconds of summing eight tensors, for increasing sizes: the five algorithms of strategy=scratch
+(ddp_lab/exercises/speed.py says how bucketed is timed), and `library`, one call of `torch.distributed.all_reduce` on all eight.
+The cost model of a ring of k ranks (Patarasuk and Yuan 2009) is 2 (k-1)/k n bytes at the link's bandwidth plus 2 (k-1) times
+its latency. Bandwidth and latency are derived from the library's smallest and largest call, so only the rows between them are
+predictions.
 
 This is an exercise of Dive into Deep Learning, section 13.5: how can its all-reduce (star) be made more efficient? By sending
 fewer messages (flat), and by avoiding one rank that all others wait for (ring). A third way is to overlap with the backward
@@ -13,51 +14,19 @@ pass, as strategy=ddp and strategy.algorithm=bucketed do: profile=true shows how
 """
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddp_lab.observe.plot import Curve, beside, curves
-from ddp_lab.strategies.all_reduce import ALGORITHMS, flatten
+from ddp_lab.exercises.speed import PROJECT, Prepare, by_size, report
+from ddp_lab.strategies.all_reduce import flatten
 from ddp_lab.world.runtime import Runtime
 
-TENSORS = 8  # as many as LeNet has parameters
-
-
-def milliseconds(function: Callable[[], None], device: torch.device, repeat: int) -> float:
-    """Return the median time of `repeat` calls, which all ranks begin together, after two warm-up calls."""
-    times = []
-    for _ in range(repeat + 2):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times[2:])
-
-
-def by_size(runtime: Runtime, sizes: list[int], repeat: int) -> dict[str, list[tuple[float, float]]]:
-    """Return (bytes, milliseconds) for each of the sizes, by algorithm; `library` is torch.distributed.all_reduce."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ALGORITHMS, "library")}
-    for algorithm in ALGORITHMS.values():
-        algorithm([torch.ones(1000, device=runtime.device)])  # connections are opened when they are first used
-    for size in sizes:
-        tensors = [torch.randn(size // 4 // TENSORS, device=runtime.device) for _ in range(TENSORS)]
-        flat = flatten(tensors)
-        for name, algorithm in ALGORITHMS.items():
-            found[name].append((size, milliseconds(lambda run=algorithm, what=tensors: run(what), runtime.device, repeat)))
-        found["library"].append((size, milliseconds(lambda what=flat: dist.all_reduce(what), runtime.device, repeat)))
-    return found
+LIBRARY: dict[str, Prepare] = {"library": lambda tensors: partial(dist.all_reduce, flatten(tensors))}
 
 
 def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, float]]:
@@ -91,22 +60,12 @@ def main() -> None:
                 "scripts/lab_allreduce.py"
             )
         runtime.open_group()
-        found = by_size(runtime, [2**power for power in range(12, arguments.largest + 1, 2)], arguments.repeat)
+        sizes = [2**power for power in range(12, arguments.largest + 1, 2)]
+        found = by_size(PROJECT | LIBRARY, runtime.device, sizes, arguments.repeat)
         if runtime.rank == 0:
-            report(found, runtime.world_size, Path(arguments.out).with_suffix(".png"))
-
-
-def report(found: dict[str, list[tuple[float, float]]], ranks: int, picture: Path) -> None:
-    """Print the table and draw it."""
-    found = found | {"model": model(found["library"], ranks)}
-    print(f"milliseconds of a sum over {ranks} ranks, {TENSORS} tensors together")
-    print(f"{'bytes':>12}" + "".join(f"{name:>12}" for name in found))
-    for row, (size, _) in enumerate(found["library"]):
-        print(f"{size:>12,}" + "".join(f"{points[row][1]:>12.3f}" for points in found.values()))
-    lines = [Curve(name, points, dashed=name == "model") for name, points in found.items()]
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    beside([curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log=True)], picture)
-    print(f"\n{picture}")
+            picture = Path(arguments.out).with_suffix(".png")
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            report(found | {"model": model(found["library"], runtime.world_size)}, runtime.world_size, picture)
 
 
 if __name__ == "__main__":

@@ -332,6 +332,7 @@ FLAGS = {
         ("exercise --folder", "exercise --number"),
         "tests/exercises/test_command.py::test_exercise_from_the_list_to_the_right_solution",
     ),
+    "exercise --speed": "tests/exercises/test_command.py::test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow",
     "merge --checkpoint": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --output": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --force": AFTER + "test_merge_writes_a_full_checkpoint",

@@ -146,7 +146,7 @@ def test_job_that_early_stopping_ended_is_finished(tmp_path):
     (tmp_path / "config.yaml").write_text("epochs: 5\n")
     write_status(tmp_path, "finished", 3, 15)
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3, "val_accur')
-    with pytest.raises(ConfigError, match="metrics.jsonl: lacks epoch 3 of a finished run.* Delete"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: lacks epoch 3 of a finished run.* Delete"):
         is_finished(Job("job", [], tmp_path, 5, "auto", False))
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
     assert is_finished(Job("job", [], tmp_path, 5, "auto", False))

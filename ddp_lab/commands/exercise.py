@@ -2,7 +2,8 @@
 
 ddp-lab exercise list                      the exercises in their order
 ddp-lab exercise start ring_all_reduce     write exercises/ring_all_reduce.py, in which one function is missing
-ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong
+ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong; of an all-reduce
+                                           `--speed` then draws its times beside those of the project's algorithms
 ddp-lab exercise hint ring_all_reduce      a hint; `--number 2` the next one
 ddp-lab exercise solution ring_all_reduce  print the reference solution
 """
@@ -28,9 +29,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("name", nargs="?", help="of the exercise")
     parser.add_argument("--folder", type=Path, default=Path("exercises"), help="of the learner's files (default: exercises)")
     parser.add_argument("--number", type=int, default=1, help="of the hint (default: 1)")
+    parser.add_argument("--speed", action="store_true", help="with check: also time the learner's all-reduce and draw it")
     given = parser.parse_args(arguments)
     if (given.name is None) != (given.action == "list"):
         parser.error(f"{given.action}: {'takes no name' if given.name else 'the name of an exercise is missing'}")
+    if given.speed and given.action != "check":
+        parser.error(f"{given.action}: takes no --speed; allowed: check")
     return given
 
 
@@ -46,7 +50,7 @@ def main(arguments: list[str]) -> None:
     if given.action == "start":
         start(exercise, file)
     elif given.action == "check":
-        check(exercise, file)
+        check(exercise, file, given.speed)
     elif given.action == "solution":
         print(exercise.solution, end="")
     elif not 1 <= given.number <= len(exercise.check.HINTS):
@@ -69,17 +73,22 @@ def start(exercise: "Exercise", file: Path) -> None:
     print(f"{file}: write {' and '.join(exercise.check.WRITE)}, then `{COMMAND} check {exercise.name}`")
 
 
-def check(exercise: "Exercise", file: Path) -> None:
-    """Print whether the learner's file is right, with exit code 1 if it is not.
+def check(exercise: "Exercise", file: Path, speed: bool) -> None:
+    """Print whether the learner's file is right, with exit code 1 if it is not; then how fast it is, if asked for.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or the exercise has no speed.
     """
     from ddp_lab.exercises.catalog import following
     from ddp_lab.exercises.processes import explain_failure
+    from ddp_lab.exercises.speed import compare, require_sum
 
+    if speed:
+        require_sum(exercise.name)
     if not file.is_file():
         raise ConfigError(f"{file}: does not exist; write it with `{COMMAND} start {exercise.name}`")
+    if speed:
+        check_folder(file.with_suffix(".png"), "--speed")
     wrong = explain_failure(exercise, file.resolve())
     if wrong:
         print(f"{exercise.name}: not yet right. {wrong}\n\nA hint: {COMMAND} hint {exercise.name}")
@@ -87,3 +96,7 @@ def check(exercise: "Exercise", file: Path) -> None:
     processes = " and ".join(map(str, exercise.check.RANKS))
     then = following(exercise.name)
     print(f"{exercise.name}: right, on {processes} processes.{f' Next: {COMMAND} start {then}' if then else ''}")
+    slow = compare(exercise, file.resolve(), file.with_suffix(".png")) if speed else None
+    if slow:
+        print(f"Its speed could not be measured. {slow}")
+        sys.exit(1)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,13 +36,16 @@ class Outcome(NamedTuple):
             waits.
         text: the explanation.
         call: for `waits`, the call in which the rank waits.
+        result: for `passed`, what the work returned.
     """
 
     kind: str
     text: str = ""
     call: Call | None = None
+    result: Any = None
 
 
+Work = Callable[[ModuleType, list[Call]], Any]  # with the learner's module and its calls, on a rank of an open group
 ORDER = ["missing", "raised", "wrong", "exited", "waits", "lost"]
 
 
@@ -53,7 +56,7 @@ def explain_failure(exercise: Exercise, file: Path) -> str | None:
     """
     found = not_allowed(exercise, file)
     for ranks in () if found else exercise.check.RANKS:
-        outcomes = run_ranks(exercise, file, ranks)
+        outcomes = run_ranks(file, ranks, exercise.check.check)
         if any(outcome.kind != "passed" for outcome in outcomes):
             return f"On {ranks} processes: {explain_outcomes(exercise, file, outcomes)}"
     return found
@@ -75,22 +78,22 @@ def not_allowed(exercise: Exercise, file: Path) -> str | None:
     return None
 
 
-def run_ranks(exercise: Exercise, file: Path, ranks: int) -> list[Outcome]:
-    """Run the check on this many processes, for at most LIMIT seconds, and return how each rank ended."""
+def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[Outcome]:
+    """Run the work on this many processes, for at most `limit` seconds, and return how each rank ended."""
     context = multiprocessing.get_context("fork")
     outcomes: dict[int, Outcome] = {}
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(ranks)]
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=run_rank, args=(exercise, file, rank, ranks, store, pipes[rank][1]), daemon=True)
+            context.Process(target=run_rank, args=(file, work, rank, ranks, store, pipes[rank][1]), daemon=True)
             for rank in range(ranks)
         ]
         for process, (_, theirs) in zip(processes, pipes, strict=True):
             process.start()
             theirs.close()
         ours: list[Any] = [own for own, _ in pipes]
-        end = time.monotonic() + LIMIT
+        end = time.monotonic() + limit
         while len(outcomes) < ranks and (left := end - time.monotonic()) > 0:
             for ready in wait([pipe for rank, pipe in enumerate(ours) if rank not in outcomes], left):
                 rank = ours.index(ready)
@@ -124,8 +127,8 @@ def ask_where(pipe: Connection) -> Outcome:
     return Outcome("waits", "does not respond")
 
 
-def run_rank(exercise: Exercise, file: Path, rank: int, ranks: int, store: str, pipe: Connection) -> None:
-    """Run the check in this process. It stays until it is killed, so that no peer's wait ends with a lost connection."""
+def run_rank(file: Path, work: Work, rank: int, ranks: int, store: str, pipe: Connection) -> None:
+    """Run the work in this process. It stays until it is killed, so that no peer's wait ends with a lost connection."""
     torch.set_num_threads(1)
     calls: list[Call] = []
     main = threading.get_ident()
@@ -138,20 +141,19 @@ def run_rank(exercise: Exercise, file: Path, rank: int, ranks: int, store: str, 
     try:
         limit = timedelta(seconds=10 * LIMIT)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
-        pipe.send(outcome_of(exercise, file, calls))
+        pipe.send(outcome_of(file, work, calls))
     except OSError:
         os._exit(1)
     threading.Event().wait()
 
 
-def outcome_of(exercise: Exercise, file: Path, calls: list[Call]) -> Outcome:
-    """Run the check and return how it ended."""
+def outcome_of(file: Path, work: Work, calls: list[Call]) -> Outcome:
+    """Run the work and return how it ended."""
     try:
         sys.setprofile(recorder(file, calls))
-        theirs = ModuleType(exercise.name)
-        theirs.__dict__.update(runpy.run_path(str(file), run_name=exercise.name))
-        exercise.check.check(theirs, calls)
-        return Outcome("passed")
+        theirs = ModuleType(file.stem)
+        theirs.__dict__.update(runpy.run_path(str(file), run_name=file.stem))
+        return Outcome("passed", result=work(theirs, calls))
     except Wrong as wrong:
         return Outcome("wrong", str(wrong))
     except NotImplementedError as error:
@@ -210,18 +212,18 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     )
 
 
-def explain_outcomes(exercise: Exercise, file: Path, outcomes: list[Outcome]) -> str:
+def explain_outcomes(exercise: Exercise, file: Path, outcomes: list[Outcome], limit: float = LIMIT) -> str:
     """Return the most telling failure of the ranks, in words."""
     kind = min((outcome.kind for outcome in outcomes if outcome.kind != "passed"), key=ORDER.index)
     if kind == "waits":
-        return explain_waiting(exercise, outcomes)
+        return explain_waiting(exercise, outcomes, limit)
     rank = next(rank for rank, outcome in enumerate(outcomes) if outcome.kind == kind)
     text = outcomes[rank].text
     return text if kind in ("missing", "wrong") else f"rank {rank}: {text}"
 
 
-def explain_waiting(exercise: Exercise, outcomes: list[Outcome]) -> str:
-    """Return which rank waits where after LIMIT seconds, and why if the exercise knows."""
+def explain_waiting(exercise: Exercise, outcomes: list[Outcome], limit: float) -> str:
+    """Return which rank waits where after `limit` seconds, and why if the exercise knows."""
     waiting: Mapping[int, Call | None] = {rank: outcome.call for rank, outcome in enumerate(outcomes)}
     explain = getattr(exercise.check, "explain_hang", None)
     why = explain(waiting) if explain else None
@@ -231,4 +233,4 @@ def explain_waiting(exercise: Exercise, outcomes: list[Outcome]) -> str:
     default = "the ranks do not make the same calls, so some wait forever."
     if not any(waiting.values()):
         default = "the check did not end, though the functions have returned: run it again when the machine is less busy."
-    return "\n".join([why or default, f"After {LIMIT:g} seconds:", *lines])
+    return "\n".join([why or default, f"After {limit:g} seconds:", *lines])

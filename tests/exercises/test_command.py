@@ -6,8 +6,10 @@ import sys
 
 import pytest
 from launches import ROOT
+from PIL import Image
 
 from ddp_lab.exercises.catalog import load
+from ddp_lab.exercises.speed import PROJECT, SIZES, compare
 
 
 def run(folder, *arguments):
@@ -46,6 +48,8 @@ def test_exercise_from_the_list_to_the_right_solution(tmp_path):
         (["hint", "split_batch", "--number", "9"], "has the hints 1 to"),
         (["check"], "the name of an exercise is missing"),
         (["list", "split_batch"], "takes no name"),
+        (["check", "overlap", "--speed"], "overlap is no all-reduce; allowed for star_all_reduce, ring_all_reduce, buckets"),
+        (["start", "buckets", "--speed"], "start: takes no --speed; allowed: check"),
     ],
 )
 def test_mistakes_are_one_message_with_exit_code_2(arguments, says, tmp_path):
@@ -71,3 +75,49 @@ def test_broken_solutions_are_explained_without_a_traceback(line, says, tmp_path
     code, text = run(tmp_path, "check", "split_batch")
     assert code == 1
     assert says in text
+
+
+def learners(name, folder, old="", new=""):
+    """Write a learner's file: the reference solution with a part replaced."""
+    file = folder / "exercises" / f"{name}.py"
+    file.parent.mkdir()
+    source = load(name).solution
+    assert old in source
+    file.write_text(source.replace(old, new))
+    return file
+
+
+@pytest.mark.parametrize("name", ["star_all_reduce", "ring_all_reduce", "buckets"])
+def test_speed_compares_a_solution_with_all_five_algorithms(name, tmp_path, capsys):
+    picture = tmp_path / "times.png"
+    assert compare(load(name), learners(name, tmp_path), picture, SIZES[:2]) is None
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["bytes", "yours", *PROJECT] in rows
+    assert set(PROJECT) == {"star", "per_tensor", "flat", "ring", "bucketed"}
+    times = [row for row in rows if row[:1] and row[0] in ("4,096", "16,384")]
+    assert len(times) == 2
+    assert all(float(value) > 0 for row in times for value in row[1:])
+    assert Image.open(picture).width > 500
+
+
+def test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow(tmp_path):
+    slow = "chunks = list("
+    learners("ring_all_reduce", tmp_path, slow, f"__import__('time').sleep(0.3 * (len(tensor) > 100)); {slow}")
+    code, text = run(tmp_path, "check", "ring_all_reduce", "--speed")
+    assert code == 0
+    assert "right, on 2 and 3 and 4 processes" in text
+    (yours,) = [float(line.split()[1]) for line in text.splitlines() if line.split()[:1] == ["4,096"]]
+    assert yours > 300
+    assert "so these sizes are left out" in text
+    assert "exercises/ring_all_reduce.png" in text
+    assert (tmp_path / "exercises" / "ring_all_reduce.png").exists()
+
+
+def test_speed_of_a_solution_that_fails_on_large_tensors_is_explained(tmp_path):
+    learners("buckets", tmp_path, "flat = torch.cat(", "assert limit < 1000; flat = torch.cat(")
+    code, text = run(tmp_path, "check", "buckets", "--speed")
+    assert code == 1
+    assert "right, on 2 and 3 processes" in text
+    assert "Its speed could not be measured. rank 0: line " in text
+    assert "raises AssertionError" in text
+    assert not (tmp_path / "exercises" / "buckets.png").exists()

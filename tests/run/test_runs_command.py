@@ -73,7 +73,10 @@ def test_table_has_state_epoch_best_rate_and_age_of_each_run(running, tmp_path, 
     assert found["chosen"] == "finished 3/20 val_accuracy 0.7500 1,234 3 d"
     assert found["running"].startswith("running 0/20 - - ")
     assert found["sweep-1/lr=1"] == "killed 1/20 val_loss 2.0000 1,234 2 h"
-    assert command(runs.main, "--runs-dir", chosen)[:2] == (0, f"no runs in {chosen}; --runs-dir DIR is the runs_dir of your runs\n")
+    assert command(runs.main, "--runs-dir", chosen)[:2] == (
+        0,
+        f"no runs in {chosen}; --runs-dir DIR is the runs_dir of your runs\n",
+    )
     assert command(runs.main, "--runs-dir", root / "nowhere")[0] == 0
 
 
