@@ -112,6 +112,7 @@ def test_job_is_finished_when_its_status_is_and_all_epochs_are_done(status, epoc
     job = Job("strategy=ddp", [], tmp_path, 3, "auto", False)
     assert not is_finished(job)
     write_status(tmp_path, status, epoch, 15)
+    (tmp_path / "metrics.jsonl").write_text(f'{{"epoch": {epoch}}}\n')
     assert is_finished(job) is finished
 
 
