@@ -92,7 +92,9 @@ def learners(name, folder, old="", new=""):
 @pytest.mark.parametrize("name", ["star_all_reduce", "ring_all_reduce", "buckets"])
 def test_speed_compares_a_solution_with_all_five_algorithms(name, tmp_path, capsys):
     picture = tmp_path / "times.png"
-    assert compare(load(name), learners(name, tmp_path), picture, SIZES[:2]) is None
+    assert (
+        compare(load(name), learners(name, tmp_path), picture, SIZES[:2], seconds=60) is None
+    )  # both sizes, on a busy machine, too
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["bytes", "yours", *PROJECT] in rows
     assert set(PROJECT) == {"star", "per_tensor", "flat", "ring", "bucketed"}
