@@ -95,6 +95,22 @@ def test_search_that_could_not_learn_is_refused(overrides, message):
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "key"),
+    [
+        ("hydra/launcher=slurm", "hydra.launcher.nproc_per_node: is set, but the chosen hydra/launcher"),
+        ("hydra/launcher=basic", "hydra.launcher.nproc_per_node: is set, but the chosen hydra/launcher"),
+        ("hydra/sweeper=basic", "hydra.sweeper.direction: is set, but the chosen hydra/sweeper"),
+        ("hydra/sweeper/sampler=grid", "hydra.sweeper.sampler.seed: is set, but the chosen hydra/sweeper/sampler"),
+    ],
+)
+def test_search_with_another_launcher_or_sampler_is_refused_in_one_line(chosen, key, tmp_path):
+    code, output = launch("python train.py -m experiment=search", chosen, f"runs_dir={tmp_path}")
+    assert code == 2
+    assert f"error: {key} has no such key. Remove one of the two; experiment=search needs" in output
+    assert "Traceback" not in output
+
+
 def test_search_without_a_launcher_that_waits_or_without_a_result_ends_with_one_message(tmp_path):
     code, output = launch("python train.py -m hydra/launcher=slurm hydra/sweeper=optuna", f"runs_dir={tmp_path}", "seed=1,2")
     assert code == 2
@@ -129,6 +145,10 @@ def test_jobs_of_a_sweep_return_the_metric_of_their_run_directory(tmp_path):
 def test_job_that_early_stopping_ended_is_finished(tmp_path):
     (tmp_path / "config.yaml").write_text("epochs: 5\n")
     write_status(tmp_path, "finished", 3, 15)
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3, "val_accur')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: lacks epoch 3 of a finished run.* Delete"):
+        is_finished(Job("job", [], tmp_path, 5, "auto", False))
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
     assert is_finished(Job("job", [], tmp_path, 5, "auto", False))
     assert is_finished(Job("job", [], tmp_path, 9, "auto", False))
     write_status(tmp_path, "finished", 5, 25)

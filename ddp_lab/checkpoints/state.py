@@ -56,6 +56,7 @@ class State:
         """
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # loads 700 modules in 0.5 s
 
+        weights = self.weights()  # first: it reshards what an evaluation has gathered (fsdp, reshard_after_forward=false)
         optimizer = cast("dict[str, Any]", get_optimizer_state_dict(self.strategy.module, self.optimizer))
         values = {(name, key): value for name, held in optimizer["state"].items() for key, value in held.items()}
         tensors = {f"optimizer.{name}.{key}": value for (name, key), value in values.items() if torch.is_tensor(value)}
@@ -68,7 +69,7 @@ class State:
         # Learning rates are tensors on the GPU with CUDA graphs. Of options that are objects the description is enough: a
         # resume takes options from the config, and compares their names.
         plain = json.dumps(rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value))
-        return self.weights() | tensors, plain
+        return weights | tensors, plain
 
 
 def collect(

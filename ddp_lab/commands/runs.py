@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     if given.clean:
         clean(root, [run for run in runs.values() if run.is_removable()], given.yes)
     elif not given.action:
-        print(table(list(runs.values())) if runs else f"no runs in {root}")
+        print(table(list(runs.values())) if runs else f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
     elif run := runs.get(given.name):
         print(show(run))
     else:
@@ -102,7 +102,7 @@ def curve(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
     """Return lines over epochs as text, as wide as the terminal; `lines` has at least one point for each set."""
     epochs, values = zip(*(point for line in lines.values() for point in line), strict=True)
     (first, last), (low, high) = ((min(each), max(each)) for each in (epochs, values))
-    width = min(shutil.get_terminal_size().columns, 100) - LABEL - 3
+    width = min(max(shutil.get_terminal_size().columns, 40), 100) - LABEL - 3
     grid = [[" "] * width for _ in range(HEIGHT)]
     for name, line in lines.items():
         xs, ys = zip(*line, strict=True)

@@ -4,8 +4,9 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -49,6 +50,15 @@ def compose_config(overrides: list[str], config_dir: str | None, with_choices: b
         return compose("config", overrides=[*search, *overrides], return_hydra_config=with_choices)
 
 
+def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
+    """Yield the keys and values of a nested config, with the keys of groups before them: data.root."""
+    if not isinstance(node, dict):
+        yield key, node
+        return
+    for name, value in node.items():
+        yield from leaves(value, f"{key}.{name}" if key else str(name))
+
+
 def quote(value: str, mark: str = "'") -> str:
     """Quote a value for Hydra's grammar, in which commas and equal signs, and backslashes before a quote, are special.
 
@@ -76,6 +86,12 @@ def explain(error: Exception) -> str:
         return (
             f"{several[1]}: has several values. Use one of them, key=[value1,value2] for a list, \"key='value1,value2'\" for a "
             "text with a comma, or `ddp-lab train --multirun ...` to train with each of them"
+        )
+    if set_for := re.search(r"(?:Key|argument) '(\w+)'.* full_key: (hydra\.[\w.]+?)(?:\.\1)?(?: |$)", text):
+        group = set_for[2].replace(".", "/")
+        return (
+            f"{set_for[2]}.{set_for[1]}: is set, but the chosen {group} has no such key. Remove one of the two; "
+            "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with a seed"
         )
     return text.split(" See https")[0] + ". Overrides look like key=value: ddp-lab train --help"
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
@@ -17,8 +17,8 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.command_line import quote
-from ddp_lab.observe.metrics_file import objective
+from ddp_lab.launchers.command_line import leaves, quote
+from ddp_lab.observe.metrics_file import objective, row_of
 from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.resilience.run_directory import read_json
 
@@ -137,13 +137,14 @@ def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
     """
     if not (run_dir / "config.yaml").exists():
         return
-    there = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"), resolve=True))
-    here = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-    changed = [key for key in there if key not in MAY_CHANGE and there[key] != here.get(key)]
+    recorded = cast("DictConfig", OmegaConf.load(run_dir / "config.yaml"))
+    there, here = (dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (recorded, cfg))
+    fixed = set(map(str, recorded)) - MAY_CHANGE
+    changed = [key for key in there | here if key.partition(".")[0] in fixed and there.get(key) != here.get(key)]
     if changed:
         raise ConfigError(
             f"hydra.sweep.dir={run_dir.parent}: {run_dir.name} was started there with another {changed[0]} "
-            f"({there[changed[0]]}, now {here.get(changed[0])}); use another directory"
+            f"({there.get(changed[0])}, now {here.get(changed[0])}); use another directory"
         )
 
 
@@ -196,10 +197,21 @@ def check_search(config: DictConfig, waits: bool) -> None:
 
 
 def is_finished(job: Job) -> bool:
-    """Return whether a job has trained for all its epochs, or until early stopping."""
+    """Return whether a job has trained for all its epochs, or until early stopping.
+
+    Raises:
+        ConfigError: It has, but its metrics.jsonl lacks the last epoch, so that its result is unknown.
+    """
     status, config = read_json(job.run_dir / "status.json"), job.run_dir / "config.yaml"
     stopped = status is not None and config.exists() and status["epoch"] < OmegaConf.load(config).epochs
-    return status is not None and status["status"] == "finished" and (status["epoch"] >= job.epochs or stopped)
+    if status is None or status["status"] != "finished" or not (status["epoch"] >= job.epochs or stopped):
+        return False
+    if not row_of(metrics := job.run_dir / "metrics.jsonl", status["epoch"]):
+        raise ConfigError(
+            f"{metrics}: lacks epoch {status['epoch']} of a finished run, so the sweep does not know its result. Delete "
+            f"{job.run_dir} to train this job again"
+        )
+    return True
 
 
 def job_return(job: Job, failed: bool = False) -> JobReturn:

@@ -13,7 +13,7 @@ from typing import TextIO
 from ddp_lab.world.process import discard_output
 
 log = logging.getLogger("ddp_lab")
-SLOW = 3.0  # seconds after which what takes time is logged
+SLOW, AGAIN = 3.0, 20.0  # seconds after which what takes time is logged, and from there to the next such line
 LOG_FILES = 8  # the most ranks that have a log file of their own: not a file of each of a thousand ranks
 
 
@@ -37,14 +37,23 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def telling(what: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
-    """Log once what the body does if it takes longer than a few seconds. `tell` is used before the log is set up."""
-    timer = threading.Timer(SLOW, tell, [f"{what} ..."])
-    timer.daemon = True
-    timer.start()
+    """Log what the body does if it takes longer than a few seconds, and repeat it until it ends.
+
+    `tell` is used before the log is set up.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        wait = SLOW
+        while not ended.wait(wait):
+            tell(f"{what} ...")
+            wait = AGAIN
+
+    threading.Thread(target=repeat, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def setup_logging(run_dir: Path, rank: int) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,12 @@ def is_epoch(row: Mapping[str, Any]) -> bool:
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
-    """Return all rows; none if there is no file. A row that is just being written is left out."""
-    return list(map(json.loads, complete_lines(metrics)))
+    """Return all rows; none if there is no file. A row that is just being written is left out, as one that a crash damaged."""
+    rows: list[dict[str, Any]] = []
+    for line in complete_lines(metrics):
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def read_epochs(metrics: Path) -> list[dict[str, Any]]:
@@ -56,7 +61,7 @@ def row_of(metrics: Path, epoch: int) -> dict[str, Any]:
 
 def complete_lines(metrics: Path) -> list[str]:
     """Return the lines of the file, but for an incomplete last one; none if there is no file."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    lines = metrics.read_text(errors="replace").splitlines(keepends=True) if metrics.exists() else []
     return [line for line in lines if line.endswith("\n")]
 
 
@@ -74,7 +79,7 @@ def drop_rows(metrics: Path, epoch: int, step: int) -> None:
 
     if metrics.exists():
         rest = metrics.with_suffix(".tmp")
-        rest.write_text("".join(line for line in complete_lines(metrics) if is_before(json.loads(line))))
+        rest.write_text("".join(f"{json.dumps(row)}\n" for row in read_rows(metrics) if is_before(row)))
         rest.replace(metrics)
 
 

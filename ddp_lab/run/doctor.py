@@ -6,9 +6,8 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.cuda import nccl
 
 from ddp_lab.config.errors import NodeError
 from ddp_lab.launchers.arguments import installed
-from ddp_lab.launchers.command_line import compose_config
+from ddp_lab.launchers.command_line import compose_config, leaves
 from ddp_lab.launchers.preflight import Finding, check_shared
 from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.job import Job
@@ -51,15 +50,6 @@ def introduce(cfg: DictConfig) -> list[Finding]:
         Finding("ok", "environment", " ".join(environment) or "no variable that matters"),
         Finding("ok", "config", " ".join(changed) or "the defaults"),
     ]
-
-
-def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
-    """Yield the keys and values of a nested config, with the keys of groups before them: data.root."""
-    if not isinstance(node, dict):
-        yield key, node
-        return
-    for name, value in node.items():
-        yield from leaves(value, f"{key}.{name}" if key else str(name))
 
 
 def shown(key: str, value: object) -> str:

@@ -17,6 +17,7 @@ from ddp_lab.config.schema import RunConfig
 from ddp_lab.launchers.command_line import CONF, compose_config
 from ddp_lab.world.process import env_int
 
+PASSWORD = re.compile(r"(?<=://)[^/@]+@")  # and the user, in a URL
 REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}
 # Keys of a launch that trains, with their values afterwards.
 AFTERWARDS = {
@@ -37,6 +38,17 @@ def to_record(cfg: DictConfig) -> str:
     """
     raw, resolved = OmegaConf.to_container(cfg), OmegaConf.to_container(cfg, resolve=True)
     return OmegaConf.to_yaml(OmegaConf.create(_keep_references(raw, resolved)))
+
+
+def without_secrets(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a resolved config as trackers may upload it: without their own options, and users and passwords in URLs."""
+    return {key: _without_passwords(value) for key, value in config.items() if key != "tracker_options"}
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_passwords(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    return PASSWORD.sub("", value) if isinstance(value, str) else value
 
 
 def _keep_references(raw: Any, resolved: Any) -> Any:

@@ -38,7 +38,7 @@ class Run:
         self.path, self.name = path, str(path.relative_to(root))
         self.rows = read_epochs(path / "metrics.jsonl")
         config = path / "config.yaml"
-        found = re.search(r"^epochs: (\d+)$", config.read_text(), re.MULTILINE) if config.exists() else None
+        found = re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE) if config.exists() else None
         self.epochs = int(found[1]) if found else None  # of a hundred runs, YAML's parser would take seconds
         self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
         status = (read_json(path / "status.json") or {}).get("status", "not started")
@@ -84,9 +84,9 @@ def find_runs(root: Path) -> list[Run]:
     """Return the runs in runs_dir and in the directories of sweeps there, the one that changed last at the end.
 
     Raises:
-        ConfigError: there is no such directory, or it is not readable.
+        ConfigError: it is no directory, or it is not readable. If nothing is there, there are no runs.
     """
-    if not os.access(root, os.R_OK | os.X_OK) or not root.is_dir():
+    if root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
         raise ConfigError(f"--runs-dir {root}: is not a directory that can be read. Use the runs_dir of your runs")
     folders = [file.parent for depth in ("*", "*/*") for file in root.glob(f"{depth}/{LAUNCH_FILE}")]
     readable = [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]

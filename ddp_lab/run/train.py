@@ -29,7 +29,7 @@ from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.checks import ChooseBatch, check_and_build, restore_lost
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
-from ddp_lab.run.recorded_config import to_record
+from ddp_lab.run.recorded_config import to_record, without_secrets
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.training.loop import is_over, why_over
@@ -194,7 +194,7 @@ def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) ->
         | {key: cfg[key] for key in ("epochs", "precision", "seed")}
         | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices}
     )
-    run = TrackedRun(run_dir, "", config, hparams, start=(progress.epoch, progress.step))
+    run = TrackedRun(run_dir, "", without_secrets(config), hparams, start=(progress.epoch, progress.step))
     return FileLogger(
         run_dir,
         start=run.start,

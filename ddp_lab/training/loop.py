@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
-from ddp_lab.observe.log import log
+from ddp_lab.observe.log import log, telling
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
@@ -118,7 +118,7 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
             causes = "every batch was skipped (on_nan=skip): lower optimizer.lr; or " * skipped + "all targets are ignored"
             kind = "not_finite" if skipped else "exception"
             raise TrainingError(f"epoch {progress.epoch} has nothing to learn from: {causes}", kind)
-        with parts.ema.in_use() if parts.ema else nullcontext():
+        with parts.ema.in_use() if parts.ema else nullcontext(), telling(f"epoch {progress.epoch}: evaluating"):
             evaluated, following = evaluate_epoch(parts, hooks, progress)
             drawable = parts.strategy.task.pictures and shown.inputs.dim() == 4
             logits = parts.strategy.predict(shown.inputs) if drawable and drawn in evaluated else None

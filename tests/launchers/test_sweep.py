@@ -66,7 +66,7 @@ def test_concurrent_jobs_use_different_ports(tmp_path):
     assert all(OmegaConf.load(path).warmup_epochs == 0.5 for path in (tmp_path / "sweep").glob("*/config.yaml"))
     code, output = launch(sweep, *line, "optimizer.lr=0.02", cwd=tmp_path)
     assert code == 2
-    assert "strategy=scratch was started there with another optimizer" in output
+    assert "strategy=scratch was started there with another optimizer.lr (0.01, now 0.02)" in output
     assert all(line.startswith("[") for line in output.splitlines() if "train loss" in line)
 
 
@@ -112,6 +112,7 @@ def test_job_is_finished_when_its_status_is_and_all_epochs_are_done(status, epoc
     job = Job("strategy=ddp", [], tmp_path, 3, "auto", False)
     assert not is_finished(job)
     write_status(tmp_path, status, epoch, 15)
+    (tmp_path / "metrics.jsonl").write_text(f'{{"epoch": {epoch}}}\n')
     assert is_finished(job) is finished
 
 

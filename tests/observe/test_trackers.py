@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from launches import SMALL, launch, main_in_world, read_metrics, refusal_in_world
+from launches import SMALL, launch, launch_on_terminal, main_in_world, read_metrics, refusal_in_world
 from mlflow import MlflowClient
 from own_trackers import wandb_records
 from worlds import run_world
@@ -105,10 +105,21 @@ def train_small(folder: str, *overrides: str) -> None:
 def test_options_reach_wandb(tmp_path):
     options = ["tracker_options.wandb.project=digits", "tracker_options.wandb.entity=us", "+tracker_options.wandb.tags=[a]"]
     options += ["tracker_options.wandb.mode=offline", f"tracker_options.wandb.dir={tmp_path}/all"]
-    run_world(1, train_small, str(tmp_path), "tracker=wandb", *options)
+    run_world(1, train_small, str(tmp_path), "tracker=wandb", "checkpoint.mirror=memory://me:secret@host/runs", *options)
     (file,) = (tmp_path / "all" / "wandb").glob("offline-run-*/*.wandb")
     (run,) = [record.run for record in wandb_records(file) if record.WhichOneof("record_type") == "run"]
     assert (run.project, run.entity, list(run.tags)) == ("digits", "us", ["a"])
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["checkpoint"]["mirror"] == "memory://host/runs", "a password is uploaded"
+    assert "tracker_options" not in config
+
+
+def test_wandb_without_a_key_is_logged_and_does_not_ask_for_it(tmp_path, monkeypatch):
+    for name, value in {"WANDB_API_KEY": "", "WANDB_MODE": "online", "HOME": tmp_path, "NETRC": tmp_path / "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    shown = launch_on_terminal("python train.py", *SMALL, "epochs=1", "tracker=wandb", f"runs_dir={tmp_path}", "name=run")
+    assert "Enter your choice" not in shown
+    assert "ERROR tracker=wandb failed (UsageError: No API key configured." in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_options_reach_mlflow(tmp_path):

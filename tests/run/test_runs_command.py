@@ -73,7 +73,11 @@ def test_table_has_state_epoch_best_rate_and_age_of_each_run(running, tmp_path, 
     assert found["chosen"] == "finished 3/20 val_accuracy 0.7500 1,234 3 d"
     assert found["running"].startswith("running 0/20 - - ")
     assert found["sweep-1/lr=1"] == "killed 1/20 val_loss 2.0000 1,234 2 h"
-    assert command(runs.main, "--runs-dir", chosen)[:2] == (0, f"no runs in {chosen}\n")
+    assert command(runs.main, "--runs-dir", chosen)[:2] == (
+        0,
+        f"no runs in {chosen}; --runs-dir DIR is the runs_dir of your runs\n",
+    )
+    assert command(runs.main, "--runs-dir", root / "nowhere")[0] == 0
 
 
 def test_curves_and_the_error_of_a_trained_run_are_shown(tmp_path, command, monkeypatch):
@@ -145,6 +149,21 @@ def test_run_in_which_a_launch_begins_after_the_question_is_kept(running, comman
     assert found.remove()
 
 
+def test_damaged_files_and_a_narrow_terminal_hide_no_run(tmp_path, command, monkeypatch):
+    path = make(tmp_path / "damaged", "finished")
+    add_epoch(path, 1, val_loss=2.0)
+    with (path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\x00\xff{\n")
+    add_epoch(path, 2, 8, val_loss=1.0)
+    (path / "config.yaml").write_bytes(b"\xff{")
+    (path / "status.json").write_text("[")
+    monkeypatch.setenv("COLUMNS", "5")
+    code, output, errors = command(runs.main, "show", "damaged", "--runs-dir", tmp_path)
+    assert (code, errors) == (0, "")
+    assert "damaged  not started  2/?    val_loss 1.0000" in output
+    assert output.splitlines()[-1].split() == ["epoch", "1", "2"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -155,7 +174,7 @@ def test_run_in_which_a_launch_begins_after_the_question_is_kept(running, comman
             "show trained",
             "show trained: there is no such run in {ROOT}. Did you mean trained-2? `ddp-lab runs` lists the names",
         ),
-        ("--runs-dir nowhere", "--runs-dir nowhere: is not a directory that can be read. Use the runs_dir of your runs"),
+        ("--runs-dir /dev/null", "--runs-dir /dev/null: is not a directory that can be read. Use the runs_dir of your runs"),
     ],
 )
 def test_mistake_is_one_message(line, message, tmp_path, command):

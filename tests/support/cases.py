@@ -142,6 +142,7 @@ MATRIX = [
     Row(ddp(accumulate=2, **VIT, **ALMOST_EMPTY), "", "2"),
     Row(ddp(accumulate=3, **DROPPING), "2"),
     Row(fsdp(reshard=False, **CLIPPED), "2", "4"),
+    Row(fsdp(reshard=False, samples=97), "2"),
     Row(fsdp(**ALMOST_EMPTY), "3", "12"),
     Row(fsdp(accumulate=2, **CLIPPED), "2", "4"),
     Row(fsdp(**RECIPE), "", "234"),

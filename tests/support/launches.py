@@ -39,7 +39,7 @@ NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.
 
 
 def start(
-    line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT, cwd: Path = ROOT
+    line: str, *more: str, gpus: bool = False, cold: bool = False, stdin=None, stderr: int = subprocess.STDOUT, cwd: Path = ROOT
 ) -> subprocess.Popen:
     """Start a command in the repository with this Python interpreter. It is forked from the server of warm.py if that runs.
 
@@ -48,7 +48,7 @@ def start(
         more: Further arguments.
         gpus: Whether GPUs are visible. Implies `cold`.
         cold: Start new interpreters, as from a shell.
-        stderr, cwd: As in subprocess.Popen.
+        stdin, stderr, cwd: As in subprocess.Popen.
     """
     folder = Path(sys.executable).parent if cold or gpus else programs()
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
@@ -56,7 +56,9 @@ def start(
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": search}
     command, out = [*line.split(), *more], subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=stderr, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdin=stdin, stdout=out, stderr=stderr, text=True, start_new_session=True
+    )
 
 
 def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:
@@ -76,7 +78,7 @@ def launch(line: str, *more: str, gpus: bool = False, cold: bool = False, cwd: P
 
 
 def launch_on_terminal(line: str, *more: str) -> str:
-    """Run a command whose stderr is a terminal of 100 columns, and return what it writes there."""
+    """Run a command whose stdin and stderr are a terminal of 100 columns, and return what it writes there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     written = []
@@ -87,7 +89,7 @@ def launch_on_terminal(line: str, *more: str) -> str:
                 written.append(part)
 
     reader = threading.Thread(target=read)
-    process = start(line, *more, stderr=theirs)
+    process = start(line, *more, stdin=theirs, stderr=theirs)
     os.close(theirs)
     reader.start()
     code, output = finish(process)

@@ -1,6 +1,7 @@
 """Map-style datasets as users write them, which import nothing of ddp_lab."""
 
 import random
+import time
 
 import numpy as np
 import torch
@@ -22,6 +23,18 @@ class Shapes:
         pixels = np.full((30 + index, 40, 3), (80 * (index % 3), 90, 7), dtype=np.uint8)
         noise = np.random.randint(0, 50, pixels.shape) + random.randint(0, 9) + torch.randint(0, 9, ()).item()
         return Image.fromarray((pixels + noise).astype(np.uint8)), index % 3
+
+
+class Slow(Shapes):
+    """Shapes that take four seconds to open, and half a second each to read."""
+
+    def __init__(self, split):
+        time.sleep(4 if split == "train" else 0)
+        super().__init__(split)
+
+    def __getitem__(self, index):
+        time.sleep(0.5 if self.split == "train" else 0)
+        return super().__getitem__(index)
 
 
 class Tested(Shapes):

@@ -17,6 +17,7 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
     kept = {"config.yaml", "data.json", "metrics.jsonl", "train.log", "events.out", "checkpoints", "status.json"}
     kept |= {"curves.png", "confusion.png"}
+    kept |= {"steps"} if '"kind": "step"' in (run_dir / "metrics.jsonl").read_text() else set()
     assert found == kept
     assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
     metrics = read_metrics(run_dir)
@@ -42,7 +43,7 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
 def check_tensorboard(run_dir: Path, metrics: list[dict]) -> None:
     events = EventAccumulator(str(run_dir), size_guidance={"images": 0}).Reload()
     tags = {f"{kind}/{part}" for kind in ("loss", "accuracy") for part in ("train", "test")}
-    tags |= {"top5_accuracy/test", "lr", "speed/samples_per_second", "memory/peak_MiB"}
+    tags |= {"top5_accuracy/test", "lr", "speed/samples_per_second", "speed/seconds", "memory/peak_MiB"}
     assert set(events.Tags()["scalars"]) == tags
     assert [event.value for event in events.Scalars("accuracy/test")] == pytest.approx(
         [record["test_accuracy"] for record in metrics]

@@ -35,6 +35,7 @@ class WandB:
         folder = Path(dir or run.path).resolve()
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # by default in the home directory
         settings = wandb.Settings(console="off", silent=True)
+        wandb.setup(settings)  # else it would ask for a key on a terminal, from which nobody reads in this thread
         given: dict[str, Any] = {"name": run.path.name, "resume": "allow", "allow_val_change": True} | options
         self.image, self.html = wandb.Image, wandb.Html
         self.run = wandb.init(
