@@ -128,7 +128,7 @@ def test_skipped_all_reduce_is_named(tmp_path):
     record = failure(tmp_path / "skipped")
     assert (record["kind"], record["rank"]) == ("hang", 1)
     assert "all_reduce 8 of ranks 0, 1 (Float [7]): called by rank 0, not by rank 1\n" in record["message"]
-    analysed = launch(f"torchfrtrace {tmp_path}/skipped/flight_recorder/step_{record['step']}")[1]
+    analysed = launch(f"torchfrtrace {tmp_path}/skipped/flight_recorder/step_{record['step']}", cold=True)[1]
     expected = r"sequence number: 8\n(.*\n){3}missing ranks: \{1\}\ninput sizes: \[\[7\]\]"
     if torch.__version__ < "2.15":
         expected = "gloo != 'nccl'"  # the analyser of torch 2.11 reads only NCCL's calls
