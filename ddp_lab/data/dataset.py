@@ -131,7 +131,7 @@ class Dataset:
         test: what the result is measured with, and nothing is chosen by; None: there is no such set.
         val: what epochs, hyperparameters and weights are chosen by; None: there is no such set, and nothing is chosen.
         held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
-        digest: hash of the list of files, which must be the same on all ranks; empty for datasets that are not lists of files.
+        digest: hash of the list of files, or of the classes and sizes of data=own, the same on all ranks; empty: not compared.
         find_corrupt: decodes all files and raises a NodeError about those that cannot be decoded; None: there are no files.
     """
 

@@ -72,12 +72,23 @@ def open_split(split: str, root: str, inputs: str, targets: str | None, context:
             raise ConfigError(
                 f"data.dataset.{name}={column}: there is no such column; {root} has {', '.join(rows.column_names)}"
             )
+        if column is not None and targets is not None and is_text(rows, column):
+            remedy = (
+                "use data.dataset.targets=null task=tokens for a model of text"
+                if name == "inputs"
+                else f"make it classes with dataset.class_encode_column('{column}') of the package datasets, and save_to_disk"
+            )
+            raise ConfigError(f"data.dataset.{name}={column}: is text; {remedy}")
     return tokens_of(rows, inputs, context, root) if targets is None else Labelled(rows, inputs, targets)
+
+
+def is_text(rows: Any, column: str) -> bool:
+    return getattr(rows.features[column], "dtype", "") in ("string", "large_string")
 
 
 def tokens_of(rows: Any, column: str, context: int, root: str) -> Tokens:
     """Return the texts in a column as tokens. The arguments are as in `open_split`."""
-    if getattr(rows.features[column], "dtype", "") not in ("string", "large_string"):
+    if not is_text(rows, column):
         raise ConfigError(f"data.dataset.inputs={column}: is not text. Name its classes with data.dataset.targets=COLUMN")
-    text = bytearray("".join(f"{row}\n" for row in rows[column]), "utf-8")
+    text = bytearray("".join(f"{row}\n" for row in rows[column] if row is not None), "utf-8")
     return Tokens(*cut(torch.frombuffer(text, dtype=torch.uint8), context, f"{root}, column {column}"))

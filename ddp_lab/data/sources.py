@@ -1,5 +1,6 @@
 """The dataset that the config describes: a class with a method `load`, or with data=own any map-style dataset."""
 
+import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -75,15 +76,15 @@ def image_options(data: Mapping[str, Any]) -> ImageOptions | None:
 
 
 def check_same(digests: list[str]) -> None:
-    """Check that all ranks have the same list of files: `digests` has the `Dataset.digest` of each.
+    """Check that all ranks have the same dataset: `digests` has the `Dataset.digest` of each.
 
     Raises:
         ConfigError: they differ.
     """
     if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ConfigError(
-            f"data.root: rank {different[0]} has other files than rank 0 ({len(different)} ranks in all); every machine must "
-            "have the same images, of which the same can be decoded"
+            f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks in all); every machine must "
+            "have the same files, of which the same can be decoded, and so the same classes and samples"
         )
 
 
@@ -120,7 +121,9 @@ class Own:
             name: samples_of(dataset, self.name, self.seed, self.images, len(classes), augment=name == "train")
             for name, dataset in made.items()
         }
-        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"))
+        facts = repr((classes, {name: found.size for name, found in sets.items()}))  # to hash all samples would read them
+        digest = hashlib.sha256(facts.encode()).hexdigest()
+        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"), digest=digest)
 
     def sets(self) -> dict[str, Any]:
         """Construct the training set, the validation set and the test set: map-style datasets by name."""

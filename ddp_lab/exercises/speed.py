@@ -127,7 +127,7 @@ def require_sum(exercise: str) -> None:
         raise ConfigError(f"--speed: {exercise} is no all-reduce; allowed for {', '.join(LEARNERS)}. Leave --speed out")
 
 
-def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SIZES) -> str | None:
+def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SIZES, seconds: float = SECONDS) -> str | None:
     """Time a learner's right solution beside the project's algorithms; print and draw the times.
 
     Returns:
@@ -138,7 +138,7 @@ def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SI
     def measure(theirs: ModuleType, calls: list[Call]) -> Times:
         sys.setprofile(None)  # recording the calls takes time
         yours = partial(partial, LEARNERS[exercise.name], theirs)
-        return by_size({"yours": yours, **PROJECT}, torch.device("cpu"), sizes, repeat=5, seconds=SECONDS)
+        return by_size({"yours": yours, **PROJECT}, torch.device("cpu"), sizes, repeat=5, seconds=seconds)
 
     outcomes = run_ranks(file, ranks, measure, LIMIT)
     if any(outcome.kind != "passed" for outcome in outcomes):
@@ -147,5 +147,5 @@ def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SI
     report(found, ranks, picture)
     left_out = sizes[len(found["yours"]) :]
     if left_out:
-        print(f"From {left_out[0]:,} bytes on it would take more than {SECONDS:g} seconds, so these sizes are left out.")
+        print(f"From {left_out[0]:,} bytes on it would take more than {seconds:g} seconds, so these sizes are left out.")
     return None

@@ -19,7 +19,7 @@ class DataRecord:
     Attributes:
         shape: the arguments of the model that follow from the data: in_channels, image_size and num_classes.
         classes: the names of the classes, in the order of the logits.
-        digest: hash of the list of files; empty for datasets that are not lists of files.
+        digest: that of the dataset, as `Dataset.digest`.
         held_out: how the validation set was chosen among the training samples, as `Dataset.held_out`.
         criterion: the metric of the validation set by which the best checkpoint is chosen; None: the last one is the result.
     """
@@ -85,7 +85,7 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
         )
     warnings: list[str] = []
     if record.digest and dataset.digest and record.digest != dataset.digest:
-        warnings.append(f"{folder}: was trained on another list of files than these data, so the order of samples is another")
+        warnings.append(f"{folder}: was trained on other files or samples than these data, so the order of samples is another")
     if record.held_out != dataset.held_out:
         given, recorded = (text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out))
         if resumes:

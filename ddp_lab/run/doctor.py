@@ -14,6 +14,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch.cuda import nccl
 
+from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.errors import NodeError
 from ddp_lab.launchers.arguments import installed
 from ddp_lab.launchers.command_line import compose_config, leaves
@@ -67,6 +68,11 @@ def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[
     """
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
         show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
+        if cfg.checkpoint.mirror:
+            where = runtime.agree(
+                "mirror", lambda: Mirror(cfg.checkpoint.mirror, Path(cfg.runs_dir, cfg.name or "unnamed")).remote
+            )
+            show([Finding("ok", "mirror", f"checkpoints go to {shown('', where)}")], runtime.rank == 0)
         checked = check_and_build(cfg, runtime, choose_batch, check_memory)
         job, findings = checked.job, checked.findings
         if find_corrupt := job.dataset.find_corrupt:

@@ -116,6 +116,14 @@ def test_run_ends_without_a_mirror_that_fails_and_logs_it_once(tmp_path):
     assert len(read_metrics(tmp_path / "run")) == 3
 
 
+def test_doctor_names_the_place_of_the_mirror_and_refuses_one_that_cannot_be_used(tmp_path):
+    code, output = launch("ddp-lab doctor", *SMALL, "name=mine", f"checkpoint.mirror=file://{tmp_path}")
+    assert (code, f"mirror: checkpoints go to {tmp_path}/mine\n" in output) == (0, True), output
+    code, output = launch("ddp-lab doctor", *SMALL, "checkpoint.mirror=no://x")
+    assert (code, output.count("error: checkpoint.mirror=no://x: cannot be used")) == (2, 1), output
+    assert not list(tmp_path.iterdir())
+
+
 def test_mistakes_are_one_message(tmp_path, monkeypatch):
     code, output = launch("ddp-lab train --nproc 2 strategy=ddp", *SMALL, f"runs_dir={tmp_path}", "checkpoint.mirror=no://x")
     assert (code, output.count("error: checkpoint.mirror=no://x: cannot be used"), "Traceback" in output) == (2, 1, False)

@@ -69,6 +69,14 @@ def test_saved_split_and_text_are_training_sets_of_which_a_part_is_held_out(tmp_
     assert (text.train.size, text.model_shape()["vocabulary"]) == (19, 256)
 
 
+def test_missing_text_is_left_out(tmp_path):
+    datasets.Dataset.from_dict({"text": ["to be", None, "or not"] * 4}).save_to_disk(tmp_path / "one")
+    text = load(
+        tmp_path / "one", "data.dataset.inputs=text", "data.dataset.targets=null", "data.context=12", "data.test_split=null"
+    )
+    assert bytes(text.train.inputs[0].tolist()) == b"to be\nor not"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -76,6 +84,8 @@ def test_saved_split_and_text_are_training_sets_of_which_a_part_is_held_out(tmp_
         ("data.val_split=dev", "data.root={}/hf: has no split dev; it has train, test"),
         ("data.dataset.inputs=img", "data.dataset.inputs=img: there is no such column; {}/hf has image, label, number, text"),
         ("data.dataset.targets=y", "data.dataset.targets=y: there is no such column; {}/hf has image, label, number, text"),
+        ("data.dataset.targets=text", "data.dataset.targets=text: is text; make it classes with dataset.class_encode_column"),
+        ("data.dataset.inputs=text", "data.dataset.inputs=text: is text; use data.dataset.targets=null task=tokens"),
         ("data.dataset.targets=null", "data.dataset.inputs=image: is not text"),
     ],
 )

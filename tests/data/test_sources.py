@@ -123,6 +123,9 @@ def test_map_style_dataset_needs_data_own():
 
 def test_ranks_with_other_files_are_refused():
     check_same(["a", "a"])
+    own, less = load("Tokens", "data.num_classes=11"), load("Tokens", "data.num_classes=12")
+    with pytest.raises(ConfigError, match=r"rank 1 has other files"):
+        check_same([own.digest, less.digest])
     with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 ranks in all\)"):
         check_same(["a", "a", "b"])
     tokens = load("Tokens", "data.num_classes=11")

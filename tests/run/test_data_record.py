@@ -20,7 +20,7 @@ HELD_OUT = "data.val_fraction=0.1"
     ("record", "warning", "refusal"),
     [
         ({"digest": "2", "held_out": HELD_OUT}, None, None),
-        ({"digest": "1", "held_out": HELD_OUT}, "was trained on another list of files", None),
+        ({"digest": "1", "held_out": HELD_OUT}, "was trained on other files or samples", None),
         (
             {"digest": "", "held_out": ""},
             "was trained with data.val_fraction=0, so its weights",
