@@ -58,7 +58,7 @@ def start_server(folder: Path) -> subprocess.Popen:
     search = os.pathsep.join([str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with listener:
         return subprocess.Popen(
-            [sys.executable, __file__, "serve", str(listener.fileno())],
+            [sys.executable, __file__, "serve", str(listener.fileno()), str(os.getpid())],
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search},
             pass_fds=[listener.fileno()],
             start_new_session=True,
@@ -206,4 +206,6 @@ if __name__ == "__main__":
         run(["torch.distributed.run", *arguments])
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(arguments[1]):  # it ended before this call, while the modules were imported
+        sys.exit()
     serve(socket.socket(fileno=int(arguments[0])))
