@@ -57,7 +57,10 @@ def explain(found: list[list[float]]) -> None:
     elif column.count(total) == 1:
         text += f"Rank {column.index(total)} has it: after the reduce-scatter the all-gather, another W-1 steps, passes it on."
     elif held and total not in column:
-        text += "No rank has it: in the reduce-scatter add the received chunk to the rank's own, and do not replace it."
+        text += "No rank has it: in the reduce-scatter "
+        alone = all(sum(counts(each, ranks) or []) == 1 for values in found for each in values)
+        replaced = "add the received chunk to the rank's own, and do not replace it."
+        text += replaced if alone else "send in step s the chunk that was just added to, rank - s."
     raise Wrong(text)
 
 
