@@ -15,7 +15,7 @@ WRONG = {path.stem: tomllib.loads(path.read_text())["wrong"] for path in (Path(_
 
 @pytest.fixture(scope="module")
 def explain(tmp_path_factory):
-    """Check solutions in a process that forks the ranks: autograd, which other tests have used in this one, cannot be forked."""
+    """Check solutions in a process of their own: after a use of autograd, as in other tests, ranks cannot be forked."""
     folder = tmp_path_factory.mktemp("exercises")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield lambda name, source: pool.submit(explain_source, name, source, folder / f"{name}.py").result(timeout=60)
