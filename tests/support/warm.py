@@ -133,22 +133,23 @@ def run(program: list[str]) -> NoReturn:
 
     Exit handlers run, but the modules are not torn down, which would first copy all of the server's memory (0.5 s).
     """
-    code: Any = 0
+    code: Any = 1
     try:
-        execute(program)
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+        try:
+            execute(program)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            traceback.print_exc()
+        if code is not None and not isinstance(code, int):
+            code = print(code, file=sys.stderr) or 1
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also if nobody reads the output any more: the interpreter's own exit would wait for torch's store forever
+        os._exit(code if isinstance(code, int) else code is not None)
 
 
 def execute(program: list[str]) -> None:
