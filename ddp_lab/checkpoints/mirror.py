@@ -85,7 +85,7 @@ class Mirror:
             path = self._queue.get()
             try:
                 self._copy(path)
-            except Exception as error:  # of any storage: the training goes on without a mirror
+            except Exception as error:  # of any storage: training continues without a mirror
                 if path.exists() and not self._failed:  # newer checkpoints may have replaced it meanwhile
                     self._failed = True
                     log.error(f"{self.key}: {path.name} could not be uploaded ({describe_error(error)}); training continues")

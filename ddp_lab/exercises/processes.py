@@ -72,7 +72,7 @@ def explain_failure(exercise: Exercise, file: Path) -> str | None:
     for ranks in exercise.check.RANKS:
         outcomes = run_ranks(file, ranks, exercise.check.check, end - time.monotonic())
         if any(outcome.kind != "passed" for outcome in outcomes):
-            return f"On {ranks} processes: {explain_outcomes(exercise, file, outcomes)}"
+            return f"On {ranks} processes: {explain_outcomes(exercise, outcomes)}"
     return None
 
 
@@ -235,7 +235,7 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     return Outcome("waits", f"{what} at line {line}: `{linecache.getline(str(file), line).strip()}`", Call(name, line))
 
 
-def explain_outcomes(exercise: Exercise, file: Path, outcomes: list[Outcome], limit: float = LIMIT) -> str:
+def explain_outcomes(exercise: Exercise, outcomes: list[Outcome], limit: float = LIMIT) -> str:
     """Return the most telling failure of the ranks, in words."""
     kind = min((outcome.kind for outcome in outcomes if outcome.kind != "passed"), key=ORDER.index)
     if kind == "waits":

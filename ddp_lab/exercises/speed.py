@@ -142,7 +142,7 @@ def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SI
 
     outcomes = run_ranks(file, ranks, measure, LIMIT)
     if any(outcome.kind != "passed" for outcome in outcomes):
-        return explain_outcomes(exercise, file, outcomes, LIMIT)
+        return explain_outcomes(exercise, outcomes, LIMIT)
     found: Any = outcomes[0].result
     report(found, ranks, picture)
     left_out = sizes[len(found["yours"]) :]

@@ -49,7 +49,7 @@ class Display:
         return self._bar
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Show the metrics of some steps behind the bar or as a line of the log."""
+        """Show the metrics of some steps after the bar or as a line of the log."""
         if self._on_terminal:
             self._bar.set_postfix_str(describe_steps(row), refresh=False)
         else:

@@ -34,7 +34,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             text = f"Line {sums[0].line} waits for each sum before the backward pass continues, so nothing overlaps: "
             raise Wrong(text + "async_op=True.")
         if any(call.name == "wait" for call in during):
-            raise Wrong("A hook waits for its sum, so the backward pass stands still: wait in finish().")
+            raise Wrong("A hook waits for its sum, so the backward pass stops until it is there: wait in finish().")
         if len(sums) != 4:
             raise Wrong(
                 f"Step {step}: {len(sums)} all-reduces were started during the backward pass: expected 4, one per parameter."
