@@ -1,7 +1,7 @@
 """How long sums over the ranks take, by algorithm and size: the project's five, and a learner's own beside them.
 
-bucketed works during a backward pass. Here that pass computes nothing and only hands the gradients over, so that nothing hides
-the communication: its times are comparable with the others', and are the most that it adds to a step.
+bucketed works during a backward pass. Here that pass computes nothing and only hands the gradients over, so all of the
+communication is exposed: its times are comparable with the others', and are the most that it adds to a step.
 """
 
 import math
