@@ -19,7 +19,7 @@ from ddp_lab.run.job import build
 from ddp_lab.run.trained import checkpoint_of
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
-from ddp_lab.world.precision import float32_matmul
+from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 
@@ -51,7 +51,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
-    place(job.strategy, job.options.apply_memory_format(job.model), job.task)
+    place(job.strategy, job.model, job.task, job.options)
     saved.load_weights(job.strategy)
     slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
     with float32_matmul(cfg.float32_matmul), slow:

@@ -36,7 +36,7 @@ from ddp_lab.speed.fastest import build_step
 from ddp_lab.training.loop import is_over, why_over
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
-from ddp_lab.world.precision import float32_matmul
+from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it

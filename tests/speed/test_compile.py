@@ -15,10 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from training import Performance, run_cases
 from worlds import run_world
 
-from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compile_step
+from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling
 from ddp_lab.speed.convolution import PaddedConv2d, pad_convolutions
-from ddp_lab.speed.fastest import build
-from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.speed.fastest import PerformanceOptions, build
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
@@ -68,7 +67,7 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
     step, loader = make_step(ema=0.9)
     options = PerformanceOptions(compile=True)
     with options.backend_flags(Runtime("cpu")):
-        assert build(options, step, loader, benchmark=True) is step
+        assert build(options, step, loader) is step
         assert benchmarked == {True}, "cuDNN times its kernels while the step is compiled"
         graphs = counter.frame_count
         assert graphs == 2, "of the model and of the loss"
@@ -80,14 +79,16 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_compile_step_sets_inductor_options_and_pads_convolutions_on_gpus(device):
+def test_compiling_sets_inductor_options_and_pads_convolutions_on_gpus(device):
     given, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))
     strategy = Single(Runtime("cpu"))
     strategy.setup(model)
     strategy.device = torch.device(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **options: given.append(options))
-        compile_step(SimpleNamespace(strategy=strategy), None, channels_last=True)
+        with compiling(SimpleNamespace(strategy=strategy), None, channels_last=True):
+            pass
+    torch.compiler.set_stance("default")
     assert given == [{"dynamic": False, "options": COMBO | CHANNELS_LAST}] * 2
     assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
 

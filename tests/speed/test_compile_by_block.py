@@ -22,7 +22,8 @@ from ddp_lab.config.build import build
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
-from ddp_lab.speed.compile import repeats, why_not_compile
+from ddp_lab.run.speed import refusals_of
+from ddp_lab.speed.compile import repeats
 from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.world.runtime import Runtime
 
@@ -67,7 +68,7 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
     made = build(config(*f"strategy={options}".split()).strategy, Runtime("cpu"))
     complete = make_model(model, 0) if model else nn.Linear(3, 3)
     made.partition(complete, 8)
-    assert reason in why_not_compile(made, complete)
+    assert reason in refusals_of(made, complete)["compile"]
 
 
 # The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as far as the rank has them. A
