@@ -23,10 +23,9 @@ from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import model_to_plan
 from ddp_lab.run.job import Job, load_dataset, make_task, make_trial
 from ddp_lab.run.job import build as build_job
-from ddp_lab.speed.options import size
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import state_copies
-from ddp_lab.world.device import peak_memory_bytes
+from ddp_lab.world.device import peak_memory_bytes, size
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:

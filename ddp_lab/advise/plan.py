@@ -21,9 +21,10 @@ from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, make_plan
 from ddp_lab.run.speed import bytes_of
-from ddp_lab.speed.options import AUTO, configure_optimizer
+from ddp_lab.speed.fastest import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import ShapesOnly, forget_layouts
+from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.world.planned import PlannedRuntime
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
@@ -106,7 +107,8 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
     try:
         with torch.random.fork_rng(devices=[]):
             trainer = job.trainer()
-            optimizer = configure_optimizer(trainer.optimizer, job.options, torch.device(runtime.kind))
+            device, how = torch.device(runtime.kind), job.options
+            optimizer = configure_optimizer(trainer.optimizer, device, how.fused, how.cuda_graph, how.compile is True)
             for group in for_cpu(optimizer).param_groups:
                 if runtime.kind == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
                     group["foreach"] = True  # the default on GPUs: all parameters in one call

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.run.trained import open_run
     from ddp_lab.tasks.classification import Classification
     from ddp_lab.tasks.tokens import Tokens
-    from ddp_lab.world.precision import float32_matmul
+    from ddp_lab.world.device import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     run = open_run(given.run, given.checkpoint)

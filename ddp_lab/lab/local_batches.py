@@ -12,7 +12,7 @@ from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
 from ddp_lab.data.sources import samples_of
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.speed.options import DATA_SHARE
+from ddp_lab.speed.fastest import DATA_SHARE
 from ddp_lab.strategies.base import Strategy
 
 KEPT = 4  # datasets whose loaders are kept

@@ -8,10 +8,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
+from ddp_lab.speed.convolution import to_channels_last
+from ddp_lab.speed.fastest import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
-from ddp_lab.training.optimizer import param_groups
+from ddp_lab.training.optimizer import configure_optimizer, param_groups
 from ddp_lab.training.step import StepOptions
 
 
@@ -38,18 +39,19 @@ class Recipe:
     performance: PerformanceOptions = field(default_factory=PerformanceOptions)
 
 
-def place(strategy: Strategy, model: nn.Module, task: Task) -> None:
+def place(strategy: Strategy, model: nn.Module, task: Task, performance: PerformanceOptions) -> None:
     """Connect the ranks, and place the model and the task on their devices. Collective.
 
     Args:
         strategy: after `partition`.
         model: as for `Strategy.setup`.
         task: with the loss.
+        performance: how a step is executed.
     """
     if not strategy.one_process:
         strategy.runtime.open_group()
     strategy.task = task.to(strategy.device)
-    strategy.setup(model)
+    strategy.setup(to_channels_last(model) if performance.channels_last else model)
     if strategy.initial_weights is not None:
         strategy.initial_weights.set_weights({})  # the tensors of a file are not needed any more
 
@@ -70,4 +72,5 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
         optimizer = make(param_groups(strategy.parameters(), recipe.decay_norms_and_biases))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: {describe_error(error)}") from None
-    return configure_optimizer(optimizer, recipe.performance, strategy.device)
+    how = recipe.performance
+    return configure_optimizer(optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True)

@@ -55,7 +55,7 @@ class Trainer:
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, shapes: Shapes, num_workers: int = 0):
-        place(strategy, recipe.performance.apply_memory_format(model), task)
+        place(strategy, model, task, recipe.performance)
         self.strategy, self.batch_size = strategy, recipe.batch_size
         self.optimizer = make_optimizer(recipe, strategy)
         self.scheduler = recipe.scheduler(self.optimizer)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,14 @@ NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/sec
 
 
 class Logger:
-    """A logger that writes nothing, for all ranks but 0."""
+    """A logger that writes nothing, for all ranks but 0. As a context manager it is closed as failed by an exception."""
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None:
+            self.close("failed", {})
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
         """Return the batches. On a terminal, iterating over them shows a progress bar.

@@ -30,7 +30,7 @@ from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, count_flops, random_like
 from ddp_lab.observe.log import telling
 from ddp_lab.run.speed import find_options
-from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.speed.fastest import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss

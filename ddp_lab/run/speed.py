@@ -7,8 +7,9 @@ from torch import nn
 
 from ddp_lab.config.build import build
 from ddp_lab.data.dataset import Dataset, InMemory
+from ddp_lab.models.chain import Chain
 from ddp_lab.models.vit import Patches
-from ddp_lab.speed.options import AUTO, KEYS, Facts, PerformanceOptions, choose, refusals_of
+from ddp_lab.speed.fastest import AUTO, KEYS, PerformanceOptions, choose
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE
 
@@ -23,19 +24,43 @@ def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: n
         model: the complete model.
     """
     wanted: dict[str, Any] = {name: OmegaConf.select(cfg, key) for name, key in KEYS.items()}
-    facts = Facts(strategy.device.type, refusals_of(strategy, model))
-    if cfg.speed != AUTO or facts.device != "cuda":
+    reasons = refusals_of(strategy, model)
+    if cfg.speed != AUTO or strategy.device.type != "cuda":
         if wanted["loader"] == AUTO and bytes_of(dataset) is None:
             wanted["loader"] = "workers"
-        return choose(cfg.speed, wanted, facts)  # nothing is chosen, so no more facts are needed
-    reasons = dict(facts.refusals)
+        return choose(False, wanted, reasons)
     if not any(isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()):
         reasons.setdefault("channels_last", "the model has no convolutions")
     if not (isinstance(made := build(cfg.optimizer).func, type) and issubclass(made, ELEMENTWISE)):
         reasons.setdefault("fused", f"{cfg.optimizer._target_} has no fused kernel for GPUs")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     free = strategy.runtime.conclude("free memory", strategy.runtime.free_memory(), min)
-    return choose(cfg.speed, wanted, Facts(facts.device, reasons, bytes_of(dataset), weights, free))
+    return choose(True, wanted, reasons, bytes_of(dataset), weights, free)
+
+
+def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:
+    """Return why an option is not supported by the strategy, the model or the device, by name; no entry if it is.
+
+    Args:
+        strategy: after `Strategy.partition`.
+        model: the complete model.
+    """
+    device, reasons = strategy.device.type, dict(strategy.refusals)
+    if (strategy.compiled_by_block or strategy.bucket_sizes) and not isinstance(model, Chain):
+        reasons["compile"] = f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
+    if strategy.batch_norm == "sync":
+        reasons["cuda_graph"] = (
+            "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
+        )
+    if device == "mps":
+        reasons["compile"] = "not supported on mps, where torch.compile is a prototype"
+        reasons["channels_last"] = (
+            "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
+        )
+    if device != "cuda":
+        reasons["cuda_graph"] = "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
+    missing = [name for name in KEYS if name != "loader" and name not in strategy.performance_options]
+    return reasons | dict.fromkeys(missing, f"not supported by strategy={strategy.name}")
 
 
 def bytes_of(dataset: Dataset) -> int | None:

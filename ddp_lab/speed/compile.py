@@ -35,39 +35,6 @@ CHANNELS_LAST = {"force_layout_optimization": True}
 RECOMPILE_LIMIT = 64  # torch's default is 8; the pieces of a model (`compile_passes`) count as one function with other shapes
 
 
-def compile_step(step: Step, loader: DeviceLoader | None, channels_last: bool) -> str:
-    """Let torch.compile compile a step, except its collectives, when it is first called. On a GPU, pad convolutions.
-
-    Args:
-        step: the step to compile, in place.
-        loader: loader of a step that will be captured. It is compiled, too, and so are the optimizer and the running sums
-            (`Step.compile`). None: the step will be called with batches, and these three remain in eager mode.
-        channels_last: whether the model is in the channels-last memory format.
-
-    Returns:
-        What will be compiled, for the log.
-    """
-    # With what earlier jobs of this process left, torch 2.11 failed to compile an optimizer with two parameter groups
-    # ("SpeculationLog diverged").
-    torch.compiler.reset()
-    options = COMBO | (CHANNELS_LAST if channels_last else {})
-    compile_fn: partial[Any] = partial(torch.compile, dynamic=False, options=cast("dict[str, Any]", options))
-    if step.strategy.device.type == "cuda":
-        pad_convolutions(step.strategy.module)
-    what = compile_passes(step.strategy, compile_fn)
-    if loader is not None:
-        loader.compile(compile_fn)
-        step.compile(compile_fn)
-    return f"compiling the training step: {what}"
-
-
-def why_not_compile(strategy: Strategy, model: nn.Module) -> str | None:
-    """Return why the passes of a strategy cannot be compiled, or None if they can. Called after `Strategy.partition`."""
-    if (strategy.compiled_by_block or strategy.bucket_sizes) and not isinstance(model, Chain):
-        return f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
-    return strategy.refusals.get("compile")
-
-
 def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
     """Compile forward, loss and backward, in place. Called after `Strategy.setup`.
 
@@ -87,7 +54,7 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
         where = f" on rank {strategy.runtime.rank}" if strategy.axes.get("pp", 1) > 1 else ""
         return f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
     if strategy.bucket_sizes:
-        assert isinstance(model, Chain)  # `why_not_compile`
+        assert isinstance(model, Chain)  # `refusals_of`
         pieces = model.pieces(*strategy.bucket_sizes)
         model.execute_in(map(compile_fn, pieces))
         return f"the model in {count(len(pieces), 'piece')}"
@@ -118,22 +85,41 @@ def count(number: int, noun: str) -> str:
 
 
 @contextmanager
-def compiling(what: str) -> Generator[None]:
-    """Let the first steps of a compiled step, in the body, compile it; shapes that come later run in eager mode.
+def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> Generator[None]:
+    """Let torch.compile compile a step, except its collectives, in the body; shapes that come later run in eager mode.
 
-    The compilers, processes that this thread starts, do not receive the signals that a scheduler or a terminal sends to a whole
+    On a GPU convolutions are padded, and cuDNN times all its kernels for every new convolution and uses the fastest. The
+    compilers, processes that this thread starts, do not receive the signals that a scheduler or a terminal sends to a whole
     launch: without one, this process would fail or wait forever instead of saving a checkpoint.
 
     Args:
-        what: description of the work, which takes seconds to minutes, for the log.
+        step: the step to compile, in place. The body takes its first steps, which takes seconds to minutes.
+        loader: loader of a step that will be captured. It is compiled, too, and so are the optimizer and the running sums
+            (`Step.compile`). None: the step will be called with batches, and these three remain in eager mode.
+        channels_last: whether the model is in the channels-last memory format.
     """
+    # With what earlier jobs of this process left, torch 2.11 failed to compile an optimizer with two parameter groups
+    # ("SpeculationLog diverged").
+    torch.compiler.reset()
+    options = COMBO | (CHANNELS_LAST if channels_last else {})
+    compile_fn: partial[Any] = partial(torch.compile, dynamic=False, options=cast("dict[str, Any]", options))
+    if step.strategy.device.type == "cuda":
+        pad_convolutions(step.strategy.module)
+    what = f"compiling the training step: {compile_passes(step.strategy, compile_fn)}"
+    if loader is not None:
+        loader.compile(compile_fn)
+        step.compile(compile_fn)
     log.info(f"{what} ...")
-    start, before = time.perf_counter(), signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    start, masked = time.perf_counter(), signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.benchmark, cudnn.benchmark_limit = True, 0
     try:
         # torch has no public form of the recompile limit.
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):  # pyright: ignore[reportPrivateUsage]
             yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        cudnn.benchmark, cudnn.benchmark_limit = before
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
     torch.compiler.set_stance("eager_on_recompile")  # until `backend_flags` ends
     log.info(f"{what}: took {time.perf_counter() - start:.1f} s")

@@ -1,9 +1,9 @@
-"""Convolutions that pad their channels to multiples of 8, which tensor cores need.
+"""What makes convolutions fast on GPUs: the channels-last memory format, and channels padded to multiples of 8.
 
-Without explicit padding, cuDNN pads in separate kernels, before and after each of a convolution's three matrix multiplications
-(outputs, gradient of the inputs, gradient of the weight). Images of one channel become eight times as large. With that padding
-LeNet's compiled step took about a quarter longer (docs/log/benchmarks.md). torch.compile fuses explicit padding with the
-neighbouring kernels.
+Tensor cores need such multiples. Without explicit padding, cuDNN pads in separate kernels, before and after each of a
+convolution's three matrix multiplications (outputs, gradient of the inputs, gradient of the weight). Images of one channel
+become eight times as large. With that padding LeNet's compiled step took about a quarter longer (docs/log/benchmarks.md).
+torch.compile fuses explicit padding with the neighbouring kernels.
 """
 
 from typing import cast
@@ -27,6 +27,20 @@ class PaddedConv2d(nn.Conv2d):
         weight, bias = pad_to_eights(self.weight, 0, 1), None if self.bias is None else pad_to_eights(self.bias, 0)
         outputs = F.conv2d(pad_to_eights(input, 1), weight, bias, self.stride, self.padding, self.dilation)
         return outputs[:, : self.out_channels]
+
+
+def to_channels_last(model: nn.Module) -> nn.Module:
+    """Set the memory format of a model and return it. Called before `Strategy.setup`.
+
+    The weights of convolutions with one input channel stay contiguous, as cuDNN's gradients of them are. Their strides as
+    channels last differ, and DDP would copy the gradients into its buckets and warn (H100, torch 2.11, 2026-11-24). Those of
+    grouped convolutions, with one input channel each, are channels last.
+    """
+    model.to(memory_format=torch.channels_last)
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) and layer.in_channels == 1:
+            layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
+    return model
 
 
 def pad_convolutions(model: nn.Module) -> None:

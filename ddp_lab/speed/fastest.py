@@ -1,23 +1,36 @@
-"""The fastest step that works: what speed=auto has chosen is tried, measured, and given up if it fails."""
+"""The fastest step that works: speed=auto chooses options by plain facts, tries and measures them, and gives up what fails."""
 
 import gc
+import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.speed.compile import compile_step, compiling
+from ddp_lab.observe.log import log
+from ddp_lab.speed.compile import compiling
 from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
-from ddp_lab.speed.options import AUTO, PerformanceOptions, configure_optimizer
+from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.training.step import Step
+from ddp_lab.world.device import size
 from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
+AUTO = "auto"
+DATA_SHARE = 0.5  # of the device's free memory; the rest is for the model, its gradients and its activations
+MODEL_SHARE = 0.05  # of that memory: a capture warms up with steps whose effects are undone, from copies of weights and momenta
+KEYS = {  # the config keys, by the name of the option
+    "loader": "data.loader",
+    "cuda_graph": "cuda_graph",
+    "channels_last": "channels_last",
+    "fused": "optimizer.fused",
+    "compile": "compile",
+}
 TIMED = 5  # steps
 # Measured on one H200 with torch 2.11, Fashion-MNIST, 2026-11-23: `train.py cuda_graph=true channels_last=true epochs=1` with
 # compile=true, and speed=auto, which did not compile. ResNet-18 at batch 64: an epoch takes 2.60 s captured and 2.13 s compiled
@@ -25,6 +38,91 @@ TIMED = 5  # steps
 # for LeNet at batch 256, with 2 to 3 s in which cuDNN times its kernels for ResNet-18.
 GAINS = {"float32": 0.18, "bf16": 0.3}  # share of a step that compiling saves, by precision
 COLD, EACH = 9.0, 0.2  # seconds that compiling takes, and more for each layer with parameters
+
+
+class PerformanceOptions(NamedTuple):
+    """How a training step is executed.
+
+    Attributes:
+        loader: the loader of the data, which are on the device or come from worker processes.
+        cuda_graph: whether a step is captured as a CUDA graph.
+        channels_last: whether images and convolutions use the channels-last memory format.
+        fused: whether the optimizer uses torch's fused kernel; None leaves it to torch.
+        compile: whether a step is compiled by torch.compile; "auto" is decided by `build_step`, which has measured a step.
+        reasons: by name of an option that speed=auto has chosen, why it is off, or what an option that is on depended on. The
+            others have the config's value, or that of speed=off.
+        disabled: for the log, the options that the config requires and that are not supported.
+    """
+
+    loader: str = "device"
+    cuda_graph: bool = False
+    channels_last: bool = False
+    fused: bool | None = None
+    compile: bool | Literal["auto"] = False
+    reasons: Mapping[str, str] = {}
+    disabled: tuple[str, ...] = ()
+
+    @contextmanager
+    def backend_flags(self, runtime: Runtime) -> Generator[None]:
+        """Set torch's global flags for these options. Enter it before `Strategy.setup`, leave it after training."""
+        with runtime.side_stream() if self.cuda_graph else nullcontext():
+            try:
+                yield
+            finally:
+                if "torch._dynamo" in sys.modules:  # which takes seconds to start, and most runs never compile
+                    torch.compiler.set_stance("default")
+
+    def log_choices(self) -> None:
+        """Log what speed=auto has chosen, if anything."""
+        if not self.reasons:
+            return
+        log.info("speed=auto:")
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            shown = {True: "on", False: "off", None: "off"}.get(value, value)
+            log.info(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
+
+
+def choose(
+    automatic: bool,
+    wanted: Mapping[str, Any],
+    refusals: Mapping[str, str],
+    data_bytes: int | None = None,
+    model_bytes: int = 0,
+    free_bytes: int = 0,
+) -> PerformanceOptions:
+    """Return the options of a run.
+
+    Args:
+        automatic: whether speed=auto chooses: on NVIDIA GPUs.
+        wanted: by option the config's value; "auto" or None leaves the choice.
+        refusals: why an option is not supported, by name; no entry if it is.
+        data_bytes: size of the dataset in host memory; None if its images are read one by one.
+        model_bytes: size of the unsharded model's parameters.
+        free_bytes: free memory of a device, the smallest of all ranks.
+    """
+    chosen = {name: value for name, value in wanted.items() if value not in (AUTO, None)}
+    reasons: dict[str, str] = {}
+    if "loader" not in chosen and automatic:
+        chosen["loader"], reasons["loader"] = "workers", "the images are read one by one"
+        if data_bytes is not None:
+            chosen["loader"] = "device" if data_bytes <= DATA_SHARE * free_bytes else "workers"
+            reasons["loader"] = f"the dataset has {size(data_bytes)}, {size(free_bytes)} are free on the device"
+    if chosen.get("loader") == "workers":
+        needs = "not supported by data.loader=workers, which prepares batches on the host; use data.loader=device"
+        refusals = {"cuda_graph": needs} | dict(refusals)
+    disabled = [name for name in ("cuda_graph", "channels_last", "compile") if chosen.get(name) and name in refusals]
+    lines = tuple(f"{name}={str(chosen[name]).lower()} is disabled: {refusals[name]}" for name in disabled)
+    chosen |= dict.fromkeys(disabled, False)
+    if model_bytes > MODEL_SHARE * free_bytes:
+        sizes = f"the weights have {size(model_bytes)}, {size(free_bytes)} are free on the device"
+        refusals = {"cuda_graph": sizes, "compile": sizes} | dict(refusals)
+    for name in KEYS if automatic else ():
+        if name not in chosen:
+            reasons[name] = refusals.get(name, "")
+            if not reasons[name]:
+                chosen[name] = AUTO if name == "compile" else True
+    return PerformanceOptions(**chosen, reasons=reasons, disabled=lines)
 
 
 def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_left: int) -> Step | GraphStep:
@@ -37,29 +135,23 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
         steps_left: steps until the end of the run.
     """
     decide = options.compile == AUTO
-    options = options._replace(compile=False) if decide else options
-    options, built = build_what_works(options, step, loader, benchmark=not decide)
+    options, built = build_what_works(options._replace(compile=False) if decide else options, step, loader)
     if decide:
         pays, why = compile_pays_off(step, measure(step, built, loader), steps_left)
         options = options._replace(compile=pays, reasons={**options.reasons, "compile": why})
         if pays:
             del built  # frees the memory of its graphs
             reset(step, options)
-            options, built = build_what_works(options, step, loader, benchmark=False)
+            options, built = build_what_works(options, step, loader)
     options.log_choices()
     return built
 
 
-def build_what_works(
-    options: PerformanceOptions, step: Step, loader: Loader, benchmark: bool
-) -> tuple[PerformanceOptions, Step | GraphStep]:
-    """Return the step, and the options without those that speed=auto has chosen and that fail. Collective.
-
-    The arguments are those of `build`.
-    """
+def build_what_works(options: PerformanceOptions, step: Step, loader: Loader) -> tuple[PerformanceOptions, Step | GraphStep]:
+    """Return the step, and the options without those that speed=auto has chosen and that fail. Collective."""
     for name, failed in (("compile", "compiled"), ("cuda_graph", "captured")):
         if getattr(options, name) and name in options.reasons:
-            built, problem = attempt(step.strategy.runtime, partial(build, options, step, loader, benchmark))
+            built, problem = attempt(step.strategy.runtime, partial(build, options, step, loader))
             if built is not None:
                 return options, built
             why = {**options.reasons, name: f"the step cannot be {failed}: {problem}"}
@@ -67,33 +159,21 @@ def build_what_works(
             reset(step, options)
             if name == "compile":
                 torch.compiler.set_stance("force_eager")  # parts of the step are compiled
-    return options, build(options, step, loader, benchmark)
+    return options, build(options, step, loader)
 
 
-def build(options: PerformanceOptions, step: Step, loader: Loader, benchmark: bool) -> Step | GraphStep:
-    """Return the step, compiled and captured according to the options. Collective.
-
-    Args:
-        options: `compile` is not "auto".
-        step: the step in eager mode.
-        loader: of the training set.
-        benchmark: whether cuDNN times its kernels for each convolution, in the first steps, which takes up to 3 s and saves
-            about 2 % of a step of ResNet-18 in bf16. Otherwise it uses its first guess, unless the step is compiled.
-    """
+def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | GraphStep:
+    """Return the step, compiled and captured according to the options, of which `compile` is not "auto". Collective."""
     captured = loader if options.cuda_graph and isinstance(loader, DeviceLoader) else None
-    with ExitStack() as first_steps:
-        if benchmark or options.compile:
-            first_steps.enter_context(cudnn_benchmark())
-        if options.compile:
-            what = compile_step(step, captured, options.channels_last)
-            first_steps.enter_context(compiling(what))
-        if captured is not None:
-            graph = GraphStep(step, captured)
-            graph.capture(first_steps)
-            return graph
-        if options.compile:
-            loader.set_epoch(1)
-            first = next(iter(loader))
+    first_steps = compiling(step, captured, options.channels_last) if options.compile else nullcontext()
+    if captured is not None:
+        graph = GraphStep(step, captured)
+        graph.capture(first_steps)
+        return graph
+    if options.compile:
+        loader.set_epoch(1)
+        first = next(iter(loader))
+        with first_steps:
             warm_up(step, lambda: first, 2)
     return step
 
@@ -105,8 +185,7 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
         built = build()
     except Exception as error:  # of torch, of a compiler, or of the user's model, which has to run in eager mode then
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-    problems = runtime.collect("attempt", problem)
-    problem = runtime.agree("attempt", lambda: next(filter(None, problems or []), ""))
+    problem = runtime.conclude("attempt", problem, lambda problems: next(filter(None, problems), ""))
     return (None, problem) if problem else (built, "")
 
 
@@ -115,9 +194,10 @@ def reset(step: Step, options: PerformanceOptions) -> None:
     step.optimizer.zero_grad()
     for group in step.optimizer.param_groups:
         group |= {"fused": None} if "fused" in group and "fused" in options.reasons else {}
-    configure_optimizer(step.optimizer, options, step.strategy.device)
+    device = step.strategy.device
+    configure_optimizer(step.optimizer, device, options.fused, options.cuda_graph, options.compile is True)
     gc.collect()
-    if step.strategy.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -161,15 +241,3 @@ def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:
             wait()
             seconds = time.perf_counter() - start
     return seconds / len(batches)
-
-
-@contextmanager
-def cudnn_benchmark() -> Generator[None]:
-    """Let cuDNN time all its kernels for every new convolution and use the fastest."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.benchmark_limit
-    cudnn.benchmark, cudnn.benchmark_limit = True, 0
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.benchmark_limit = before

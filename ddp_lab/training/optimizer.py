@@ -1,4 +1,4 @@
-"""What an optimizer needs besides torch: a step on the local shards of DTensors, and its state's tensors.
+"""What an optimizer needs besides torch: fused kernels, a step on the local shards of DTensors, and its state's tensors.
 
 torch's fused SGD does not support DTensors, and a learning rate on the device, as a CUDA graph needs it, is a plain tensor.
 Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
@@ -17,6 +17,7 @@ from ddp_lab.config.build import for_cpu
 from ddp_lab.strategies.sharding import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+FEW = 1_000_000  # elements of an optimizer
 ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
 
 
@@ -47,6 +48,42 @@ def has_shards(optimizer: torch.optim.Optimizer) -> bool:
 def can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether torch has a fused kernel of the optimizer for GPUs. A subclass may need the complete tensors of shards."""
     return type(optimizer) in ELEMENTWISE or (isinstance(optimizer, ELEMENTWISE) and not has_shards(optimizer))
+
+
+def configure_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device, fused: bool | None, captured: bool, compiled: bool
+) -> torch.optim.Optimizer:
+    """Set the optimizer's options that are left to this launch, and return it. Called before the optimizer has a state.
+
+    A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is fused in all runs on GPUs:
+    torch's default, foreach, needs temporary memory of the size of all parameters.
+
+    Args:
+        optimizer: of the strategy's parameters.
+        device: the device of this rank.
+        fused: whether to use torch's fused kernel; None leaves it to torch.
+        captured, compiled: whether the step is. The optimizer of a captured step is fused, too, unless it is compiled.
+    """
+    compiled = captured and compiled and compiles_optimizer(optimizer)
+    wanted = (captured or fused) and can_be_fused(optimizer)
+    adamw = isinstance(optimizer, AdamW) and device.type == "cuda"
+    for group in optimizer.param_groups:
+        if captured and "capturable" in group:
+            group["capturable"] = True
+        left = adamw and group["fused"] is None and group["foreach"] is None  # tp sets foreach
+        if not compiled and (wanted or left):
+            group["fused"] = True
+    return optimizer
+
+
+def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step that is captured and compiled compiles its optimizer, too, in place of torch's fused kernel.
+
+    A fused kernel of few elements does not fill a GPU: LeNet's 129,068 take 20 us in place of 2. With ResNet-18's 11 million a
+    compiled optimizer saves 0.5 % of a step, but compiling it takes 5 s, from the cache 1 s (an H200, docs/log/benchmarks.md).
+    """
+    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    return not has_shards(optimizer) and (elements < FEW or not can_be_fused(optimizer))
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -1,9 +1,11 @@
-"""The devices of this machine, and the memory that this process has used of them."""
+"""The devices of this machine, the memory that this process has used of them, and their precision."""
 
 import re
 import resource
 import socket
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -62,6 +64,11 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def size(count: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
 def card_of(name: str) -> str | None:
     """Return the card of CARDS that a device is, by the name that torch reports; None for others."""
     words = re.split("[ -]", name.replace("RTX ", "RTX"))  # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
@@ -71,3 +78,14 @@ def card_of(name: str) -> str | None:
 def peak_flops(card: str | None, precision: str) -> float | None:
     """Return the FLOP/s of a card of CARDS by its data sheet; None if there is no card."""
     return CARDS[card][2 if precision == "bf16" else 1] * 1e12 if card else None
+
+
+@contextmanager
+def float32_matmul(precision: str) -> Generator[None]:
+    """Let float32 matrix multiplications use full precision ("highest"), or TF32 on GPUs that have it ("high")."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -2,35 +2,33 @@
 
 import shutil
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import RECIPE, assert_equal, ddp
+from cases import assert_equal
 from steps import make_step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from training import Performance, run_cases
+from training import reference_of, run_cases
 from worlds import run_world
 
-from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compile_step
+from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling
 from ddp_lab.speed.convolution import PaddedConv2d, pad_convolutions
-from ddp_lab.speed.fastest import build
-from ddp_lab.speed.options import PerformanceOptions
+from ddp_lab.speed.fastest import PerformanceOptions, build
 from ddp_lab.strategies.single import Single
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
 
+@pytest.mark.slow  # aot_eager takes the place of Inductor in test_compile_by_block.py
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-def test_compiled_steps_produce_the_same_weights():
-    case = ddp(ema=0.8, **RECIPE)
-    compiled = replace(case, performance=Performance(compile=True, channels_last=True))
-    outcome = run_world(2, run_cases, [compiled], timeout=240)[0][compiled]
-    expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
-    assert_equal(outcome, expected)
+def test_steps_compiled_by_inductor_produce_the_same_weights():
+    case = "ddp ema=0.8 recipe compile=true channels_last=true"
+    outcome = run_world(2, run_cases, [case], timeout=240)[0][case]
+    alone = reference_of(case)
+    assert_equal(outcome, run_world(1, run_cases, [alone])[0][alone])
 
 
 def train(step, loader, epochs: int) -> list[float]:
@@ -68,7 +66,7 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
     step, loader = make_step(ema=0.9)
     options = PerformanceOptions(compile=True)
     with options.backend_flags(Runtime("cpu")):
-        assert build(options, step, loader, benchmark=True) is step
+        assert build(options, step, loader) is step
         assert benchmarked == {True}, "cuDNN times its kernels while the step is compiled"
         graphs = counter.frame_count
         assert graphs == 2, "of the model and of the loss"
@@ -80,14 +78,16 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_compile_step_sets_inductor_options_and_pads_convolutions_on_gpus(device):
+def test_compiling_sets_inductor_options_and_pads_convolutions_on_gpus(device):
     given, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))
     strategy = Single(Runtime("cpu"))
     strategy.setup(model)
     strategy.device = torch.device(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **options: given.append(options))
-        compile_step(SimpleNamespace(strategy=strategy), None, channels_last=True)
+        with compiling(SimpleNamespace(strategy=strategy), None, channels_last=True):
+            pass
+    torch.compiler.set_stance("default")
     assert given == [{"dynamic": False, "options": COMBO | CHANNELS_LAST}] * 2
     assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
 

@@ -6,8 +6,8 @@ from steps import make_step
 
 from ddp_lab.data.loader import Loader
 from ddp_lab.speed import fastest
-from ddp_lab.speed.fastest import build_step, measure
-from ddp_lab.speed.options import FEW, PerformanceOptions, configure_optimizer
+from ddp_lab.speed.fastest import PerformanceOptions, build_step, measure
+from ddp_lab.training.optimizer import FEW, configure_optimizer
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -25,15 +25,15 @@ class Attempts:
     """A stand-in for `fastest.build` that fails for the options in `broken`.
 
     Attributes:
-        tried: the options, and whether cuDNN times its kernels.
+        tried: the options.
     """
 
     def __init__(self):
         self.broken: set[str] = set()
-        self.tried: list[tuple[tuple[bool, bool], bool]] = []
+        self.tried: list[tuple[bool, bool]] = []
 
-    def __call__(self, options: PerformanceOptions, step: Step, loader: Loader, benchmark: bool) -> Step:
-        self.tried.append(((options.cuda_graph, options.compile), benchmark or options.compile))
+    def __call__(self, options: PerformanceOptions, step: Step, loader: Loader) -> Step:
+        self.tried.append((options.cuda_graph, options.compile))
         if options.compile:
             assert step.optimizer.param_groups[0]["fused"] is (True if not options.cuda_graph else None)
         for name in self.broken:
@@ -86,7 +86,7 @@ def test_step_is_compiled_if_the_run_is_long_and_what_fails_is_given_up(steps, b
     attempts.broken = broken
     step, loader = make_step(fused=True)
     assert build_step(CHOSEN, step, loader, steps) is step
-    assert attempts.tried == [(options, options[1]) for options in tried], "cuDNN times kernels if the run is long"
+    assert attempts.tried == tried
     assert logged in caplog.text
     if "compile" in broken:
         assert torch._dynamo.eval_frame._stance.stance == "force_eager", "parts of the step are compiled"
@@ -98,7 +98,7 @@ def test_what_the_config_requires_must_not_fail(name, attempts, caplog):
     caplog.set_level("INFO", "ddp_lab")
     required = PerformanceOptions(**{name: True})
     assert build_step(required, *make_step(fused=True), 10)
-    assert attempts.tried == [((required.cuda_graph, required.compile), True)]
+    assert attempts.tried == [(required.cuda_graph, required.compile)]
     assert caplog.messages == []
     attempts.broken = {name}
     with pytest.raises(RuntimeError, match=f"{name} is impossible"):
@@ -112,7 +112,7 @@ def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
     runtime = step.strategy.runtime
     monkeypatch.setattr(runtime, "agree", lambda key, decide: answer if key == "compile" else decide())
     build_step(CHOSEN, step, loader, 1 if answer else 10**9)
-    assert [options for options, _ in attempts.tried] == [GRAPH, BOTH][: 1 + answer]
+    assert attempts.tried == [GRAPH, BOTH][: 1 + answer]
 
 
 def test_measuring_a_step_changes_nothing():
@@ -137,12 +137,12 @@ def test_measuring_a_step_changes_nothing():
     ],
 )
 def test_optimizer_is_fused_as_the_options_require(device, cuda_graph, compile, fused, sgd, adamw):
-    options = PerformanceOptions(cuda_graph=cuda_graph, compile=compile, fused=fused)
+    how = torch.device(device), fused, cuda_graph, compile is True
     for make, expected in ((torch.optim.SGD, sgd), (torch.optim.AdamW, adamw), (torch.optim.Adagrad, None)):
-        optimizer = configure_optimizer(make([torch.nn.Parameter(torch.zeros(1))], lr=0.1), options, torch.device(device))
+        optimizer = configure_optimizer(make([torch.nn.Parameter(torch.zeros(1))], lr=0.1), *how)
         assert optimizer.param_groups[0]["fused"] is expected, "torch's fused Adagrad is for CPUs only"
         assert optimizer.param_groups[0].get("capturable", cuda_graph) is cuda_graph
     if cuda_graph:
         large = torch.nn.Parameter(torch.empty(FEW, device="meta"))
-        optimizer = configure_optimizer(torch.optim.SGD([large], lr=0.1), options, torch.device(device))
+        optimizer = configure_optimizer(torch.optim.SGD([large], lr=0.1), *how)
         assert optimizer.param_groups[0]["fused"], "a compiled one would be hardly faster"

@@ -11,14 +11,15 @@ from ddp_lab.data.datasets import Synthetic
 from ddp_lab.models.lenet import lenet
 from ddp_lab.run.job import build as build_job
 from ddp_lab.run.speed import find_options
-from ddp_lab.speed.options import KEYS, Facts, PerformanceOptions, choose
+from ddp_lab.speed.convolution import to_channels_last
+from ddp_lab.speed.fastest import KEYS, PerformanceOptions, choose
 from ddp_lab.world.runtime import Runtime
 
 LEFT = {"loader": "auto", "cuda_graph": "auto", "channels_last": "auto", "fused": None, "compile": "auto"}
 FASTEST = {"loader": "device", "cuda_graph": True, "channels_last": True, "fused": True, "compile": "auto"}
 OFF = {"loader": "device", "cuda_graph": False, "channels_last": False, "fused": None, "compile": False}
 GIB = 2**30
-GPU = Facts("cuda", {}, GIB, GIB // 2, 10 * GIB)
+GPU = {"refusals": {}, "data_bytes": GIB, "model_bytes": GIB // 2, "free_bytes": 10 * GIB}
 REFUSED = {"cuda_graph": "no graph", "compile": "no compiler", "channels_last": "flat", "fused": "sharded"}
 
 
@@ -27,32 +28,31 @@ def values(options: PerformanceOptions) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("speed", "wanted", "facts", "expected"),
+    ("automatic", "wanted", "facts", "expected"),
     [
-        ("auto", {}, GPU, FASTEST),
-        ("off", {}, GPU, OFF),
-        ("auto", {}, GPU._replace(device="cpu"), OFF),
-        ("auto", {}, GPU._replace(refusals=REFUSED), OFF),
-        ("auto", {}, GPU._replace(data_bytes=5 * GIB), FASTEST),
-        ("auto", {}, GPU._replace(data_bytes=5 * GIB + 1), FASTEST | {"loader": "workers", "cuda_graph": False}),
-        ("auto", {}, GPU._replace(model_bytes=GIB // 2 + 1), FASTEST | {"cuda_graph": False, "compile": False}),
-        ("auto", {"cuda_graph": True}, GPU._replace(model_bytes=GIB), FASTEST | {"compile": False}),
-        ("auto", {"loader": "device"}, GPU._replace(data_bytes=9 * GIB), FASTEST),
-        ("auto", {"loader": "workers"}, GPU, FASTEST | {"loader": "workers", "cuda_graph": False}),
-        ("auto", {"compile": True, "fused": False}, GPU, FASTEST | {"compile": True, "fused": False}),
-        ("off", {"cuda_graph": True}, GPU, OFF | {"cuda_graph": True}),
+        (True, {}, GPU, FASTEST),
+        (False, {}, GPU, OFF),
+        (True, {}, GPU | {"refusals": REFUSED}, OFF),
+        (True, {}, GPU | {"data_bytes": 5 * GIB}, FASTEST),
+        (True, {}, GPU | {"data_bytes": 5 * GIB + 1}, FASTEST | {"loader": "workers", "cuda_graph": False}),
+        (True, {}, GPU | {"model_bytes": GIB // 2 + 1}, FASTEST | {"cuda_graph": False, "compile": False}),
+        (True, {"cuda_graph": True}, GPU | {"model_bytes": GIB}, FASTEST | {"compile": False}),
+        (True, {"loader": "device"}, GPU | {"data_bytes": 9 * GIB}, FASTEST),
+        (True, {"loader": "workers"}, GPU, FASTEST | {"loader": "workers", "cuda_graph": False}),
+        (True, {"compile": True, "fused": False}, GPU, FASTEST | {"compile": True, "fused": False}),
+        (False, {"cuda_graph": True}, GPU, OFF | {"cuda_graph": True}),
     ],
 )
-def test_options_follow_from_the_config_and_the_facts(speed, wanted, facts, expected):
-    options = choose(speed, LEFT | wanted, facts)
+def test_options_follow_from_the_config_and_the_facts(automatic, wanted, facts, expected):
+    options = choose(automatic, LEFT | wanted, **facts)
     assert values(options) == expected
-    assert options.reasons.keys() == (LEFT.keys() - wanted.keys() if speed == "auto" and facts.device == "cuda" else set())
+    assert options.reasons.keys() == (LEFT.keys() - wanted.keys() if automatic else set())
     assert options.disabled == ()
 
 
 def test_required_options_that_are_not_supported_are_disabled_with_a_line():
     required = {"loader": "workers", "cuda_graph": True, "channels_last": True, "compile": True}
-    options = choose("off", LEFT | required, GPU._replace(refusals={"compile": "no compiler"}))
+    options = choose(False, LEFT | required, **GPU | {"refusals": {"compile": "no compiler"}})
     assert (options.cuda_graph, options.channels_last, options.compile) == (False, True, False)
     graph, compiled = options.disabled
     assert graph.startswith("cuda_graph=true is disabled: not supported by data.loader=workers, ")
@@ -61,9 +61,9 @@ def test_required_options_that_are_not_supported_are_disabled_with_a_line():
 
 def test_log_has_the_reason_of_each_option(caplog):
     caplog.set_level("INFO", "ddp_lab")
-    choose("off", LEFT, GPU).log_choices()
+    choose(False, LEFT, **GPU).log_choices()
     assert caplog.messages == []
-    options = choose("auto", LEFT | {"cuda_graph": False}, GPU._replace(refusals={"compile": "no compiler"}))
+    options = choose(True, LEFT | {"cuda_graph": False}, **GPU | {"refusals": {"compile": "no compiler"}})
     options.log_choices()
     assert caplog.messages == [
         "speed=auto:",
@@ -120,11 +120,11 @@ def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeyp
 
 def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
     runtime = SimpleNamespace(free_memory=lambda: 7, conclude=lambda key, own, decide: decide([9, own, 8]))
-    monkeypatch.setattr("ddp_lab.run.speed.choose", lambda speed, wanted, facts: facts)
+    monkeypatch.setattr("ddp_lab.run.speed.choose", lambda *facts: facts)
     strategy = build(config("strategy=single").strategy, Runtime("cpu"))
     strategy.device, strategy.runtime = torch.device("cuda"), runtime
     facts = find_options(config("speed=auto"), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))
-    assert facts.free_bytes == 7
+    assert facts[-1] == 7
 
 
 @pytest.mark.parametrize(("reasons", "batch"), [({"cuda_graph": ""}, 8 * 24), ({}, 24)])
@@ -139,10 +139,6 @@ def test_weights_of_one_input_channel_stay_contiguous_and_others_become_channels
     """They have the strides of cuDNN's gradients: DDP warned that these do not match its buckets."""
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 4, 3, groups=4), torch.nn.Conv2d(4, 4, 3))
     weights = [layer.weight for layer in model]
-    for channels_last, expected in (
-        (False, [(9, 9, 3, 1)] * 2 + [(36, 9, 3, 1)]),
-        (True, [(9, 9, 3, 1), (9, 1, 3, 1), (36, 1, 12, 4)]),
-    ):
-        assert PerformanceOptions(channels_last=channels_last).apply_memory_format(model) is model
-        assert [layer.weight.stride() for layer in model] == expected
+    assert to_channels_last(model) is model
+    assert [layer.weight.stride() for layer in model] == [(9, 9, 3, 1), (9, 1, 3, 1), (36, 1, 12, 4)]
     assert all(layer.weight is weight for layer, weight in zip(model, weights, strict=True))

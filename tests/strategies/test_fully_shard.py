@@ -12,10 +12,10 @@ from worlds import run_world
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.speed.options import PerformanceOptions, configure_optimizer
 from ddp_lab.strategies.activation_checkpointing import checkpointed
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
+from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.world.runtime import Runtime
 
 SHARDING = {"fsdp": "strategy=fsdp", "mesh": "strategy=mesh strategy.shard=null"}
@@ -72,7 +72,7 @@ def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool,
     with torch.no_grad():
         strategy.module.head.linear.weight.fill_(0.1)  # it is 0 at first, and so are the gradients of the blocks
     parameters = list(strategy.parameters())
-    optimizer = configure_optimizer(torch.optim.AdamW(strategy.parameters(), lr=0.1), PerformanceOptions(), GPU)
+    optimizer = configure_optimizer(torch.optim.AdamW(strategy.parameters(), lr=0.1), GPU, None, False, False)
     torch.manual_seed(strategy.dp_rank)
     strategy.forward_backward(torch.randn(4, 3, 16, 16), torch.arange(4), 8)
     gradients = [local(parameter.grad).clone() for parameter in parameters]

@@ -16,7 +16,8 @@ from launches import ROOT, read_metrics
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.profiler import check_profile
-from ddp_lab.speed.options import Facts, choose, refusals_of
+from ddp_lab.run.speed import refusals_of
+from ddp_lab.speed.fastest import choose
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.measure import sum_dtype
 from ddp_lab.world.device import find_device, list_devices
@@ -107,7 +108,7 @@ def test_single_on_mps_disables_unsupported_options(mac):
     assert sum_dtype(strategy.device) == torch.float32
     assert strategy.where == "1 x mps"
     required = dict.fromkeys(["cuda_graph", "channels_last", "compile"], True)
-    options = choose("off", required, Facts("mps", refusals_of(strategy, torch.nn.Linear(1, 1))))
+    options = choose(False, required, refusals_of(strategy, torch.nn.Linear(1, 1)))
     assert (options.cuda_graph, options.channels_last, options.compile) == (False, False, False)
     assert [line.split(" ")[0] for line in options.disabled] == [f"{name}=true" for name in required]
     with pytest.raises(ConfigError, match="profile=true: is not supported on device=mps"):
