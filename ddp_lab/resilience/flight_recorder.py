@@ -82,9 +82,10 @@ def describe_last(rank: int, gone: int) -> str:
     calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
     if not calls:
         return ""
+    text = describe_call(calls[-1], record["pg_config"])["text"]
     return (
-        f".\nThe last collective of rank {rank} is {describe_call(calls[-1], record['pg_config'])['text']}. If rank {gone} called "
-        "another one or gave it another shape, the backend has ended it; its reason is then in the output above"
+        f".\nThe last collective of rank {rank} is {text}. If rank {gone} called another one or gave it another shape, the "
+        "backend has ended it; its reason is then in the output above"
     )
 
 
