@@ -26,14 +26,14 @@ class Shapes:
 
 
 class Slow(Shapes):
-    """Shapes that take four seconds to open, and half a second each to read."""
+    """Shapes that take a second to open, and a tenth of a second each to read."""
 
     def __init__(self, split):
-        time.sleep(4 if split == "train" else 0)
+        time.sleep(1 if split == "train" else 0)
         super().__init__(split)
 
     def __getitem__(self, index):
-        time.sleep(0.5 if self.split == "train" else 0)
+        time.sleep(0.1 if self.split == "train" else 0)
         return super().__getitem__(index)
 
 
