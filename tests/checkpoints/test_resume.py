@@ -97,10 +97,11 @@ def test_another_batch_size_keeps_the_position_in_the_schedule(tmp_path):
     assert moved[2] > 0.001
 
 
-def test_new_learning_rate_applies_after_a_resume_and_a_new_seed_is_warned_of(tmp_path):
+def test_new_options_of_the_optimizer_apply_after_a_resume_and_a_new_seed_is_warned_of(tmp_path):
     train(tmp_path, "mine", "epochs=2")
     log = tmp_path / "mine" / "train.log"
-    train(tmp_path, "mine", "epochs=3", "optimizer.lr=0.02")
+    moved = train(tmp_path, "mine", "epochs=3", "optimizer.lr=0.02", "optimizer.momentum=0.5")
+    assert [group["momentum"] for group in moved["optimizer"]["param_groups"]] == [0.5]
     assert "so the order of the samples changes" not in log.read_text()
     train(tmp_path, "mine", "epochs=4", "seed=4")
     assert [record["lr"] for record in read_metrics(tmp_path / "mine")] == [0.01, 0.01, 0.02, 0.01]

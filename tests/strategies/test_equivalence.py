@@ -40,7 +40,7 @@ WRONG = [
 LOCAL = ["scratch narrow", "ddp narrow"]  # BatchNorm normalises by the local batch
 # Each of these presets and keys changes the weights.
 CHANGES = ["clipped", "augmented", "focal", "files", "mixup=0.4", "cutmix=1.0", "smoothed", "optimizer.weight_decay=0.1"]
-CHANGES += ["scheduler=multi_step scheduler.milestones=[1.6]"]
+CHANGES += ["data.flip=true", "scheduler=multi_step scheduler.milestones=[1.6]"]
 DECAYED, UNDECAYED = "single optimizer.weight_decay=0.1", "single undecayed"
 QUICK = [(case, int(size)) for case, sizes, _ in MATRIX for size in sizes]
 SLOW = [(case, int(size)) for case, _, sizes in MATRIX for size in sizes]

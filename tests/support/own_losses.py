@@ -24,20 +24,12 @@ def scaled(logits, targets, scale: float = 2.0):
     return scale * F.cross_entropy(logits, targets, reduction="none")
 
 
-def mean(logits, targets):
-    return F.cross_entropy(logits, targets)
-
-
-def detached(logits, targets):
-    return F.cross_entropy(logits, targets, reduction="none").detach()
-
-
-def number(logits, targets):
-    return 1.0
-
-
-def failing(logits, targets):
-    raise KeyError("weights")
+def wrong(logits, targets, how):
+    """A function that is no loss, for the reason `how`."""
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    if how == "failing":
+        raise KeyError("weights")
+    return {"mean": losses.mean(), "detached": losses.detach(), "number": 1.0}[how]
 
 
 class Trained(nn.Module):

@@ -80,17 +80,18 @@ def test_outputs_in_bf16_are_summed_in_float32():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mean", r"must return a loss per sample, .* for b=2 it returned a tensor of shape \[\]. Do not reduce"),
-        ("detached", "it returned a tensor without a gradient"),
-        ("number", "for b=2 it returned float"),
-        ("failing", r"for b=2 it failed: KeyError: 'weights' \(own_losses.py, line \d+\)$"),
+        ("wrong mean", r"must return a loss per sample, .* for b=2 it returned a tensor of shape \[\]. Do not reduce"),
+        ("wrong detached", "it returned a tensor without a gradient"),
+        ("wrong number", "for b=2 it returned float"),
+        ("wrong failing", r"for b=2 it failed: KeyError: 'weights' \(own_losses.py, line \d+\)$"),
         ("Unfinished", r"cannot be constructed: AttributeError: .*'missing' \(own_losses.py, line \d+\)$"),
         ("Trained", "has the parameter scale, which no optimizer would train"),
     ],
 )
 def test_own_loss_that_does_not_fit_is_refused(name, message):
+    name, *how = name.split()
     with pytest.raises(ConfigError, match=rf"loss\._target_=own_losses\.{name}: .*{message}"):
-        own(name)
+        own(name, **{"how": how[0]} if how else {})
 
 
 @pytest.mark.parametrize(
