@@ -19,7 +19,7 @@ def make_step(fused: bool | None = None, ema: float | None = None, **options) ->
     torch.manual_seed(0)
     strategy = Single(Runtime("cpu"))
     strategy.setup(simple_cnn(1, 8, 10))
-    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.1, momentum=0.9, fused=fused)
     averages = None if ema is None else EMA(strategy, ema)
     step = Step(strategy, optimizer, make_scheduler(optimizer, cosine, 2, 3, 0), StepOptions(**options), averages)
     data = Synthetic(SAMPLES, 8, 1, 8, 10).load().train
