@@ -19,9 +19,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import real_samples
 from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.sharding import Weights, local, reshard
-from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
-from ddp_lab.tasks.measure import measure
 from ddp_lab.world.runtime import Runtime
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
@@ -67,7 +66,7 @@ class Strategy(ABC):
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
         autocast: returns the context of the forward pass.
-        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.measure.measure`.
+        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.base.measure`.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
-from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.measure import measure, width
+from ddp_lab.tasks.base import Task, measure, width
 
 
 class Stage(Chain):

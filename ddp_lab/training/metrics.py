@@ -13,8 +13,7 @@ import torch
 
 from ddp_lab.data.batch import Batch, real_samples
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.measure import in_float32, sum_dtype, width
+from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
 
 LONGEST = 1000  # steps whose losses are kept
 
