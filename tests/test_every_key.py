@@ -336,7 +336,7 @@ FLAGS = {
     "merge --checkpoint": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --output": AFTER + "test_merge_writes_a_full_checkpoint",
     "merge --force": AFTER + "test_merge_writes_a_full_checkpoint",
-    "train --config-dir": "tests/launchers/test_sweep.py::test_slurm_dry_run_prints_the_script_and_the_commands",
+    "train --config-dir": "tests/launchers/test_sweep.py::test_concurrent_jobs_use_different_ports",
     "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
     **dict.fromkeys((f"advise --{name}" for name in ("gpus", "nodes", "link", "config-dir", "json")), PLANS),
     "advise --picture": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",

@@ -7,186 +7,86 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple
 
 import pytest
-import torch
 import training
-from cases import (
-    ADAMW,
-    AUGMENTED,
-    CLIPPED,
-    FOCAL,
-    HALF,
-    ON_EIGHT,
-    RECIPE,
-    SHORT,
-    VIT,
-    assert_equal,
-    ddp,
-    ddp_pipeline,
-    fsdp,
-    mesh,
-    name,
-    pipeline,
-    scratch,
-    tp,
-)
+from cases import MATRIX, assert_equal, tolerance_of
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
-from training import Case, Performance, largest_difference, run_case, run_cases
+from training import ONE_PROCESS, largest_difference, reference_of, run_case, run_cases, words_of
 from worlds import once, run_world
 
 from ddp_lab.speed import fastest
 from ddp_lab.speed.cuda_graph import GraphStep
-from ddp_lab.strategies.ddp import DDP
-from ddp_lab.strategies.dp import DP
-from ddp_lab.strategies.fsdp import FSDP
-from ddp_lab.strategies.mesh import Mesh
-from ddp_lab.strategies.scratch import Scratch
-from ddp_lab.strategies.single import Single
-from ddp_lab.strategies.split import Split
-from ddp_lab.strategies.tp import TP
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
-REPLICAS = [
-    scratch("per_tensor", start=1),
-    scratch("flat", start=1),
-    scratch(samples=97, loader="workers"),
-    scratch(accumulate=3, **CLIPPED),
-    ddp(start=1),
-    ddp(samples=97, loader="workers"),
-    ddp(accumulate=3, **CLIPPED),
-    fsdp(),
-    fsdp(reshard=False, samples=97),
-    fsdp(accumulate=2, **CLIPPED),
-]
-MODEL_PARALLEL = {
-    2: [
-        *(pipeline(schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble")),
-        pipeline("1f1b", m=5, samples=97, **CLIPPED),
-        ddp_pipeline(2, "1f1b"),
-        tp(2, samples=97),
-        tp(2, accumulate=2, **CLIPPED),
-        mesh(shard=None, checkpointing="block", accumulate=2, **CLIPPED),
-        mesh(tp=2, sequence=True, **CLIPPED),
-        mesh(pp=2, checkpointing="block", accumulate=2),
-        mesh(tp=2, sequence=True, **ADAMW | {"optimizer": "fused_adamw"}),
-    ],
-    4: [
-        pipeline("gpipe"),
-        pipeline("1f1b", m=5, **CLIPPED),
-        *(ddp_pipeline(2, schedule) for schedule in ("gpipe", "1f1b", "interleaved1f1b")),
-        ddp_pipeline(2, "1f1b", m=5, samples=97, accumulate=2, **CLIPPED),
-        tp(2, **CLIPPED),
-        tp(4, HALF, samples=97),
-        mesh(pp=2, tp=2, sequence=True, **CLIPPED),
-        mesh(shard=None, tp=2, sequence=True, accumulate=2, **CLIPPED),
-        mesh(shard=None, pp=2, **CLIPPED),
-        mesh(shard=2, accumulate=2, **CLIPPED),
-    ],
-    8: ON_EIGHT,
-}
-# In float64, because in float32 a rounding error can change the sign of a ReLU's input:
-# after one step the first layers' weights were 3e-5 apart in all strategies that sum over ranks, and 4e-16 in float64.
-ONE_STEP = {"model": "resnet18", "samples": 24, "epochs": 1, "dtype": torch.float64}
-SYNC = [scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **ONE_STEP), fsdp(batch_norm="sync", **ONE_STEP)]
-EMPTY = ONE_STEP | {"samples": 25}  # two steps; in the second only rank 0 has a sample
-SYNC += [ddp("sync", **EMPTY), fsdp(batch_norm="sync", **EMPTY)]
-SYNC += [tp(2, batch_norm="sync", **ONE_STEP, **CLIPPED)]
-
-
-def devices(size: int) -> tuple[str, tuple[str, ...]]:
-    return "devices", tuple(f"cuda:{i}" for i in range(size))
-
-
-def one_process(size: int) -> list[Case]:
-    return [
-        Case(DP, (devices(size),)),
-        Case(DP, (devices(size),), samples=97, loader="workers"),
-        Case(Split, (devices(size), ("num_microbatches", 1))),
-        Case(Split, (devices(size), ("num_microbatches", 4))),
-        Case(Split, (devices(size), ("num_microbatches", 5)), samples=97, loader="workers", **FOCAL),
-    ]
-
-
-GRAPH, FUSED, BOTH = (
-    Performance(cuda_graph=True),
-    Performance(compile=True, channels_last=True),
-    Performance(cuda_graph=True, compile=True, channels_last=True),
-)
-
-
-def with_options(performance: Performance, *cases: Case) -> list[Case]:
-    return [replace(case, performance=performance) for case in cases]
-
-
-ALGORITHMS = [scratch(algorithm) for algorithm in ("star", "per_tensor", "flat", "bucketed", "ring")]
+BY_SIZE = {size: [case for case, quick, slow in MATRIX if str(size) in quick + slow] for size in (2, 4, 8)}
+GRAPH, FUSED = "cuda_graph=true", "compile=true channels_last=true"
+BOTH, AUTO = f"{GRAPH} {FUSED}", "speed=auto"
 # The fused optimizer of a graph requires float32. Compiled kernels round differently, which changes the sign of a ReLU's input:
 # after 15 steps the weights differ by 4e-6 in float32, and by 3e-17 in float64 (an H200).
-MOVED = AUGMENTED | {"crop_padding": 2, "dtype": torch.float32}
-EXACT_VIT = VIT | {"dtype": torch.float64}
-PLAIN = [Case(Single), Case(Single, **CLIPPED, accumulate=3)]
-ALONE = [case for performance in (GRAPH, FUSED, BOTH) for case in with_options(performance, *PLAIN)]
-ALONE += [
-    *with_options(GRAPH, Case(Single, **MOVED), Case(Single, **RECIPE)),
-    *with_options(BOTH, Case(Single, **AUGMENTED), Case(Single, accumulate=3, **RECIPE)),
-    *with_options(BOTH, Case(Single, **EXACT_VIT), Case(Single, **EXACT_VIT | {"model": "vit_drop"})),
-    *with_options(BOTH, Case(Single, **ONE_STEP)),
-]
+MOVED, EXACT_VIT = "data.crop_padding=2 data.flip=true", "vit float64"
+SYNC = "batch_norm=sync resnet18 step"
+
+
+def one_process(size: int) -> list[str]:
+    devices = f"devices=[{','.join(f'cuda:{i}' for i in range(size))}]"
+    splits = [f"split {devices} num_microbatches={m}" for m in ("1", "4", "5 samples=97 data.loader=workers focal")]
+    return [f"dp {devices}", f"dp {devices} samples=97 data.loader=workers", *splits]
+
+
+def each(options: str, *cases: str) -> list[str]:
+    return [f"{case} {options}" for case in cases]
+
+
+PLAIN = ["single", "single clipped accumulate=3"]
+ALONE = [case for options in (GRAPH, FUSED, BOTH) for case in each(options, *PLAIN)]
+ALONE += each(GRAPH, f"single {MOVED}", "single recipe")
+ALONE += each(BOTH, "single augmented", "single accumulate=3 recipe", "single resnet18 step")
+ALONE += each(BOTH, f"single {EXACT_VIT}", "single vit_drop float64")
+ALGORITHMS = [f"scratch algorithm={name}" for name in ("star", "per_tensor", "flat", "bucketed", "ring")]
 TOGETHER = [
-    *with_options(GRAPH, *ALGORITHMS, ddp(), ddp(**CLIPPED, accumulate=3), ddp(**MOVED), ddp(**RECIPE)),
-    *with_options(
-        GRAPH,
-        fsdp(),
-        fsdp(reshard=False, samples=97),
-        fsdp(**RECIPE),
-        mesh(shard=None, accumulate=2, **CLIPPED),
-        mesh(tp=2, sequence=True, **CLIPPED),
-        mesh(tp=2, **ADAMW | {"optimizer": "fused_adamw"}),
-        tp(2, **CLIPPED),
-    ),
-    *with_options(BOTH, fsdp(**EXACT_VIT, **CLIPPED), mesh(tp=2, sequence=True, **EXACT_VIT)),
-    *with_options(FUSED, scratch("bucketed"), ddp()),
-    *with_options(BOTH, scratch("flat"), scratch("bucketed", samples=97, **RECIPE), ddp(**CLIPPED)),
+    *each(GRAPH, *ALGORITHMS, "ddp", "ddp clipped accumulate=3", f"ddp {MOVED}", "ddp recipe", "tp tp=2 clipped"),
+    *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
+    *each(GRAPH, "mesh shard=null accumulate=2 short clipped", "mesh tp=2 sequence_parallel=true short clipped"),
+    *each(GRAPH, "mesh tp=2 short adamw optimizer.fused=true"),
+    *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
+    *each(FUSED, "scratch algorithm=bucketed", "ddp"),
+    *each(BOTH, "scratch", "scratch algorithm=bucketed samples=97 recipe", "ddp clipped"),
 ]
-
-
-BY_BLOCK = with_options(
-    FUSED,
-    ddp(accumulate=2, **EXACT_VIT),
-    fsdp(**EXACT_VIT, **CLIPPED),
-    fsdp(checkpointing="block", **SHORT | EXACT_VIT),
-    pipeline("1f1b", **EXACT_VIT),
-    ddp_pipeline(2, "1f1b", **EXACT_VIT),
-    tp(2, (("head", "replicate"),), **EXACT_VIT),
-    mesh(shard=None, **EXACT_VIT),
-    mesh(tp=2, sequence=True, **EXACT_VIT, **CLIPPED),
-    mesh(pp=2, checkpointing="block", **EXACT_VIT),
+BY_BLOCK = each(
+    f"float64 {FUSED}",
+    "ddp accumulate=2 vit",
+    "fsdp vit clipped",
+    "fsdp checkpoint_activations=block short",
+    "pipeline vit",
+    "ddp_pipeline vit",
+    "tp tp=2 plan.head=replicate vit",
+    "mesh shard=null short",
+    "mesh tp=2 sequence_parallel=true short clipped",
+    "mesh pp=2 checkpoint_activations=block short",
 )
-
-
 # Synchronised BatchNorm's collectives break the compiled graph; in one of the two batches some ranks have no sample.
-COMPILED_SYNC = with_options(FUSED, scratch(batch_norm="sync", **ONE_STEP), ddp("sync", **EMPTY))
+COMPILED_SYNC = each(FUSED, f"scratch {SYNC}", f"ddp {SYNC} samples=25")
+AUTO_ALONE = each(AUTO, *PLAIN, f"single {MOVED}", "single recipe", "single data.loader=workers")
+AUTO_TOGETHER = [
+    *each(AUTO, f"scratch {MOVED}", "scratch samples=97 data.loader=workers", "ddp recipe", "ddp accumulate=3 clipped"),
+    *each(AUTO, "fsdp", "fsdp accumulate=2 clipped", "pipeline", "ddp_pipeline", "tp tp=2 accumulate=2 clipped"),
+    *each(AUTO, "mesh tp=2 sequence_parallel=true short clipped", "mesh pp=2 accumulate=2 short"),
+    *each(AUTO, "mesh shard=null checkpoint_activations=block accumulate=2 short clipped"),
+]
+AUTO_COMPILED = each(f"epochs=1 {AUTO}", "ddp", "scratch algorithm=bucketed")
 
 
-AUTO = Performance("auto", "auto", "auto")
-AUTO_ALONE = with_options(AUTO, *PLAIN, Case(Single, **MOVED), Case(Single, **RECIPE), Case(Single, loader="workers"))
-AUTO_TOGETHER = with_options(AUTO, *REPLICAS, *MODEL_PARALLEL[2], ddp(**RECIPE), scratch(**MOVED))
-AUTO_COMPILED = with_options(AUTO, ddp(epochs=1), scratch("bucketed", epochs=1), Case(Single, epochs=1))
+def captured_by_auto(case: str) -> bool:
+    captured = case.split()[0] in ("single", "scratch", "ddp", "fsdp", "tp", "mesh") and "pp=2" not in case.split()
+    return captured and not {"checkpoint_activations=block", "data.loader=workers"} & {*words_of(case)}
 
 
-def captured_by_auto(case: Case) -> bool:
-    options = dict(case.options)
-    on_host = options.get("checkpoint_activations", "none") != "none"
-    captured = case.strategy in (Single, Scratch, DDP, FSDP, TP) or (case.strategy is Mesh and options["pp"] == 1)
-    return captured and not on_host and case.loader == "device"
-
-
-def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
+def run_automatically(cases: list[str], device: str, gain: float) -> dict:
     """Run the cases and check which of them were captured, and compiled if compiling saves `gain` of a step."""
     done: list[str] = []
 
@@ -203,11 +103,11 @@ def run_automatically(cases: list[Case], device: str, gain: float) -> dict:
     fastest.compiling = noting("compiled", fastest.compiling)
     fastest.GAINS = dict.fromkeys(fastest.GAINS, gain)
 
-    def run_and_check(runtime: Runtime, case: Case):
+    def run_and_check(runtime: Runtime, case: str):
         expected = ["captured"] if captured_by_auto(case) else []
         done.clear()
         outcome = run_case(runtime, case)
-        assert done == ([*expected, "compiled", *expected] if gain else expected), f"{name(case)}: {done}"
+        assert done == ([*expected, "compiled", *expected] if gain else expected), f"{case}: {done}"
         return outcome
 
     training.run_case = run_and_check  # all cases in one call of run_cases: a second group on the same store can hang
@@ -221,24 +121,24 @@ class Group(NamedTuple):
         cases: by the number of GPUs. Those of a strategy of one process run in one rank.
         run: runs them in a rank.
         arguments: of `run` after the cases.
-        tolerance: of the weights.
     """
 
-    cases: dict[int, list[Case]]
+    cases: dict[int, list[str]]
     run: Callable[..., dict] = run_cases
     arguments: tuple = ("cuda",)
-    tolerance: float = 1e-6
 
 
 GROUPS = {
-    "matrix": Group({size: [*(REPLICAS if size < 8 else []), *cases] for size, cases in MODEL_PARALLEL.items()}),
-    "synchronised BatchNorm": Group({2: SYNC, 4: SYNC}, tolerance=1e-9),
+    "matrix": Group(BY_SIZE),
+    "synchronised BatchNorm": Group({4: [f"{strategy} {SYNC}" for strategy in ("scratch", "ddp", "fsdp", "tp tp=2")]}),
     "one process": Group({size: one_process(size) for size in (2, 4)}),
     "options": Group({1: ALONE, 2: TOGETHER, 4: TOGETHER}),
     "compiled by block": Group({2: BY_BLOCK, 4: BY_BLOCK}),
-    "compiled, synchronised BatchNorm": Group({2: COMPILED_SYNC, 4: COMPILED_SYNC}, tolerance=1e-9),
+    "compiled, synchronised BatchNorm": Group({2: COMPILED_SYNC, 4: COMPILED_SYNC}),
     "speed=auto": Group({1: AUTO_ALONE, 2: AUTO_TOGETHER}, run_automatically, ("cuda", 0.0)),
-    "speed=auto, which compiles": Group({1: [AUTO_COMPILED[-1]], 2: AUTO_COMPILED[:-1]}, run_automatically, ("cuda", 1e9)),
+    "speed=auto, which compiles": Group(
+        {1: ["single epochs=1 speed=auto"], 2: AUTO_COMPILED}, run_automatically, ("cuda", 1e9)
+    ),
 }
 
 
@@ -247,32 +147,29 @@ def outcomes(name: str, size: int) -> list[dict]:
     """Return the outcomes of a group on `size` GPUs, for each rank."""
     group = GROUPS[name]
     cases = group.cases[size]
-    return run_world(1 if cases[0].strategy.one_process else size, group.run, cases, *group.arguments, timeout=500)
+    ranks = 1 if cases[0].split()[0] in ONE_PROCESS else size
+    return run_world(ranks, group.run, cases, *group.arguments, timeout=500)
 
 
 @once
-def reference(case: Case):
+def alone(case: str):
     return run_world(1, run_cases, [case], "cuda")[0][case]
-
-
-def options_name(case: Case) -> str:
-    return "-".join([name(case), *(key for key, on in case.performance._asdict().items() if on)])
 
 
 @pytest.mark.parametrize(
     ("group", "case", "size"),
     [
-        pytest.param(group, case, size, marks=pytest.mark.gpu(size), id=f"{group}: {options_name(case)} on {size}")
+        pytest.param(group, case, size, marks=pytest.mark.gpu(size), id=f"{group}: {case} on {size}")
         for group, (by_size, *_) in GROUPS.items()
         for size, cases in by_size.items()
         for case in cases
     ],
 )
 def test_case_equals_one_gpu(group, case, size):
-    ranks, expected = outcomes(group, size), reference(case.reference())
+    ranks, expected = outcomes(group, size), alone(reference_of(case))
     print(f"{largest_difference(ranks[0][case].weights, expected.weights):.1e}")
-    assert_equal(ranks[0][case], expected, GROUPS[group].tolerance)
-    if case.strategy in (Scratch, DDP):
+    assert_equal(ranks[0][case], expected, tolerance_of(case))
+    if case.split()[0] in ("scratch", "ddp"):
         assert len({rank[case].digest for rank in ranks}) == 1, "the replicas drift apart"
 
 
@@ -309,20 +206,18 @@ def test_python_on_gpus(strategy, tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (ddp(performance=AUTO), Case(Single)),
-        (Case(Single, performance=BOTH), Case(Single, performance=BOTH)),
-        (Case(Single), Case(Split, (devices(2), ("num_microbatches", 2)))),
-        (Case(Single), ddp(performance=AUTO)),
+        ("ddp speed=auto", "single"),
+        (f"single {BOTH}", f"single {BOTH}"),
+        ("single", "split devices=[cuda:0,cuda:1] num_microbatches=2"),
+        ("single", "ddp speed=auto"),
     ],
-    ids=["ddp auto, single", "captured", "single, split", "single, ddp auto"],
 )
 def test_run_resumes_with_other_options(first, second, tmp_path):
     """The run resumes with the weights and the momentum of the file, not with those of the warm-up steps."""
-    second, ranks = replace(second, resume=str(tmp_path / "pt" / "step_00000003.pt")), {True: 1, False: 2}
-    first = replace(first, save=str(tmp_path))
-    run_world(ranks[first.strategy.one_process], run_cases, [first], "cuda", timeout=120)
-    outcome = run_world(ranks[second.strategy.one_process], run_cases, [second], "cuda", timeout=120)[0][second]
-    expected = reference(first.reference())
+    second = f"{second} resume={tmp_path}/pt/step_00000003.pt"
+    for case in (f"{first} save={tmp_path}", second):
+        outcome = run_world(2 if case.startswith("ddp") else 1, run_cases, [case], "cuda", timeout=120)[0][case]
+    expected = alone(reference_of(first))
     assert largest_difference(outcome.weights, expected.weights) < 1e-6
     assert largest_difference(outcome.momentum, expected.momentum) < 1e-5
 

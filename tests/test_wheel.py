@@ -13,8 +13,8 @@ from wheels import Environment, build_wheel
 
 ENTRY = """
 import json, ddp_lab
-from ddp_lab.launchers import slurm, torchrun
-print(json.dumps([ddp_lab.__file__, torchrun.world_command(["epochs=1"], 2)[1:], slurm.SCRIPT.read_text()]))
+from ddp_lab.launchers import schedulers, short_run
+print(json.dumps([ddp_lab.__file__, short_run.command_of(["epochs=1"], 2)[0][1:], schedulers.SCRIPT.read_text()]))
 """
 # The same value as in the composed config of a clone: a group of the user's that overrides conf/.
 EXPERIMENT = "# @package _global_\nepochs: 7\n"
@@ -47,7 +47,7 @@ def test_wheel_relaunches_the_module_and_has_the_slurm_script(environment, tmp_p
     assert done.returncode == 0, done.stderr
     file, command, script = json.loads(done.stdout)
     assert file.startswith(str(environment.programs.parent))
-    assert command == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_lab", "epochs=1"]
+    assert command == ["-m", "ddp_lab", "train", "--nproc", "2", "epochs=1"]
     assert script == (ROOT / "scripts" / "slurm" / "train.sbatch").read_text()
 
 

@@ -19,7 +19,7 @@ from hydra.utils import get_object
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers import kubernetes, slurm
+from ddp_lab.launchers import schedulers
 from ddp_lab.launchers.arguments import Parser, confirm
 from ddp_lab.launchers.command_line import compose_config, quote_faults
 from ddp_lab.world.process import env_int
@@ -57,11 +57,11 @@ def main(arguments: list[str]) -> None:
     if given.scheduler == "slurm":
         options = [f"--nodes={given.nodes}", *([f"--gpus-per-node={given.gpus}"] if given.gpus else [])]
         options += [f"--partition={given.queue}"] if given.queue else []
-        command = slurm.sbatch_command([*options, *given.options], one_process, cfg.name or "ddp_lab", overrides)
-        text, sent = slurm.SCRIPT.read_text(), None
+        command = schedulers.sbatch_command([*options, *given.options], one_process, cfg.name or "ddp_lab", overrides)
+        text, sent = schedulers.SCRIPT.read_text(), None
     else:
         ranks = 1 if one_process else given.gpus or 1
-        manifest = kubernetes.trainjob(cfg.name, given.nodes, given.gpus, ranks, given.queue, overrides)
+        manifest = schedulers.trainjob(cfg.name, given.nodes, given.gpus, ranks, given.queue, overrides)
         command = ["kubectl", "create", "--filename=-", *given.options]
         text = sent = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=128)
     print(f"{text}\n{shlex.join(command)}", flush=True)

@@ -15,7 +15,7 @@ from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
-from ddp_lab.lab.log import LabLog
+from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe
 from ddp_lab.lab.trainer import Trainer
 from ddp_lab.strategies.base import Strategy
@@ -65,20 +65,21 @@ class Lab:
         validate(LabKeys, keys | {"tracker": tracker})
         self._strategy, self._keys, self.seed = find_strategy(strategy, options), (device, precision, timeout), seed
         folder = None if run_dir is None else Path(run_dir)
-        self._log = LabLog(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
+        self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
         self._runtime: Runtime | None = None
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
             raise ConfigError("Lab: another one is open in this process; leave its `with` block first, or use its methods")
         self._runtime = Runtime(*self._keys)
+        self._log.is_main = self.is_main
         Lab._open = self
         torch.manual_seed(self.seed)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         runtime, self._runtime, Lab._open = self.runtime, None, None
-        self._log.close(failed=error is not None)
+        self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
         if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
             time.sleep(REPORTING)
         runtime.__exit__(kind, error, traceback)
@@ -122,13 +123,7 @@ class Lab:
         Args:
             metrics: numbers, or tensors of one element, by name.
         """
-        if not self.is_main:
-            return
-        values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()}
-        self.print(
-            *(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
-        )
-        self._log.append(values)
+        self._log.log(**metrics)
 
     def trainer(
         self,
@@ -180,5 +175,5 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         recipe = Recipe(batch_size, optimizer, lambda made: LambdaLR(made, factor), step, ema)
         trainer = Trainer(strategy, model, as_task(loss), recipe, shapes, num_workers)
-        trainer.log = self.log
+        trainer.logger = self._log
         return trainer

@@ -1,26 +1,31 @@
-"""What `Lab.log` records: metrics.jsonl and trackers, on rank 0."""
+"""What a Lab logs: lines on the console, metrics.jsonl and trackers, on rank 0."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.check import check_trackers
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.logger import scalars
-from ddp_lab.observe.metrics_file import append_line
+from ddp_lab.observe.logger import Logger, scalars
+from ddp_lab.observe.metrics_file import append_row
 from ddp_lab.observe.trackers.background import Trackers
-from ddp_lab.observe.trackers.base import TrackedRun
+from ddp_lab.observe.trackers.base import Status, TrackedRun
 
 
-class LabLog:
-    """The records of a Lab.
+class LabLogger(Logger):
+    """The logger of a Lab and its trainers.
 
     Args:
         run_dir: the run directory; None: nothing is recorded.
         tracker, tracker_options: as the keys of train.py.
         config: the arguments of the Lab, for trackers.
+
+    Attributes:
+        is_main: whether this is rank 0, which alone prints and records.
+        last_epoch: the metrics of the last epoch of `Trainer.fit`.
 
     Raises:
         ConfigError: the trackers cannot be constructed, or have no run directory.
@@ -34,15 +39,23 @@ class LabLog:
         if self.chosen and run_dir is None:
             raise ConfigError(f"tracker={tracker}: needs the directory of the run; use Lab(..., run_dir=DIR)")
         self.trackers: Trackers | None = None
-        self.step, self.last = 0, dict[str, Any]()
+        self.is_main = True
+        self.step, self.last, self.last_epoch = 0, dict[str, Any](), dict[str, float]()
 
-    def append(self, values: dict[str, Any]) -> None:
-        """Record a row, which is that of an epoch or of a step if it has a value of this name."""
+    def log(self, **metrics: Any) -> None:
+        """Print and record a row, which is that of an epoch or of a step if it has a value of this name."""
+        if not self.is_main:
+            return
+        values: dict[str, Any] = {
+            name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()
+        }
+        shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+        print(*shown, flush=True)
         if self.run_dir is None:
             return
         kind = next((name for name in ("epoch", "step") if name in values), "log")
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        append_line(self.run_dir / "metrics.jsonl", json.dumps({"kind": kind, **values}))
+        append_row(self.run_dir / "metrics.jsonl", {"kind": kind, **values})
         epoch = values.get("epoch")
         self.step, self.last = values.get("step", max(self.step, epoch or 0)), values
         if self.trackers is None:
@@ -50,8 +63,14 @@ class LabLog:
             self.trackers = Trackers(self.chosen, run)
         self.trackers.log_metrics(scalars(values), self.step, epoch)
 
-    def close(self, failed: bool) -> None:
-        """End the records. The result is the last row."""
+    def steps(self, row: Mapping[str, Any]) -> None:
+        self.log(**{name: value for name, value in row.items() if name != "epoch"})  # with it, the row were that of an epoch
+
+    def epoch(self, epoch: int, **metrics: float) -> None:
+        self.last_epoch = metrics
+        self.log(epoch=epoch, **metrics)
+
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
         if self.trackers is not None:
-            self.trackers.finish("failed" if failed else "finished", {} if failed else self.last)
+            self.trackers.finish(status, summary)
             self.trackers = None

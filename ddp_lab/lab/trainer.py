@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
@@ -17,10 +18,11 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.lab.arguments import FitKeys
-from ddp_lab.lab.files import on_rank_0, write_weights
 from ddp_lab.lab.local_batches import LocalBatches, padded
+from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe, make_optimizer, place
 from ddp_lab.models.drop_path import DropPaths
+from ddp_lab.models.weights import write_weights
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
@@ -51,7 +53,7 @@ class Trainer:
         eager_step: the training step in eager mode.
         train_step: the step that `fit` takes.
         progress: the position: epoch, samples of it over all ranks, and steps since the beginning.
-        log: called with the metrics of every epoch of `fit`; None: they are not shown.
+        logger: of the Lab; gets the metrics of every epoch of `fit`, and of steps within it.
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, shapes: Shapes, num_workers: int = 0):
@@ -66,7 +68,7 @@ class Trainer:
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, options, self.ema)
         self.train_step: TrainStep = self.eager_step
         self.progress = Progress(epoch=0)
-        self.log: Callable[..., object] | None = None
+        self.logger: LabLogger
         self._batches = LocalBatches(strategy, recipe.batch_size, seed, num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
@@ -141,12 +143,12 @@ class Trainer:
             "train": self._batches.loader(train, "shuffled"),
             "val": self._batches.loader(validation, "evaluation"),
         }
-        records = Records(self.log)
         self._resumed = False
         if not self.progress.step:
             self.progress = Progress()
-        self.fit_loaders(loaders, settings, records, Hooks(), self._on_device(task))
-        return records.last
+        self.logger.last_epoch = {}
+        self.fit_loaders(loaders, settings, self.logger, Hooks(), self._on_device(task))
+        return self.logger.last_epoch
 
     def fit_loaders(
         self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
@@ -184,7 +186,14 @@ class Trainer:
         """
         full, _ = collect(self.strategy, self.state.weights())
         weights = {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes} if full else {}
-        on_rank_0(self.strategy.runtime, path, lambda: write_weights(weights, Path(path)))
+        path = Path(path)
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_weights(temporary := path.with_name(f"{path.name}.tmp"), weights, {})
+            temporary.replace(path)
+
+        self._on_rank_0(path, write)
 
     def checkpoint(self, folder: str | Path) -> None:
         """Write model, optimizer, schedule and position into `folder`, as a run of ddp_lab does; the two newest are kept.
@@ -195,7 +204,7 @@ class Trainer:
             ConfigError: the file cannot be written.
         """
         folder = Path(folder)
-        on_rank_0(self.strategy.runtime, folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+        self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         checkpoints = self._checkpoints_in(folder)
         checkpoints.save(self.progress)
         checkpoints.wait()
@@ -223,28 +232,23 @@ class Trainer:
             self._checkpoints[folder] = Checkpoints(folder, self.state)
         return self._checkpoints[folder]
 
+    def _on_rank_0(self, path: str | Path, write: Callable[[], object]) -> None:
+        """Call `write` on rank 0, and return on all ranks when it is done. Collective.
+
+        Raises:
+            ConfigError: `path` could not be written; on all ranks.
+        """
+
+        def attempt() -> None:
+            try:
+                write()
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
+
+        self.strategy.runtime.agree("write", attempt)
+
     def _averages(self) -> AbstractContextManager[None]:
         return self.ema.in_use() if self.ema else nullcontext()
 
     def _on_device(self, task: Task | None) -> Task | None:
         return task if task is None else task.to(self.strategy.device)
-
-
-class Records(Logger):
-    """The metrics of the last epoch of `fit`.
-
-    Args:
-        log: called with those of every epoch, and of steps within it.
-    """
-
-    def __init__(self, log: Callable[..., object] | None):
-        self.log, self.last = log, dict[str, float]()
-
-    def steps(self, row: Mapping[str, Any]) -> None:
-        if self.log:  # which takes a row with an epoch for that of an epoch
-            self.log(**{name: value for name, value in row.items() if name != "epoch"})
-
-    def epoch(self, epoch: int, **metrics: float) -> None:
-        self.last = metrics
-        if self.log:
-            self.log(epoch=epoch, **metrics)

@@ -5,6 +5,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
@@ -24,6 +25,7 @@ from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, sh
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
 REFUSED, PREEMPTED = 2, 75
+ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"  # set for a process that is to be killed when its standard input closes
 
 
 @contextmanager
@@ -31,10 +33,18 @@ def command() -> Generator[None]:
     """Prepare this process for a command, and report its errors."""
     faulthandler.enable()
     die_with_torchrun()  # before the imports, during which torchrun may be killed
+    if os.environ.pop(ENDS_WITH_STDIN, None):  # it is for this process alone; its ranks die with it
+        threading.Thread(target=end_with_stdin, name="parent", daemon=True).start()
     # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
     sys.path += [str(Path(__file__).parent), os.getcwd()]
     with user_errors():
         yield
+
+
+def end_with_stdin() -> None:
+    """Wait until the other end of a pipe, of which nothing is read, closes with its process. Then end this one at once."""
+    os.read(sys.stdin.fileno(), 1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager

@@ -1,17 +1,28 @@
-"""One run of train.py from Python, for measurements: `ddp-lab advise --measure` and scripts/."""
+"""Runs as processes of their own: the jobs of sweeps, and measurements (`ddp-lab advise --measure` and scripts/)."""
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_lab.launchers.command import REFUSED
-from ddp_lab.launchers.sweep import quote
-from ddp_lab.launchers.torchrun import world_command
+from ddp_lab.launchers.command_line import quote
 from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.run_directory import read_json
+
+ROOT = Path(__file__).parents[2]
+IS_CLONE = (ROOT / "pyproject.toml").is_file()  # which may not be installed
+ENTRY = [str(ROOT / "train.py")] if IS_CLONE else ["-m", "ddp_lab"]  # of a rank; train.py finds ddp_lab from any directory
+
+
+def command_of(overrides: Sequence[str], ranks: int | None) -> tuple[list[str], dict[str, str]]:
+    """Return the command that trains with `overrides` on `ranks` ranks, None for one process alone, and its environment."""
+    train = ENTRY if ranks is None else ["-m", "ddp_lab", "train", "--nproc", str(ranks)]
+    search = [*([str(ROOT)] if IS_CLONE else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return [sys.executable, *train, *overrides], os.environ | {"PYTHONPATH": os.pathsep.join(search)}
 
 
 class ShortRun(NamedTuple):
@@ -46,8 +57,8 @@ def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, sec
         seconds: the most that the run may take.
     """
     run_dir, start = out / name, time.perf_counter()
-    command = world_command([*overrides, f"runs_dir={quote(str(out))}", f"name={name}"], ranks)
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    command, environment = command_of([*overrides, f"runs_dir={quote(str(out))}", f"name={name}"], ranks)
+    environment = {"OMP_NUM_THREADS": "1"} | environment
     print(f"{name} ...", end=" ", flush=True)
     try:
         done = subprocess.run(

@@ -22,7 +22,7 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.launchers.arguments import Parser
 from ddp_lab.launchers.command import PREEMPTED, REFUSED
 from ddp_lab.launchers.command_line import compose_config, quote_faults, split_config_dir
-from ddp_lab.launchers.torchrun import ENTRY
+from ddp_lab.launchers.short_run import ENTRY
 from ddp_lab.world.process import env_int
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def refuse_tasks(options: Namespace | None) -> None:
             raise ConfigError(
                 f"{program} started {tasks} tasks ({variable}={tasks}), which are not ranks. On one machine start one task: "
                 f"`ddp-lab train --nproc {tasks} OVERRIDES`. On several, start one task on each: `ddp-lab train --nproc N "
-                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab train -m hydra/launcher=slurm`"
+                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit slurm`"
             )
 
 

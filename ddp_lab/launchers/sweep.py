@@ -1,24 +1,20 @@
-"""The base of the sweep launchers: the jobs of a sweep, each with its own run directory in the sweep's directory."""
+"""The jobs of a sweep, each with its own run directory in the sweep's directory, and their results."""
 
 import csv
 import hashlib
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.command_line import leaves, quote
-from ddp_lab.observe.metrics_file import objective, row_of
+from ddp_lab.launchers.command_line import leaves
+from ddp_lab.observe.metrics_file import objective, read_epochs, row_of
 from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.resilience.run_directory import read_json
 
@@ -52,75 +48,6 @@ class Job:
     def result(self) -> tuple[str, float | None]:
         """Return name and value of the metric `optimize`, as from `objective`."""
         return objective(self.run_dir / "metrics.jsonl", self.optimize, self.lower_is_better)
-
-
-class SweepLauncher(Launcher):
-    """A Hydra launcher whose jobs are launches of their own.
-
-    Attributes:
-        waits: Whether `launch` returns when the jobs have ended, which a sweeper that searches needs.
-    """
-
-    waits = True
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's objects and create the sweep's directory.
-
-        Raises:
-            ConfigError: The directory cannot be created or is not writable, or a search could not learn from its jobs.
-        """
-        self.config, self.hydra_context = config, hydra_context
-        self.searches = "direction" in config.hydra.get("sweeper", {})  # Optuna's sweeper
-        if self.searches:
-            check_search(config, self.waits)
-        try:  # Hydra writes there next, and would fail with a traceback
-            self.sweep_dir.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.sweep_dir).close()
-        except OSError as error:
-            raise ConfigError(
-                f"hydra.sweep.dir={self.sweep_dir}: cannot write to it ({error.strerror}); use another directory"
-            ) from None
-
-    @property
-    def sweep_dir(self) -> Path:
-        return Path(self.config.hydra.sweep.dir).resolve()
-
-    def jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Job]:
-        """Return the jobs of the sweep.
-
-        Args:
-            job_overrides: The Hydra overrides of each job.
-
-        Raises:
-            ConfigError: A job's run directory contains a run with another config.
-        """
-        jobs: list[Job] = []
-        own_keys = ("name", "runs_dir")  # set below for each job
-        given = [[o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys] for job in job_overrides]
-        chosen = self._chosen_keys()
-        for overrides, all_overrides in zip(given, job_overrides, strict=True):
-            cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(all_overrides))
-            name = directory_name([o for o in overrides if o.partition("=")[0] in chosen] or overrides)
-            refuse_another(self.sweep_dir / name, cfg)
-            overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
-            one_process = get_object(cfg.strategy["_target_"]).one_process
-            lower = lower_is_better(cfg)
-            run_dir, arguments = self.sweep_dir / name, self._config_dir() + overrides
-            jobs.append(Job(name, arguments, run_dir, cfg.epochs, cfg.optimize, one_process, lower))
-        return jobs
-
-    def _chosen_keys(self) -> set[str]:
-        """Return the keys whose values the sweep chooses: those that have several, here or in the sweeper's config."""
-        given = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
-        return {each.get_key_element() for each in given if each.is_sweep_override()} | set(
-            self.config.hydra.sweeper.params or ()
-        )
-
-    def _config_dir(self) -> list[str]:
-        """Return the option --config-dir with which the sweep was started; nothing if it has none."""
-        sources = self.config.hydra.runtime.config_sources
-        folders = [source.path for source in sources if source.provider == "command-line"]
-        return ["--config-dir", *folders] if folders else []
 
 
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
@@ -162,12 +89,11 @@ def directory_name(overrides: Sequence[str]) -> str:
     return name
 
 
-def check_search(config: DictConfig, waits: bool) -> None:
+def check_search(config: DictConfig) -> None:
     """Check that a sweeper that searches learns from the validation set, and proposes the same jobs when it is started again.
 
     Args:
         config: The composed config, with Hydra's.
-        waits: As in `SweepLauncher`.
 
     Raises:
         ConfigError: It does not.
@@ -175,11 +101,6 @@ def check_search(config: DictConfig, waits: bool) -> None:
     sweeper, optimize = config.hydra.sweeper, config.optimize
     direction = getattr(sweeper.direction, "name", sweeper.direction)
     best = "minimize" if lower_is_better(config) else "maximize"
-    if not waits:
-        raise ConfigError(
-            "hydra/sweeper=optuna: learns from the results of its jobs, which this launcher does not wait for. Use "
-            "hydra/launcher=torchrun"
-        )
     for key in ("n_trials", "n_jobs"):
         if sweeper[key] < 1:
             raise ConfigError(f"hydra.sweeper.{key}={sweeper[key]}: must be an integer of at least 1")
@@ -241,3 +162,17 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
     lines = [Curve("best so far", best), Curve("job", points)]
     beside([curves(folder.name, "job", label, lines)], folder / "results.png")
     return [f"best of {len(jobs)}: {name}, {label} {best[-1][1]:.4f} ({folder / 'results.csv'})"]
+
+
+def describe(job: Job, code: int | None) -> str:
+    """Return a one-line summary of how a job ended."""
+    status = read_json(job.run_dir / "status.json")
+    metrics = job.run_dir / "metrics.jsonl"
+    name, value = job.result()
+    if code == 0 and value is not None:
+        rate = read_epochs(metrics)[-1]["samples_per_second"]
+        return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"
+    failure = read_json(job.run_dir / "failure.json")
+    reason = failure["message"].splitlines()[0] if failure else "see its output above"
+    state = status["status"] if status else "did not start" if job.run_dir.parent.exists() else "its directory was deleted"
+    return f"{job.name}: {state} (exit code {code}): {reason}"

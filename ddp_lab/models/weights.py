@@ -1,9 +1,10 @@
-"""Weights from a file: read without executing code, and matched by name with those of the model."""
+"""Weights from a file, read without executing code and matched by name with those of the model, and to a file."""
 
 import pickle
 import socket
 import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +97,15 @@ def read(path: str) -> dict[str, torch.Tensor]:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'it is incomplete'}"
         raise ConfigError(f"{key}: is not a file of weights, or is damaged ({reason})") from None
     return unwrap(state, key)
+
+
+def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file."""
+    from safetensors.torch import save_file
+
+    # Copies, because tensors that share memory (tied weights) are not allowed in the file.
+    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(copies, path, {"format": "pt", **metadata})
 
 
 def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:

@@ -1,30 +1,53 @@
 """The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, pictures and trackers."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
-from ddp_lab.observe.metrics_file import append_line, describe_metrics, draw_metrics, drop_rows, is_epoch, read_rows
+from ddp_lab.observe.metrics_file import (
+    append_row,
+    describe_metrics,
+    describe_steps,
+    draw_metrics,
+    drop_rows,
+    is_epoch,
+    read_rows,
+)
 from ddp_lab.observe.pictures import confusion_figure, pixels, prediction_grid
-from ddp_lab.observe.progress import Display
 from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import Status
 from ddp_lab.world.device import peak_memory_bytes
 
 T = TypeVar("T")
+BAR, LINE = 1.0, 10.0  # seconds from one set of numbers to the next: of a bar, and of lines in a file
+FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
 NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/seconds"}  # other names that trackers get
 
 
 class Logger:
-    """A logger that writes nothing, for all ranks but 0."""
+    """A logger that writes nothing, for all ranks but 0. As a context manager it is closed as failed by an exception.
+
+    Attributes:
+        show_every: seconds from one call of `show` to the next.
+    """
+
+    show_every = math.inf
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None:
+            self.close("failed", {})
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
         """Return the batches. On a terminal, iterating over them shows a progress bar.
@@ -41,11 +64,7 @@ class Logger:
         """Write the record of some steps within an epoch, the fields of metrics.jsonl; `step` is the last of them."""
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Show such a record, which is not kept, on the console. `show_every` is the number of seconds between two of them."""
-
-    @property
-    def show_every(self) -> float:
-        return math.inf
+        """Show such a record, which is not kept, after the progress bar or as a line of the log."""
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         """Write the record of one epoch. `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps."""
@@ -96,30 +115,28 @@ class FileLogger(Logger):
         self.metrics, self.step = run_dir / "metrics.jsonl", start[1]
         self.pictures: dict[str, Callable[[Path], None]] = {"curves.png": partial(draw_metrics, self.metrics)}
         drop_rows(self.metrics, *start)
-        self.display = Display()
+        self.show_every = LINE
         for row in read_rows(self.metrics):
             self._track({key: value for key, value in row.items() if key not in constants})
 
     def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
-        return self.display.batches(batches, label, done, total)
+        # disable=None shows the bar only on a terminal
+        self._bar = tqdm(batches, label, total=total, initial=done, leave=False, disable=None, bar_format=FORMAT)
+        self._on_terminal = not self._bar.disable  # which also becomes true at the end of the epoch
+        self.show_every = BAR if self._on_terminal else LINE
+        return self._bar
 
     def show(self, row: Mapping[str, Any]) -> None:
-        self.display.show(row)
-
-    @property
-    def show_every(self) -> float:
-        return self.display.every
+        if self._on_terminal:
+            self._bar.set_postfix_str(describe_steps(row), refresh=False)
+        else:
+            log.info(f"epoch {row['epoch']}, step {row['step']}: {describe_steps(row)}")
 
     def steps(self, row: Mapping[str, Any]) -> None:
         self._record({"kind": "step", **row})
 
     def _record(self, row: Mapping[str, Any], **more: float) -> None:
-        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-        try:
-            append_line(self.metrics, json.dumps({**finite, **self.constants}))  # JSON has no NaN
-        except OSError as error:  # missing records must not end the training
-            reason = error.strerror or error
-            log.error(f"{self.metrics} could not be written ({reason}): its records are incomplete; training continues")
+        append_row(self.metrics, {**row, **self.constants})
         self._track(row, **more)
 
     def _track(self, row: Mapping[str, Any], **more: float) -> None:

@@ -13,9 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from ddp_lab.config.types import SETS
+from ddp_lab.observe.log import log
 from ddp_lab.observe.plot import Curve, Plot, beside, curves
 
+OTHERS = ("epoch", "step", "lr", "samples_per_second", "data_wait", "peak_memory_MiB", "mfu", "eta_epoch", "eta")
 HIDDEN = ("top5_accuracy",)  # of the metrics of a set, those that the log and the curves do not have
 
 
@@ -33,6 +37,15 @@ def append_line(path: Path, line: str) -> None:
             raise OSError(f"only {written} of {len(text)} bytes were written")
     finally:
         os.close(descriptor)
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row; null stands for numbers that are not finite, which JSON has not. A full disk is logged, not raised."""
+    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    try:
+        append_line(path, json.dumps(finite))
+    except OSError as error:  # missing records must not end the training
+        log.error(f"{path} could not be written ({error.strerror or error}): its records are incomplete; training continues")
 
 
 def is_epoch(row: Mapping[str, Any]) -> bool:
@@ -117,6 +130,15 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
         found = [f"{kind} {value:.4f}" for kind in kinds_of([row]) if (value := row.get(f"{name}_{kind}")) is not None]
         parts += [f"{name} {' '.join(found)}"] if found else []
     return " | ".join(parts)
+
+
+def describe_steps(row: Mapping[str, Any]) -> str:
+    """Return the metrics of some steps, as "loss 0.1234, accuracy 0.9876, lr 0.05, 1,234 samples/s, ..."."""
+    parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in row.items() if name not in OTHERS]
+    parts += [f"lr {row['lr']:.4g}", f"{row['samples_per_second']:,.0f} samples/s", f"{row['data_wait']:.0%} waiting for data"]
+    parts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
+    epoch, run = (tqdm.format_interval(row[name]) for name in ("eta_epoch", "eta"))
+    return ", ".join([*parts, f"{row['peak_memory_MiB']:,.0f} MiB, left: {epoch} of the epoch, {run} of the run"])
 
 
 def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: Path, where: str) -> str:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
@@ -23,6 +24,7 @@ from ddp_lab.world.process import is_alive
 from ddp_lab.world.runtime import Runtime
 
 BEAT = 0.5  # seconds between two looks
+SILENT = 20.0  # seconds in one phase after which, again and again, rank 0 logs it
 FROZEN = 6  # looks without a heartbeat after which the next rank of the node leads it
 GRACE = 5.0  # seconds for which a rank whose collective failed waits for another rank's report
 NODE_GRACE = VANISHED + GRACE  # the same on several nodes, where the cause may be a node that has vanished
@@ -52,6 +54,7 @@ class Watchdog:
         own: the heartbeat of this rank. `since` is the Unix time at which its phase began, `beat` the number of looks, `waits`
             whether the main thread is most likely in a collective, `called` and `call` what `last_calls` returns. These three
             are only found out if the launch may hang.
+        before_exit: called by the watchdog's thread before it ends this process.
     """
 
     def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float):
@@ -60,6 +63,7 @@ class Watchdog:
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
         self.own: Heartbeat = {"rank": runtime.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, **BUSY}
+        self.before_exit: Callable[[], object] = lambda: None
         self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
         self._main, self._lock, self._unchanged = threading.get_ident(), threading.Lock(), Unchanged()
         self._stop = threading.Event()
@@ -182,6 +186,8 @@ class Watchdog:
         progress, or one that lacks the collective in which that rank waits. If it can report its stack, it reports itself.
         """
         still = self._unchanged.count("own", self.own["since"]) * BEAT
+        if self.rank == 0 and still and still % SILENT == 0:
+            log.info(f"{self.own['doing']} for {still:.0f} s (epoch {self.own['epoch']}, step {self.own['step']})")
         if still < self.timeout / 4:  # early, because on a busy machine this rank may count late what others need to judge
             self.own |= BUSY
             return None
@@ -244,5 +250,7 @@ class Watchdog:
         """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
         if self.own["called"] and (failure := self.table.read("failure")):
             flight_recorder.save(self.run_dir, failure["step"], self.rank)
-        if not self._stop.wait(grace):
+        deadline = time.monotonic() + grace
+        self.before_exit()
+        if not self._stop.wait(max(0.0, deadline - time.monotonic())):
             os._exit(1)

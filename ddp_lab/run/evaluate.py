@@ -1,5 +1,7 @@
 """The evaluation of a trained run under any strategy."""
 
+import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.recipe import place
 from ddp_lab.launchers.preflight import check_network
-from ddp_lab.observe.log import log
+from ddp_lab.observe.log import log, telling
 from ddp_lab.observe.metrics_file import describe_metrics
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import build
@@ -51,7 +53,8 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     saved.check(job.shapes)
     place(job.strategy, job.model, job.task, job.options)
     saved.load_weights(job.strategy)
-    with float32_matmul(cfg.float32_matmul):
+    slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
+    with float32_matmul(cfg.float32_matmul), slow:
         metrics = evaluate(job.strategy, job.loaders[split])
     progress = Progress.of(saved.state["progress"])
     epoch = progress.epoch - (progress.samples == 0)  # the last one that it has been trained in, at least in part

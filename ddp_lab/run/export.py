@@ -11,6 +11,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.make import shape_of
+from ddp_lab.models.weights import write_weights
 from ddp_lab.run.data_record import DataRecord
 from ddp_lab.run.trained import TrainedRun
 
@@ -44,12 +45,8 @@ def describe_input(run: TrainedRun) -> str:
 
 def write_safetensors(run: TrainedRun, path: Path) -> None:
     """Write parameters and buffers by name; the metadata have the classes and the normalisation as JSON."""
-    from safetensors.torch import save_file
-
-    # Copies, because tensors that share memory (tied weights) are not allowed in the file.
-    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in run.model.state_dict().items()}
     values = {"classes": run.data.classes, "mean": list(run.cfg.data.mean), "std": list(run.cfg.data.std)}
-    save_file(tensors, path, {"format": "pt", **{key: json.dumps(value) for key, value in values.items()}})
+    write_weights(path, run.model.state_dict(), {key: json.dumps(value) for key, value in values.items()})
 
 
 def write_onnx(run: TrainedRun, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -113,44 +114,48 @@ def train_guarded(
     if runtime.rank == 0:
         (run_dir.path / "config.yaml").write_text(to_record(cfg))
         logger = open_logger(cfg, job, run_dir.path, progress)
-    watchdog.at("compiling" if job.options.compile else "preparing")
-    steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
-    with telling("preparing the training step: capturing or warming it up"):
-        step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
-    # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
-    trainer.train_step = cast("TrainStep", step)
-    if cfg.inject:
-        trainer.train_step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
-    profile = None
-    if cfg.profile:
-        graph, folder = isinstance(step, GraphStep), run_dir.path / "profile"
-        trainer.train_step = profile = Profiled(trainer.train_step, runtime, logger, folder, graph, job.strategy.bubble)
-    every, at_steps = cfg.checkpoint, frozenset(cfg.checkpoint.at_steps)
-    settings = GuardSettings(every.every_epochs, every.every_steps, every.on_error, cfg.on_nan, cfg.check_replicas, at_steps)
-    decisions.begin(progress.step, trainer.train_step.running_sums)
-    guard = Guard(settings, checkpoints, decisions, watchdog, progress)
-    watchdog.at("loading", progress.epoch, progress.step + 1)
-    try:
+    watchdog.before_exit = partial(logger.close, "failed", {})
+    with logger:
+        watchdog.at("compiling" if job.options.compile else "preparing")
+        steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
+        with telling("preparing the training step: capturing or warming it up"):
+            step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
+        # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
+        trainer.train_step = cast("TrainStep", step)
+        if cfg.inject:
+            trainer.train_step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
+        profile = None
+        if cfg.profile:
+            graph, folder = isinstance(step, GraphStep), run_dir.path / "profile"
+            trainer.train_step = profile = Profiled(trainer.train_step, runtime, logger, folder, graph, job.strategy.bubble)
+        keys = ("every_epochs", "every_steps", "on_error", "at_steps")
+        kept = {key: cfg.checkpoint[key] for key in keys}
+        settings = GuardSettings(on_nan=cfg.on_nan, check_replicas=cfg.check_replicas, **kept)
+        decisions.begin(progress.step, trainer.train_step.running_sums)
+        guard = Guard(settings, checkpoints, decisions, watchdog, progress)
+        watchdog.at("loading", progress.epoch, progress.step + 1)
         try:
-            trainer.fit_loaders(job.loaders, fit_settings, logger, guard)
-            status = "finished"
-        except Preempted:
-            status = "interrupted" if decisions.interrupted else "preempted"
-        finally:
-            if profile:
-                profile.end()
-        guard.finish()
-    except TrainingError:
-        checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
-        if mirror:
-            mirror.finish(cfg.timeout / 2)
-        logger.close("failed", {})
-        raise
+            try:
+                trainer.fit_loaders(job.loaders, fit_settings, logger, guard)
+                status = "finished"
+            except Preempted:
+                status = "interrupted" if decisions.interrupted else "preempted"
+            finally:
+                if profile:
+                    profile.end()
+            guard.finish()
+        except TrainingError:
+            checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
+            if mirror:
+                mirror.finish(cfg.timeout / 2)
+            raise
     if mirror:
         mirror.finish(cfg.timeout / 2)  # the watchdog ends a launch after cfg.timeout
     has_result = status == "finished" and runtime.rank == 0
-    logger.close(status, log_result(job, run_dir, trainer.progress, checkpoints) if has_result else {})
-    return watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
+    result = log_result(job, run_dir, trainer.progress, checkpoints) if has_result else {}
+    watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
+    logger.close(status, result)  # at the end: a scheduler may kill what waits for a tracker
+    return status
 
 
 def is_sharded_format(choice: str, ranks: int, size: int) -> bool:

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import ADAMW, CLIPPED, ddp, ddp_pipeline, fsdp, mesh, name, pipeline, scratch, split, tp
-from cases import VIT as SMALL_VIT
 from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
-from training import Case, config_of, default_dtype
+from training import config_of, dtype_of
 from worlds import once, run_world
 
 from ddp_lab.advise.advisor import Advisor
@@ -20,32 +18,30 @@ from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.job import build
 from ddp_lab.strategies.sharding import local
-from ddp_lab.strategies.single import Single
 from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
-EMA = {"ema": 0.8}
-VIT = SMALL_VIT | {"batch_size": 192, "samples": 384}  # activations that the sums of the loss are small beside
+VIT = "vit batch_size=192 samples=384"  # activations that the sums of the loss are small beside
 # Convolutions of the CPU and DDP's reducer allocate memory of their own, which counts in models as small as these.
 ON_FOUR = (
-    scratch(**EMA),
-    ddp(**VIT),
-    fsdp(**VIT | ADAMW | EMA),  # shards of unequal size
-    fsdp(checkpointing="block", **VIT),
-    pipeline("1f1b", **VIT),
-    tp(2, **EMA),
-    mesh(pp=2, tp=2, **EMA | VIT),
+    "scratch ema=0.8",
+    f"ddp {VIT}",
+    f"fsdp {VIT} adamw ema=0.8",  # shards of unequal size
+    f"fsdp checkpoint_activations=block {VIT}",
+    f"pipeline {VIT}",
+    "tp tp=2 ema=0.8",
+    f"mesh pp=2 tp=2 short {VIT} ema=0.8",
 )
 SECOND = (  # second examples, which are slow tests
-    scratch("bucketed"),
-    ddp(**VIT | ADAMW),
-    fsdp(reshard=False, **VIT),
-    ddp_pipeline(2, "gpipe", **VIT | CLIPPED),
-    mesh(shard=None, **EMA | VIT),
-    mesh(shard=2, **VIT | ADAMW),
-    mesh(tp=4, sequence=True, **VIT),
+    "scratch algorithm=bucketed",
+    f"ddp {VIT} adamw",
+    f"fsdp reshard_after_forward=false {VIT}",
+    f"ddp_pipeline schedule=gpipe {VIT} clipped",
+    f"mesh shard=null short {VIT} ema=0.8",
+    f"mesh shard=2 short {VIT} adamw",
+    f"mesh tp=4 sequence_parallel=true short {VIT}",
 )
-ALONE = [Case(Single), Case(Single, **VIT | ADAMW | EMA)]
+ALONE = ["single", f"single {VIT} adamw ema=0.8"]
 
 
 class Real(NamedTuple):
@@ -65,8 +61,8 @@ def receive_buffers() -> dict[int, int]:
     return {buffer.untyped_storage()._cdata: buffer.nbytes for buffer in found if isinstance(buffer, torch.Tensor)}
 
 
-def measure(runtime: Runtime, case: Case) -> Real:
-    with default_dtype(case.dtype):
+def measure(runtime: Runtime, case: str) -> Real:
+    with dtype_of(case):
         gc.collect()
         others = receive_buffers()
         job = build(config_of(case), runtime)
@@ -106,24 +102,24 @@ def growth(step: Callable[[], object]) -> int:
     return max(accumulate(event.nbytes() for event in sorted(records, key=lambda event: event.start_ns())))
 
 
-def measure_all(cases: tuple[Case, ...]) -> dict[Case, Real]:
+def measure_all(cases: tuple[str, ...]) -> dict[str, Real]:
     with Runtime("cpu", timeout=60) as runtime:
         return {case: measure(runtime, case) for case in cases}
 
 
 @once
-def world(cases: tuple[Case, ...]) -> list[dict[Case, Real]]:
+def world(cases: tuple[str, ...]) -> list[dict[str, Real]]:
     return run_world(4, measure_all, cases)
 
 
-def plan(case: Case, ranks: int, rank: int) -> list[Planned]:
-    with default_dtype(case.dtype):
+def plan(case: str, ranks: int, rank: int) -> list[Planned]:
+    with dtype_of(case):
         runtime, cfg = PlannedRuntime(ranks, ranks, "float32", kind="cpu"), config_of(case)
         job = build(cfg, runtime.of_rank(rank))
         return plan_rank(cfg, job.dataset, job.model, runtime.of_rank(rank))
 
 
-@pytest.mark.parametrize("case", [*ON_FOUR, *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND)], ids=name)
+@pytest.mark.parametrize("case", [*ON_FOUR, *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND)])
 def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
     for rank in (0, 3):
         (planned,), real = plan(case, 4, rank), world(SECOND if case in SECOND else ON_FOUR)[rank][case]
@@ -131,7 +127,7 @@ def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
         assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
 
 
-@pytest.mark.parametrize("case", ALONE, ids=name)
+@pytest.mark.parametrize("case", ALONE)
 def test_plan_is_what_one_process_holds_and_needs(case):
     (planned,), real = plan(case, 1, 0), measure(Runtime("cpu"), case)
     assert planned.held == real.held
@@ -139,7 +135,7 @@ def test_plan_is_what_one_process_holds_and_needs(case):
 
 
 def test_split_holds_a_stage_on_each_device():
-    case = split(3, 4)
+    case = "split devices=[cpu,cpu,cpu]"
     trainer = build(config_of(case), Runtime("cpu")).trainer()
     held = [nbytes(stage.parameters()) for stage in trainer.strategy.stages]
     assert [planned.held["parameters"] for planned in plan(case, 1, 0)] == held

@@ -17,7 +17,7 @@ from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
 
 BATCH, EPOCHS, IGNORE = 12, 2, 255
-# 37 samples: the last batch of an epoch has one, so that one of two ranks has none. tests/tasks/test_matrix.py has the others.
+# 37 samples: the last batch of an epoch has one, so that one of two ranks has none. The matrix has the others.
 STRATEGIES = {"ddp": {}, "pipeline": {"num_microbatches": 3}}
 
 

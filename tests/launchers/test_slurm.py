@@ -5,7 +5,6 @@ Both nodes are on this machine (slurm_cluster.py). Slurm itself kills, requeues 
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from launches import ROOT, SMALL, SUPPORT, launch, read_heartbeat, read_metrics
 from slurm_cluster import LOST, Cluster, wait_for
 from warm import programs
 
 from ddp_lab.launchers.command_line import quote
-from ddp_lab.launchers.slurm import outcome
+from ddp_lab.launchers.schedulers import outcome
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 EPOCHS = 8
@@ -242,9 +240,6 @@ def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_
     job.wait("end of the lost node's ranks", lambda: not Path(f"/proc/{writer}").exists(), 20)
 
 
-SWEEP = "python train.py -m hydra/launcher=slurm"
-
-
 @pytest.fixture
 def at_cluster(cluster, monkeypatch) -> None:
     """Make launches of the tests use the tests' Slurm."""
@@ -252,84 +247,6 @@ def at_cluster(cluster, monkeypatch) -> None:
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("PATH", f"{programs()}:{cluster.env['PATH']}")
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-
-
-def submitted(output: str) -> dict[str, str]:
-    """Return the job ids by job name."""
-    return dict(re.findall(r"^\[(.*)\] Submitted batch job (\d+)$", output, re.MULTILINE))
-
-
-def test_sweep_submits_each_job_once(cluster, at_cluster, tmp_path):
-    sweep = tmp_path / "it's a, sweep"
-    odd = f"""{tmp_path}/a  b 'c' "d" \\e $HOME $(touch {tmp_path}/bad) `touch {tmp_path}/bad`; #é"""
-    line = [
-        *SMALL,
-        "epochs=2",
-        f"hydra.sweep.dir={quote(str(sweep))}",
-        f"data.root={quote(odd)}",
-        "strategy=scratch,ddp,single",
-    ]
-    output_option = f"'--output={tmp_path}/%j.out'"
-    names = {f"strategy={name}" for name in ("scratch", "ddp", "single")}
-
-    def report() -> str:
-        return "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.out")) + cluster.logs()
-
-    hang = ["inject=hang@rank=0,step=3", f"hydra.launcher.sbatch=['--hold',{output_option}]"]
-    code, output = launch(SWEEP, *line, *hang)
-    assert code == 0, output
-    assert f"3 jobs in {sweep}" in output
-    first = submitted(output)
-    assert first.keys() == names, output
-
-    cluster.run("scontrol", "release", first["strategy=ddp"])
-    wait_for("hang", lambda: read_heartbeat(sweep / "strategy=ddp", 1), 300, report)
-    code, output = launch(SWEEP, *line, *hang)
-    assert code == 0, output
-    states = {"strategy=scratch": "PENDING", "strategy=ddp": "RUNNING", "strategy=single": "PENDING"}
-    assert all(f"[{name}] already in the queue: job {first[name]} {states[name]}\n" in output for name in names), output
-    assert submitted(output) == {}
-    cluster.run("scancel", first["strategy=scratch"], first["strategy=single"])
-    os.kill(read_heartbeat(sweep / "strategy=ddp", 0)["pid"], signal.SIGKILL)
-    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 300, report)
-
-    go = f"hydra.launcher.sbatch=[{output_option}]"
-    code, output = launch(SWEEP, *line, go)
-    assert code == 0, output
-    second = submitted(output)
-    assert second.keys() == names
-    assert not set(second.values()) & set(first.values())
-    wait_for("empty queue", lambda: cluster.run("squeue", "--noheader") == "", 300, report)
-    assert {path.name for path in sweep.iterdir() if path.is_dir()} == names, report()
-    for name in names:
-        assert json.loads((sweep / name / "status.json").read_text())["status"] == "finished", report()
-        assert [row["epoch"] for row in read_metrics(sweep / name)] == [1, 2]
-        assert {row["world_size"] for row in read_metrics(sweep / name)} == {1 if name == "strategy=single" else 2}
-        assert yaml.safe_load((sweep / name / "config.yaml").read_text())["data"]["root"] == odd
-        assert cluster.job(second[name])["JobState"] == "COMPLETED"
-    assert not (tmp_path / "bad").exists()
-
-    code, output = launch(SWEEP, *line, go)
-    assert code == 0, output
-    assert output.count("] already finished\n") == 3
-    assert submitted(output) == {}
-
-
-def test_sweep_reports_jobs_that_slurm_rejects_and_a_slurm_that_does_not_respond(cluster, at_cluster, tmp_path, monkeypatch):
-    overrides = [*SMALL, f"hydra.sweep.dir={tmp_path}/sweep", "strategy=scratch,ddp"]
-    code, output = launch(SWEEP, *overrides, "hydra.launcher.sbatch=['--partition=nonsense']")
-    assert code == 1, output
-    assert "Traceback" not in output
-    rejected = [row for row in output.splitlines() if "nonsense" in row]
-    assert [row.split("]")[0] for row in rejected] == ["[strategy=scratch", "[strategy=ddp"], output
-    assert all("] not submitted: sbatch: error: invalid partition specified: nonsense" in row for row in rejected), output
-    assert cluster.run("squeue", "--noheader") == ""
-    conf = tmp_path / "slurm.conf"
-    conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", Path(cluster.env["SLURM_CONF"]).read_text()))
-    monkeypatch.setenv("SLURM_CONF", str(conf))
-    code, output = launch(SWEEP, *overrides)
-    assert (code, output.count("\n")) == (2, 1), output
-    assert output.startswith("error: hydra/launcher=slurm: squeue failed: ")
 
 
 def test_submitted_run_trains_on_the_nodes_asked_for(cluster, at_cluster, tmp_path):

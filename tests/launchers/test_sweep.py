@@ -1,4 +1,4 @@
-"""Sweeps as users start them: torchrun is started once for every job."""
+"""Sweeps as users start them: every job is a launch of its own."""
 
 import json
 import os
@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import quote
-from ddp_lab.launchers.slurm import SlurmLauncher, queue
+from ddp_lab.launchers.hydra_plugins.ddp_lab_launchers import TorchrunLauncher
 from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
-from ddp_lab.launchers.torchrun import TorchrunLauncher
 from ddp_lab.resilience.run_directory import write_status
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"
@@ -85,25 +84,6 @@ def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
     assert jobs(tmp_path) == {"ddp ": "preempted"}
 
 
-def test_slurm_dry_run_prints_the_script_and_the_commands(tmp_path):
-    line = [
-        "hydra.launcher.dry_run=true",
-        "hydra.launcher.sbatch=['--gpus-per-node=4','--time=60']",
-        "strategy=ddp,fsdp,single",
-    ]
-    code, output = launch(
-        "python train.py -m hydra/launcher=slurm", *sweep_overrides(tmp_path), *line, f"--config-dir={tmp_path}"
-    )
-    assert code == 0, output
-    assert "#SBATCH --requeue" in output
-    assert "env NPROC_PER_NODE=1 sbatch --gpus-per-node=4 --time=60 --nodes=1 " in output, (
-        "a one-process strategy must get one rank"
-    )
-    submitted = [row for row in output.splitlines() if row.startswith("sbatch --gpus-per-node=4 --time=60 ")]
-    assert ["strategy=ddp" in row for row in submitted] == [True, False]
-    assert all(f"train.sbatch --config-dir {tmp_path} " in row for row in submitted)
-
-
 @pytest.mark.parametrize(
     ("status", "epoch", "finished"),
     [("finished", 3, True), ("finished", 2, False), ("preempted", 3, False)],
@@ -137,18 +117,13 @@ def test_concurrent_jobs_get_separate_gpus_or_are_rejected(monkeypatch):
     assert slots(2, 3, device="cpu") == [None, None, None]
 
 
-def test_options_and_programs_that_a_launcher_cannot_use_are_named(tmp_path, monkeypatch):
+def test_options_that_the_launcher_cannot_use_are_named(tmp_path):
     def refusal(function, *args) -> str:
         with pytest.raises(ConfigError) as error:
             function(*args)
         return str(error.value)
 
-    sbatch = "hydra.launcher.sbatch=--time=60: must be a list: ['--gpus-per-node=4','--time=60']"
-    assert refusal(SlurmLauncher("--time=60", dry_run=True).launch, [], 0) == sbatch
     assert refusal(slots, 1, 0) == "hydra.launcher.max_parallel=0: must be an integer of at least 1"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    missing = "hydra/launcher=slurm: squeue is not installed on this machine; "
-    assert refusal(queue).startswith(missing)
     (tmp_path / "file").touch()
     where = f"{tmp_path}/file/sweep"
     launcher, config = TorchrunLauncher(1, 1), OmegaConf.create({"hydra": {"sweep": {"dir": where}}})

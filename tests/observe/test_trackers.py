@@ -136,6 +136,22 @@ def test_options_reach_mlflow(tmp_path):
         assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(tmp_path), "pictures are somewhere else"
 
 
+@pytest.mark.parametrize(("fault", "status"), [("sigterm", "KILLED"), ("raise", "FAILED")])
+def test_mlflow_run_that_ends_early_is_closed_with_every_row(fault, status, tmp_path):
+    """After a preemption, and after an error that is no TrainingError."""
+    place = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(place)
+    client.search_experiments()  # makes the tables, for which a busy machine takes longer than a preempted run waits
+    given = [*SMALL, "epochs=3", "log_every=1", f"runs_dir={tmp_path}", "name=run", f"inject={fault}@rank=0,step=8"]
+    code, output = launch("python train.py tracker=mlflow", f"tracker_options.mlflow.tracking_uri={place}", *given)
+    assert code == (75 if fault == "sigterm" else 1), output
+    (run,) = client.search_runs([client.get_experiment_by_name("ddp_lab").experiment_id])
+    assert run.info.status == status
+    history = client.get_metric_history(run.info.run_id, "step/loss")
+    rows = losses(tmp_path / "run", "loss")
+    assert ([(metric.step, metric.value) for metric in history], len(rows) >= 6) == (rows, True)
+
+
 def run_timed(folder: str, overrides: list[str]) -> list[tuple[float, str]]:
     """Train with each tracker; return the time, in seconds, and the log's errors."""
     background.QUEUED, background.WAIT = 2, 1.0

@@ -160,6 +160,23 @@ def test_rank_that_lacks_a_collective_reports_itself(beats, expected, table, tmp
     assert found == {rank: [rank] * 2 if rank == expected else [] for rank in range(4)}
 
 
+@pytest.mark.parametrize(
+    ("rank", "said"), [(0, ["training for 2 s (epoch 1, step 5)", "training for 4 s (epoch 1, step 5)"]), (1, [])]
+)
+def test_step_that_takes_long_is_logged_by_rank_0(rank, said, table, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("ddp_lab.resilience.watchdog.SILENT", 2.0)
+    caplog.set_level("INFO", "ddp_lab")
+    watchdog = watch(tmp_path, table, rank)
+    watchdog.at("training", epoch=1, step=5)
+    for _ in range(10):
+        watchdog.look()
+    assert caplog.messages == said
+    watchdog.at("training", epoch=1, step=6)
+    for _ in range(4):
+        watchdog.look()
+    assert caplog.messages == said, "steps that take less time are logged"
+
+
 @pytest.mark.parametrize(("act", "waits"), [(time.sleep, False), (lambda _: torch.futures.Future().wait(), True)])
 def test_waiting_rank_shows_it_long_before_a_hang_is_judged(act, waits, table, tmp_path):
     """An innocent rank whose looks are late on a busy machine must not seem to hang."""

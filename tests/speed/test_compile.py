@@ -2,17 +2,16 @@
 
 import shutil
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import RECIPE, assert_equal, ddp
+from cases import assert_equal
 from steps import make_step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from training import Performance, run_cases
+from training import reference_of, run_cases
 from worlds import run_world
 
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling
@@ -23,13 +22,13 @@ from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
 
+@pytest.mark.slow  # aot_eager takes the place of Inductor in test_compile_by_block.py
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-def test_compiled_steps_produce_the_same_weights():
-    case = ddp(ema=0.8, **RECIPE)
-    compiled = replace(case, performance=Performance(compile=True, channels_last=True))
-    outcome = run_world(2, run_cases, [compiled], timeout=240)[0][compiled]
-    expected = run_world(1, run_cases, [case.reference()])[0][case.reference()]
-    assert_equal(outcome, expected)
+def test_steps_compiled_by_inductor_produce_the_same_weights():
+    case = "ddp ema=0.8 recipe compile=true channels_last=true"
+    outcome = run_world(2, run_cases, [case], timeout=240)[0][case]
+    alone = reference_of(case)
+    assert_equal(outcome, run_world(1, run_cases, [alone])[0][alone])
 
 
 def train(step, loader, epochs: int) -> list[float]:

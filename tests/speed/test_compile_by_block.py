@@ -1,21 +1,20 @@
-"""torch.compile by block: equal blocks share one compilation, and the results stay the same."""
+"""torch.compile in strategies; by block, where equal blocks share one compilation. The results stay the same."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import training
-from cases import CLIPPED, SHORT, VIT, assert_equal, ddp_pipeline, fsdp, mesh, name, scratch
+from cases import assert_equal
 from configs import config
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import Case, Outcome, Performance, make_model, run_cases
+from training import Outcome, make_model, reference_of, run_cases
 from worlds import once, run_world
 
 from ddp_lab.config.build import build
@@ -27,7 +26,6 @@ from ddp_lab.speed.compile import repeats
 from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.world.runtime import Runtime
 
-COMPILED = Performance(compile=True)
 VIT_OF_ONE_BLOCK = vit(3, 16, 10, depth=1, width=16, heads=4, mlp_ratio=2.0, patch_size=4, pool="mean", drop_path=0.0)
 
 
@@ -73,20 +71,23 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
 
 # The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as far as the rank has them. A
 # pipeline's loss is not compiled. Collectives of tensor parallelism divide a graph; there are as many for four blocks.
-FAST = {fsdp(checkpointing="block", **SHORT, **CLIPPED): 4}
+FAST = {
+    "fsdp checkpoint_activations=block short clipped": 4,
+    "ddp channels_last=true recipe ema=0.8": 2,  # of the model and of the loss
+}
 SLOW = {
-    mesh(tp=2, sequence=True): 9,
-    scratch("bucketed", accumulate=3, **VIT, **CLIPPED): 4,
-    ddp_pipeline(1, "1f1b", **VIT): 3,
-    mesh(pp=2, checkpointing="block"): 2,
+    "mesh tp=2 sequence_parallel=true short": 9,
+    "scratch algorithm=bucketed accumulate=3 vit clipped": 4,
+    "ddp_pipeline pp=1 vit": 3,
+    "mesh pp=2 checkpoint_activations=block short": 2,
 }
 
 
-def run_compiled(cases: list[Case]) -> dict[Case, tuple[Outcome, int]]:
+def run_compiled(cases: list[str]) -> dict[str, tuple[Outcome, int]]:
     """Return each case's outcome, and how many graphs were compiled. aot_eager compiles in a tenth of Inductor's time."""
     counter, graphs, run_case = CompileCounterWithBackend("aot_eager"), {}, training.run_case
 
-    def counted(runtime: Runtime, case: Case) -> Outcome:
+    def counted(runtime: Runtime, case: str) -> Outcome:
         counter.clear()
         outcome = run_case(runtime, case)
         graphs[case] = counter.frame_count
@@ -94,9 +95,7 @@ def run_compiled(cases: list[Case]) -> dict[Case, tuple[Outcome, int]]:
 
     training.run_case = counted
     torch.compile = partial(count_graphs, torch.compile, counter)
-    compiled = {case: replace(case, performance=COMPILED) for case in cases}
-    outcomes = run_cases(list(compiled.values()))
-    return {case: (outcomes[compiled[case]], graphs[compiled[case]]) for case in cases}
+    return {case: (outcome, graphs[case]) for case, outcome in run_cases(cases).items()}
 
 
 def count_graphs(compile: Callable, counter: CompileCounterWithBackend, model: Callable, dynamic: bool, options: dict):
@@ -106,14 +105,14 @@ def count_graphs(compile: Callable, counter: CompileCounterWithBackend, model: C
 @once
 def world(slow: bool) -> tuple[dict, dict]:
     """Return the outcomes and numbers of graphs on rank 0, and the outcomes of the references."""
-    cases = list(SLOW if slow else FAST)
-    references = list(dict.fromkeys(case.reference() for case in cases))
+    cases = [f"{case} compile=true" for case in (SLOW if slow else FAST)]
+    references = list(dict.fromkeys(map(reference_of, cases)))
     return run_world(2, run_compiled, cases, timeout=500)[0], run_world(1, run_cases, references)[0]
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=name)
-def test_strategies_compiled_by_block_equal_single(case):
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_compiled_strategies_equal_single(case):
     compiled, references = world(case in SLOW)
-    outcome, graphs = compiled[case]
-    assert_equal(outcome, references[case.reference()])
+    outcome, graphs = compiled[f"{case} compile=true"]
+    assert_equal(outcome, references[reference_of(case)])
     assert graphs == (FAST | SLOW)[case]

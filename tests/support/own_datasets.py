@@ -114,11 +114,14 @@ class Iterable:
 
 
 class Tokens(torch.utils.data.TensorDataset):
-    """One set of tokens, each sample with the next token of every position."""
+    """One set of tokens, each sample with the next token of every position, of which later samples ignore more."""
 
-    def __init__(self):
+    def __init__(self, ignored: bool = False):
         tokens = torch.arange(40 * 9).view(40, 9) % 11
-        super().__init__(tokens[:, :-1], tokens[:, 1:])
+        targets = tokens[:, 1:].clone()
+        if ignored:
+            targets[torch.arange(8) < torch.arange(40)[:, None] % 7] = -100
+        super().__init__(tokens[:, :-1], targets)
 
 
 class Masks(torch.utils.data.Dataset):
@@ -142,3 +145,9 @@ def numbers(split):
     """Return a dataset in memory: six numbers, and their sum and their largest one."""
     inputs = torch.randn(40 if split == "train" else 12, 6, generator=torch.Generator().manual_seed(len(split)))
     return torch.utils.data.TensorDataset(inputs, torch.stack([inputs.sum(1), inputs.amax(1)], 1))
+
+
+def signs(split):
+    """Return the same with two labels: whether the sum and the largest number are large."""
+    inputs, targets = numbers(split).tensors
+    return torch.utils.data.TensorDataset(inputs, (targets > torch.tensor([0.0, 1.2])).long())

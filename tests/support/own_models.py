@@ -258,7 +258,7 @@ class Lazy(Plain):
         self.entry = nn.LazyLinear(16)
 
 
-instance = Plain(1, 8, 10)
+instance = nn.Flatten()
 
 
 def finetuned(in_channels, image_size, num_classes, trained: str = "head"):
@@ -340,6 +340,6 @@ def segmenter(in_channels, num_classes):
     return nn.Sequential(body, nn.Conv2d(8, num_classes, 3, padding=1))
 
 
-def regressor(input_shape):
+def regressor(input_shape, dropout: float = 0.5):
     """Return two numbers; half of the layer in between is dropped."""
-    return nn.Sequential(nn.Sequential(nn.Linear(*input_shape, 32), nn.Tanh(), nn.Dropout(0.5)), nn.Linear(32, 2))
+    return nn.Sequential(nn.Sequential(nn.Linear(*input_shape, 32), nn.Tanh(), nn.Dropout(dropout)), nn.Linear(32, 2))

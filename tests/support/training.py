@@ -1,14 +1,21 @@
-"""Short training runs under any strategy, to compare the results of strategies."""
+"""Short training runs under any strategy, to compare the results of strategies.
+
+A case is a line of words, for example `scratch algorithm=ring clipped`: a strategy of conf/strategy/, then options of it, keys
+of the config, and names of PRESETS and MARKS. By default the last batch is partial, and its size is not divisible by 2, 3 or 4.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import yaml
+from configs import CONF, config
 from image_folders import write_folder
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -16,8 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.state import collect, content_of, merge
-from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.folder import Folder
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
@@ -26,30 +31,16 @@ from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
 from ddp_lab.run.job import Job, build
-from ddp_lab.speed.fastest import AUTO, build_step
+from ddp_lab.speed.fastest import build_step
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
-from ddp_lab.strategies.single import Single
-from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import cosine, multi_step
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
 TEST_SAMPLES = 31
-
-
-class Performance(NamedTuple):
-    """The config keys of performance options."""
-
-    cuda_graph: bool | str = False
-    compile: bool | str = False
-    channels_last: bool | str = False
-
-
-OFF = Performance()
 
 
 def narrow_resnet(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
@@ -134,48 +125,126 @@ MODELS = {
     "resnet18": (resnet18, 3, 16),
     "book_resnet18": (book_resnet18, 3, 16),
 }
+NETWORKS = {f"model={name}": network for name, network in MODELS.items()}
+
+# Most keys that change numbers differ from their defaults.
+BASE = "data.dataset.train_size=59 data.dataset.test_size=31 data.dataset.channels=1 data.num_workers=1 "
+BASE += "data.val_seed=7 data.loader=device epochs=2 batch_size=24 seed=7 lr_scaling=linear "
+BASE += "lr_base_batch_size=24 warmup_epochs=0.6 optimizer.lr=0.05 speed=off"
+GROUPS = tuple(f"{group}=" for group in ("data", "model", "task", "loss", "optimizer", "scheduler"))
+ONE_PROCESS = ("single", "dp", "split")
+FORMS = ("pt", "sharded")
+LONG = {"samples": "data.dataset.train_size"}  # keys that have shorter names in cases
+# Keys of which the result must not depend.
+DIFFERENT = {"accumulate", "data.loader", "data.num_workers", "save", "checkpoint.at_steps", "resume", "shifted", "speed"}
+DIFFERENT |= {"cuda_graph", "compile", "channels_last"}
+# What a word says that is no key: compute in float64; begin with other weights on ranks other than 0, which must not matter.
+MARKS = ("float64", "shifted")
+PRESETS = {
+    # The last of three batches has one sample. With two or more ranks, some rank has only padding in it, which must not count.
+    # Twelve more are the validation set, which is evaluated under every strategy, too.
+    "almost-empty": "samples=61 data.val_fraction=0.2",
+    "clipped": "max_grad_norm=0.1 ema=0.8",  # also averages the weights, over about five steps
+    # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
+    # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
+    "augmented": "data.crop_padding=3 data.flip=true float64",
+    "undecayed": "optimizer.weight_decay=0.1 decay_norms_and_biases=false",
+    "recipe": "mixup=0.4 cutmix=1.0 scheduler=multi_step scheduler.milestones=[1.6] scheduler.gamma=0.2 smoothed undecayed",
+    "smoothed": "loss.label_smoothing=0.2",
+    "focal": "loss=own loss._target_=own_losses.Focal loss.gamma=1.0",
+    # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides one rounding error by another.
+    "adamw": "optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.0 float64",
+    "files": "data=folder data.loader=workers data.channels=1 data.image_size=28 data.crop_scale=[0.3,1.0] data.flip=false "
+    "data.randaugment=9 data.erasing=0.5 data.mean=[0.5] data.std=[0.2] data.num_workers=1",
+    # Their logits are 0 at first, so smaller steps change too little.
+    "vit": "model=vit model.init=by_block optimizer.lr=0.2",
+    "vit_drop": "model=vit_drop model.init=by_block optimizer.lr=0.2",
+    "short": "vit epochs=1 samples=48",  # two complete batches
+    # BatchNorm, in float64: rounding errors grow fast through its layers, more so if the sign of a ReLU's input changes.
+    **{name: f"model={name}" for name in ("lenet", "partly_frozen", "unbiased", "tied", "resnet18", "book_resnet18")},
+    "narrow": "model=narrow samples=60 epochs=1 ema=0.8 float64",
+    "narrow-step": "model=narrow samples=24 epochs=1",
+    "step": "samples=24 epochs=1 float64",
+    "regression": "task=regression data=own data.dataset._target_=own_datasets.numbers model=own "
+    "model._target_=own_models.regressor model.dropout=0.0",
+    "multi_label": "regression task=multi_label data.dataset._target_=own_datasets.signs",
+    "segmentation": "task=segmentation data=own data.loader=workers data.num_workers=0 data.num_classes=2 data.flip=true "
+    "data.crop_padding=2 data.dataset._target_=own_datasets.Masks model=own model._target_=own_models.segmenter",
+    "tokens": "task=tokens data=own data.dataset._target_=own_datasets.Tokens data.num_classes=11 data.dataset.ignored=true "
+    "model=gpt model.depth=2 model.width=16",
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A training run. By default the last batch is partial, and its size is not divisible by 2, 3 or 4."""
+def words_of(case: str) -> list[str]:
+    """Return the words of a case after its strategy, with those of its presets; `own=NAME` is a model of own_models.py."""
+    found = []
+    for word in case.split()[1:]:
+        if word in PRESETS:
+            found += words_of(f"- {PRESETS[word]}")
+        else:
+            found += ["model=own", f"model._target_=own_models.{word[4:]}"] if word.startswith("own=") else [word]
+    return found
 
-    strategy: type[Strategy]
-    options: tuple[tuple[str, Any], ...] = ()
-    model: str = "lenet"
-    init: str = "default"
-    samples: int = 59
-    val_fraction: float = 0.0
-    batch_size: int = 24
-    epochs: int = 2
-    lr: float = 0.05
-    loader: str = "device"
-    crop_padding: int = 0
-    flip: bool = False
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    weight_decay: float = 0.0
-    optimizer: str = "sgd"
-    decay_norms_and_biases: bool = True
-    lr_schedule: str = "cosine"
-    loss: tuple[tuple[str, Any], ...] = ()  # the config group; (): the default
-    files: bool = False  # read the images from files, with random crops, RandAugment and erasing
-    accumulate: int = 1
-    max_grad_norm: float | None = None
-    ema: float | None = None
-    dtype: torch.dtype = torch.float32
-    save: str = ""  # folder for the folders `pt` and `sharded`, with checkpoints of both formats
-    save_at: int = 0  # a step within an epoch after which another one is saved
-    keep_momentum: bool = True  # False saves gigabytes of memory where many ResNets are compared
-    resume: str | None = None
-    performance: Performance = OFF
-    start: int = 0  # added to the initial weights on ranks other than 0, which must not affect the result
 
-    def reference(self) -> "Case":
-        """Return the run on one device whose results this one must equal."""
-        usual = ("options", "accumulate", "save", "save_at", "resume", "start", "performance")
-        changed = {field.name: field.default for field in fields(Case) if field.name in usual}
-        return replace(self, strategy=Single, loader="workers" if self.files else "device", **changed)
+@cache
+def options_of(strategy: str) -> dict[str, Any]:
+    """Return the options of a strategy: those in conf/, but four micro-batches, and three buckets for LeNet."""
+    options = OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"))
+    changed = {"num_microbatches": 4, "bucket_mb": 1 / 64}
+    return {key: changed.get(key, value) for key, value in options.items()}
+
+
+@cache
+def with_groups(*groups: str) -> DictConfig:
+    """Return the config with these groups, and of BASE what it has keys for."""
+    cfg = config(*groups)
+    for word in BASE.split():
+        key, _, value = word.partition("=")
+        if OmegaConf.select(cfg, key) is not None:
+            OmegaConf.update(cfg, key, yaml.safe_load(value))
+    return cfg
+
+
+def config_of(case: str) -> DictConfig:
+    """Return the config with which train.py would run the case."""
+    words = [word for word in words_of(case) if word not in MARKS]
+    chosen = {word.partition("=")[0]: word for word in ("data=synthetic", *words) if word.startswith(GROUPS)}
+    cfg = with_groups(*(word for word in chosen.values() if word not in NETWORKS)).copy()
+    strategy = case.split()[0]
+    cfg.strategy = options_of(strategy)
+    for word in words:
+        key, _, value = word.partition("=")
+        if word in NETWORKS:
+            make, channels, size = NETWORKS[word]
+            cfg.model = {"_target_": f"{make.__module__}.{make.__name__}", "init_std": None, "init": "default", "weights": None}
+            cfg.data.dataset.update(channels=channels, image_size=size)
+        elif not word.startswith(GROUPS):
+            key = LONG.get(key, f"strategy.{key}" if key.split(".")[0] in options_of(strategy) else key)
+            OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=True)
+    return cfg
+
+
+def reference_of(case: str) -> str:
+    """Return the run on one device, without worker processes, whose results a case must equal."""
+    strategy, *words = case.split()
+    keys = {word: word.partition("=")[0] for word in words}
+    kept = [word for word, key in keys.items() if key not in DIFFERENT and key.split(".")[0] not in options_of(strategy)]
+    return " ".join(["single", *kept, "data.num_workers=0"])
+
+
+@contextmanager
+def dtype_of(case: str) -> Iterator[None]:
+    """Compute in float64 if the case says so."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if "float64" in words_of(case) else before)
+    yield
+    torch.set_default_dtype(before)
+
+
+def make_model(name: str, seed: int) -> Chain:
+    make, channels, image_size = MODELS[name]
+    torch.manual_seed(seed)
+    return make(channels, image_size, 10, None)
 
 
 @dataclass
@@ -190,101 +259,8 @@ class Outcome:
     held: int  # bytes of parameters and buffers that this rank has allocated before the first step
     peak: int  # largest number of such bytes while it drew them, with the complete block that it had drawn last
     sums: list[list[float]]  # of each training epoch
-    validation: list[tuple[float, float]]  # loss and accuracy after each epoch; empty without a validation set
-    evaluation: tuple[float, ...]  # loss, accuracy, samples, top-5 accuracy, and the cells of the confusion matrix
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
-
-
-def make_model(name: str, seed: int) -> Chain:
-    make, channels, image_size = MODELS[name]
-    torch.manual_seed(seed)
-    return make(channels, image_size, 10, None)
-
-
-def target(function: Callable | type, **options: Any) -> dict[str, Any]:
-    """Return a config group whose `_target_` is `function`."""
-    return {"_target_": f"{function.__module__}.{function.__qualname__}", **options}
-
-
-def data_of(case: Case, root: str) -> dict[str, Any]:
-    """Return the keys of the config group `data` that determine the images."""
-    _, channels, image_size = MODELS[case.model]
-    if case.files:
-        transforms = {"resize": None, "crop_scale": [0.3, 1.0], "randaugment": 9, "erasing": 0.5, "num_classes": None}
-        dataset = target(Folder, root=root, seed=SEED)
-        # `single` reads without worker processes, which must make no difference.
-        workers = int(case.strategy is not Single)
-        return {"dataset": dataset, "channels": channels, "image_size": image_size, "num_workers": workers} | transforms
-    sizes = {"train_size": case.samples, "test_size": TEST_SAMPLES}
-    dataset = target(Synthetic, **sizes, channels=channels, image_size=image_size, num_classes=10)
-    return {"dataset": dataset, "num_workers": 1}
-
-
-# Fields of Case that are keys of the config, and of its group `data`.
-KEYS = ("epochs", "batch_size", "accumulate", "max_grad_norm", "ema", "decay_norms_and_biases", "mixup", "cutmix")
-DATA_KEYS = ("val_fraction", "loader", "crop_padding", "flip")
-
-
-def config_of(case: Case, root: str = "") -> DictConfig:
-    """Return the config with which train.py would run the case. Most keys that change numbers differ from their defaults.
-
-    Args:
-        root: the directory of the images of a case with `files`.
-    """
-    model, _, _ = MODELS[case.model]
-    options = {key: dict(value) if key == "plan" and value else value for key, value in case.options}
-    options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
-    return OmegaConf.create(
-        {
-            **{key: getattr(case, key) for key in KEYS},
-            "seed": SEED,
-            "scaling": "strong",
-            "lr_scaling": "linear",
-            "lr_base_batch_size": case.batch_size,
-            "warmup_epochs": 2 / -(-case.samples // case.batch_size),  # two steps
-            "patience": None,
-            "evaluate_test": "every_epoch",
-            "optimize": "auto",
-            "checkpoint": {"best": "auto"},
-            "on_nan": "stop",
-            "profile": False,
-            "log_every": None,
-            "speed": "auto" if AUTO in case.performance else "off",
-            **case.performance._asdict(),
-            "data": {
-                **data_of(case, root),
-                **{key: getattr(case, key) for key in DATA_KEYS},
-                "val_seed": SEED,
-                "mean": [0.5],
-                "std": [0.2],
-            },
-            # None: torch's initial weights. LeNet's default ones are so small that every gradient is nearly zero.
-            "model": target(model, init_std=None, init=case.init),
-            "strategy": target(case.strategy, **options),
-            "optimizer": OPTIMIZERS[case.optimizer] | {"lr": case.lr, "weight_decay": case.weight_decay, "_partial_": True},
-            "scheduler": SCHEDULES[case.lr_schedule],
-            "loss": dict(case.loss) or target(CrossEntropy),
-            "task": target(Classification),
-        }
-    )
-
-
-OPTIMIZERS = {
-    "sgd": target(torch.optim.SGD, momentum=0.9),
-    "adamw": target(torch.optim.AdamW),
-    "fused_adamw": target(torch.optim.AdamW, fused=True),
-}
-SCHEDULES = {
-    "cosine": target(cosine, _partial_=True),
-    "multi_step": target(multi_step, milestones=[1.6], gamma=0.2, _partial_=True),
-}
+    evaluations: list[dict[str, float]]  # the metrics of all sets after each epoch, and once more at the end
+    confusion: list[float]  # the cells of the last confusion matrix, of classification
 
 
 class Watched(InitialWeights):
@@ -301,24 +277,21 @@ class Watched(InitialWeights):
 
 
 class Recorder(Hooks, Logger):
-    """Record what `fit` reports of each epoch, and save checkpoints."""
+    """Record what `fit` reports of each epoch, and save checkpoints of both formats in the folders `pt` and `sharded`."""
 
-    def __init__(self, checkpoints: list[Checkpoints], save_at: int):
+    def __init__(self, checkpoints: list[Checkpoints], save_at: list[int]):
         self.checkpoints, self.save_at = checkpoints, save_at
         self.sums: list[list[float]] = []
-        self.tests: list[tuple[float, float]] = []
-        self.validation: list[tuple[float, float]] = []
+        self.evaluations: list[dict[str, float]] = []
 
     def check(self, progress: Progress) -> None:
         self.sums.append(progress.sums)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
-        self.tests.append((metrics["test_loss"], metrics["test_accuracy"]))
-        if "val_loss" in metrics:
-            self.validation.append((metrics["val_loss"], metrics["val_accuracy"]))
+        self.evaluations.append({key: metrics[key] for key in metrics if key.startswith(("val_", "test_"))})
 
     def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
-        if progress.step == self.save_at:
+        if progress.step in self.save_at:
             self.save(here())
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
@@ -331,53 +304,52 @@ class Recorder(Hooks, Logger):
             assert not checkpoints.problem, checkpoints.problem
 
 
-def run_case(runtime: Runtime, case: Case) -> Outcome:
+def run_case(runtime: Runtime, case: str) -> Outcome:
     """Train as train.py does. Several ranks need an open process group."""
+    cfg = config_of(case)
     with TemporaryDirectory() as own:
-        root = runtime.agree("root", lambda: write_images(Path(own), case.samples)) if case.files else ""
-        job = build(config_of(case, root), runtime)
+        if "files" in case.split():  # images of ten classes
+            sizes = {"train": 49, "val": 12, "test": TEST_SAMPLES}
+            cfg.data.root = runtime.agree("root", lambda: str(write_folder(Path(own), sizes, classes=10, sides=(28, 48))))
+        job = build(cfg, runtime)
+        if "shifted" in case.split() and runtime.rank:
+            with torch.no_grad():
+                for parameter in job.model.parameters():
+                    parameter.add_(1)
         with job.options.backend_flags(runtime):
-            return run_job(runtime, case, job)
+            return run_job(runtime, cfg, job)
 
 
-def write_images(root: Path, samples: int) -> str:
-    """Write images of ten classes for a case with `files`, and return their directory."""
-    write_folder(root, {"train": samples, "val": 12, "test": TEST_SAMPLES}, classes=10, sides=(28, 48))
-    return str(root)
-
-
-def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
+def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     """Train with a job. Its files must exist until the last rank has ended."""
-    if case.start and runtime.rank:
-        with torch.no_grad():
-            for parameter in job.model.parameters():
-                parameter.add_(case.start)
     strategy, names = job.strategy, job.model.state_dict().keys()
-    assert bool(held_bytes(job.model)) == (case.init == "default"), "the model does not start on the device that it should"
+    by_block = cfg.model.init == "by_block"
+    assert bool(held_bytes(job.model)) != by_block, "the model does not start on the device that it should"
     weights = strategy.initial_weights
     if weights is not None:
         strategy.initial_weights = weights = Watched(job.model, SEED)
     trainer = job.trainer()
     held, peak = held_bytes(job.model), weights.peak if weights else 0
-    initial = hash_of(full_weights(strategy)) if case.init == "by_block" else ""
-    state = trainer.state
-    folders = {Path(case.save, form): form == "sharded" for form in ("pt", "sharded") if case.save}
-    checkpoints = [Checkpoints(folder, state, sharded=sharded) for folder, sharded in folders.items()]
-    source = Path(case.resume) if case.resume else None
-    trainer.progress = Checkpoints(Path(case.save), state).resume(source, lambda progress: progress.step)
-    steps_left = case.epochs * job.plan.steps_per_epoch
+    initial = hash_of(full_weights(strategy)) if by_block else ""
+    state, folder = trainer.state, cfg.get("save")
+    if folder:
+        Path(folder).mkdir(exist_ok=True)
+    checkpoints = [Checkpoints(Path(folder, form), state, sharded=form == "sharded") for form in FORMS if folder]
+    source = None if cfg.resume == "auto" else Path(cfg.resume)
+    trainer.progress = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
+    steps_left = cfg.epochs * job.plan.steps_per_epoch
     trainer.train_step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
-    recorder = Recorder(checkpoints, case.save_at)
+    recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
     trainer.fit_loaders(job.loaders, job.fit_settings, recorder, recorder)
+    chosen = "test" if "test" in job.loaders else "val"
     with trainer.ema.in_use() if trainer.ema else nullcontext():
-        tested = evaluate(strategy, job.loaders["test"])
-    confusion = tested.sums["confusion"]
-    assert tested.samples == confusion.sum() == TEST_SAMPLES
-    assert tested.values["accuracy"] == confusion.trace().item() / TEST_SAMPLES
-    values = tested.values
-    evaluation = (values["loss"], values["accuracy"], tested.samples, values["top5_accuracy"], *confusion.flatten().tolist())
-    assert not recorder.tests or evaluation[:2] == recorder.tests[-1], "a second evaluation has another result"
-    assert len(recorder.validation) == len(recorder.tests) * (case.files or case.val_fraction > 0)
+        tested = evaluate(strategy, job.loaders[chosen])
+    again = {f"{chosen}_{key}": value for key, value in tested.values.items()}
+    assert again.items() <= recorder.evaluations[-1].items(), "a second evaluation has another result"
+    confusion = tested.sums.get("confusion", torch.zeros(0))
+    if chosen == "test":
+        assert tested.samples == confusion.sum() == TEST_SAMPLES
+        assert tested.values["accuracy"] == confusion.trace().item() / TEST_SAMPLES
     full, rests = collect(strategy, *state.part(trainer.progress))
     state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
     averages = state.get("ema", {})
@@ -386,13 +358,12 @@ def run_job(runtime: Runtime, case: Case, job: Job) -> Outcome:
     if runtime.rank == 0 and full:
         assert largest_difference(own, state["model"]) == 0
     weights = own if full else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
-    kept = "momentum_buffer" if case.optimizer == "sgd" else "exp_avg"
-    momentum = {name: values[kept] for name, values in state["optimizer"].get("state", {}).items()}
+    kept = state["optimizer"].get("state", {})
+    momentum = {name: values.get("momentum_buffer", values.get("exp_avg")) for name, values in kept.items()}
     digest = hash_of(weights)
     if runtime.rank > 0:
         weights, momentum, averages = {}, {}, {}
-    momentum = momentum if case.keep_momentum else {}
-    measured = recorder.sums, recorder.validation, evaluation
+    measured = recorder.sums, [*recorder.evaluations, again], confusion.flatten().tolist()
     return Outcome(weights, momentum, averages, digest, initial, held, peak, *measured)
 
 
@@ -411,7 +382,7 @@ def held_bytes(model: nn.Module) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in held if not tensor.is_meta)
 
 
-def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
+def run_cases(cases: list[str], device: str = "cpu") -> dict[str, Outcome]:
     """Run all cases in this rank's world, one after the other.
 
     cuDNN is disabled, because it chooses the algorithm by the size of the local batch, and some algorithms lose two digits of
@@ -421,11 +392,11 @@ def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.enabled = False
     with Runtime(device, timeout=30) as runtime:
-        if runtime.world_size > 1 or any(not case.strategy.one_process for case in cases):
+        if runtime.world_size > 1 or any(case.split()[0] not in ONE_PROCESS for case in cases):
             runtime.open_group()  # once for all cases
         outcomes = {}
         for case in cases:
-            with default_dtype(case.dtype):
+            with dtype_of(case):
                 outcomes[case] = run_case(runtime, case)
         return outcomes
 
@@ -433,4 +404,5 @@ def run_cases(cases: list[Case], device: str = "cpu") -> dict[Case, Outcome]:
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     assert one, "nothing to compare"
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+    precise = {name: torch.promote_types(torch.float64, tensor.dtype) for name, tensor in one.items()}
+    return max((one[name].to(dtype) - other[name].to(dtype)).abs().max().item() for name, dtype in precise.items())

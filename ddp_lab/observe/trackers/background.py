@@ -20,7 +20,7 @@ from ddp_lab.observe.trackers.base import Media, Status, TrackedRun, Tracker
 
 QUEUED = 10_000  # the most rows that wait for a tracker: some 10 MB
 WAIT = 60.0  # seconds that a finished run waits for its trackers: making MLflow's database took 34 on two busy cores
-WAIT_BRIEFLY = 5.0  # the same for a run that ends otherwise, which a scheduler may kill soon
+WAIT_BRIEFLY = 20.0  # the same for a run that ends otherwise: torchrun, Slurm and Kubernetes kill it 30 s after SIGTERM
 
 
 class Guarded:

@@ -1,6 +1,13 @@
-"""A TrainJob of Kubeflow Trainer v2 for one run, made from scripts/kubernetes/trainjob.yaml."""
+"""The launch of a run by a scheduler: the sbatch command of Slurm, and the TrainJob of Kubeflow Trainer v2.
 
+python -m ddp_lab.launchers.schedulers LAUNCH [OVERRIDE...] prints, for train.sbatch, the status that the launch with torchrun's
+run id LAUNCH recorded in the run directory that the overrides determine. It does not load torch, which takes seconds on a busy
+disk.
+"""
+
+import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,12 +15,28 @@ from typing import Any
 import yaml
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.command_line import compose_config, split_config_dir
 
+SCRIPT = Path(__file__).with_name("train.sbatch")  # in a clone a link to scripts/slurm/train.sbatch
 TEMPLATE = Path(__file__).with_name("trainjob.yaml")  # in a clone a link to scripts/kubernetes/trainjob.yaml
 ON_VOLUME = ("runs_dir", "data.root")  # keys that the template sets to directories of the volume
 QUEUE = "kueue.x-k8s.io/queue-name"  # the label by which Kueue knows the LocalQueue of a TrainJob
 # Kubernetes appends "-node-0-<index>-<5 characters>" to the names of pods, which may have 63 characters.
 NAME, LOCAL_QUEUE = re.compile("[a-z]([a-z0-9-]{0,38}[a-z0-9])?"), re.compile("[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+WHERE = re.compile(r"\+{0,2}(name|runs_dir|experiment)=")  # overrides that determine the run directory
+
+
+def sbatch_command(options: Sequence[str], one_process: bool, name: str, overrides: Sequence[str]) -> list[str]:
+    """Return the command that submits train.sbatch.
+
+    Args:
+        options: options of sbatch.
+        one_process: whether the strategy drives all devices of one node from one process.
+        name: the job's name.
+        overrides: arguments of the script, the Hydra overrides.
+    """
+    alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if one_process else ([], [])
+    return [*alone[0], "sbatch", *options, *alone[1], f"--job-name={name}", str(SCRIPT), *overrides]
 
 
 def trainjob(
@@ -49,3 +72,18 @@ def trainjob(
     trainer["resourcesPerNode"] = {"limits": {"nvidia.com/gpu": gpus}} if gpus else {}
     manifest["metadata"] = {"name": name} | ({"labels": {QUEUE: queue}} if queue else {})
     return manifest
+
+
+def outcome(launch: str, arguments: list[str]) -> str:
+    """Return the `status` of status.json; "none" if this launch has not written one."""
+    config_dir, overrides = split_config_dir(arguments)
+    cfg = compose_config([override for override in overrides if WHERE.match(override)], config_dir)
+    try:
+        record = json.loads(Path(cfg.runs_dir, cfg.name, "status.json").read_text())
+    except OSError:
+        return "none"
+    return record["status"] if record["launch"] == launch else "none"  # another launch wrote it
+
+
+if __name__ == "__main__":
+    print(outcome(sys.argv[1], sys.argv[2:]))
