@@ -154,7 +154,8 @@ class Rank:
         self.decisions.begin(0, RunningSums(Task(), runtime.device))
         step = self._train(watchdog)
         self.peers.send("stops", runtime.rank, time.time())
-        watchdog.end("preempted", Progress(step=step))
+        if runtime.rank == 0:
+            run_dir.end("preempted", Progress(step=step))
         watchdog.stop()
         self.peers.send("ends", runtime.rank, time.time())
 

@@ -173,7 +173,7 @@ KEYS: dict[str, Row | str] = {
     "check_replicas": FAULTS + "test_drifting_replicas_are_named",
     "log_every": "tests/training/test_meter.py::test_rows_of_steps_are_those_of_one_device",
     "profile": "tests/observe/test_profile.py::test_profile_writes_summary_and_traces",
-    "inject": FAULTS + "test_first_failure_is_reported_once_and_nothing_hangs",
+    "inject": FAULTS + "test_first_failure_is_reported_once",
     "tracker": Row("tracker=none", lambda run, base: not any(run.path.glob("events.*")) and any(base.path.glob("events.*"))),
     **dict.fromkeys((f"tracker_options.wandb.{name}" for name in ("project", "entity", "mode", "dir")), f"{TRACKING}wandb"),
     **dict.fromkeys((f"tracker_options.mlflow.{name}" for name in ("experiment", "tracking_uri", "dir")), f"{TRACKING}mlflow"),

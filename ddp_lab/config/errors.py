@@ -9,6 +9,16 @@ from typing import Literal
 # The values of the field `kind` of failure.json, from which scripts read why a launch failed. The text in its field `message`
 # is for people and may change.
 FailureKind = Literal["lost_rank", "lost_node", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"]
+# What to do about errors of torch that the user's choices cause, by a part of their texts.
+ADVICE = {
+    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance of one sample. Choose a "
+    "batch_size with which each rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too",
+    "Expected to have finished reduction in the prior iteration": "The parameters named above got no gradient in the step "
+    "before. If only some steps use a parameter, use strategy=fsdp or strategy=single, which support it: ddp_lab has no key "
+    "find_unused_parameters",
+    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab advise, with the same "
+    "overrides, predicts which ones fit",
+}
 
 
 class ConfigError(Exception):
@@ -55,3 +65,12 @@ def describe_error(error: BaseException) -> str:
     ]
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{where}"
+
+
+def advice(error: str) -> str:
+    """Return a line that says what to do about an error of torch; "" for an error that is not known.
+
+    Args:
+        error: the text of the error and of its causes.
+    """
+    return next((f"\n{todo}" for part, todo in ADVICE.items() if part in error), "")

@@ -12,25 +12,6 @@ from ddp_lab.world.process import show
 
 FILE = "failure.json"
 SHOWN = ("rank", "host", "epoch", "step", "doing")  # what is reported of the other ranks
-# What to do about errors of torch that the user's choices cause, by a part of their texts.
-ADVICE = {
-    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance of one sample. Choose a "
-    "batch_size with which each rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too",
-    "Expected to have finished reduction in the prior iteration": "The parameters named above got no gradient in the step "
-    "before. If only some steps use a parameter, use strategy=fsdp or strategy=single, which support it: ddp_lab has no key "
-    "find_unused_parameters",
-    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab advise, with the same "
-    "overrides, predicts which ones fit",
-}
-
-
-def advice(error: str) -> str:
-    """Return a line that says what to do about an error of torch; "" for an error that is not known.
-
-    Args:
-        error: the text of the error and of its causes.
-    """
-    return next((f"\n{todo}" for part, todo in ADVICE.items() if part in error), "")
 
 
 def others(failed: int, everyone: list[Heartbeat]) -> list[Heartbeat]:

@@ -76,6 +76,19 @@ def last_calls() -> dict[str, Any]:
     return {"called": called, "call": call and describe_call(call, record["pg_config"])}
 
 
+def describe_last(rank: int, gone: int) -> str:
+    """Return what this rank, `rank`, called last, and where to look if the rank `gone` called something else; "" if unknown."""
+    record = dump(stacks=False)
+    calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
+    if not calls:
+        return ""
+    text = describe_call(calls[-1], record["pg_config"])["text"]
+    return (
+        f".\nThe last collective of rank {rank} is {text}. If rank {gone} called another one or gave it another shape, the "
+        "backend has ended it; its reason is then in the output above"
+    )
+
+
 def describe_call(entry: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
     """Return the field `call` of a heartbeat for an entry of the recorder."""
     name, number = entry["process_group"][0], entry["collective_seq_id"]

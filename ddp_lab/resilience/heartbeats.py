@@ -25,7 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, FailureKind
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore
 
@@ -41,6 +41,7 @@ PHASES = [STARTING, *WORKING, "done"]
 GONE = f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its processes are killed or suspended"
 
 Heartbeat = dict[str, Any]  # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits, called, call
+Found = tuple[Heartbeat, FailureKind, str]  # the rank that failed, and what happened to it
 
 
 def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
@@ -83,7 +84,8 @@ def any_is(doing: str, heartbeats: Iterable[Heartbeat]) -> bool:
 class Table:
     """The table of this node, a file in its memory. Collective: the first rank of each node creates it.
 
-    The file has a name only until all ranks of the node have opened it, so nothing remains of a launch that is killed later.
+    The file has a name only until all ranks have opened it, so nothing remains of a launch that is killed later. The keys that
+    NodeLink reads from the store are set then, so that no read waits for a node.
     A row is one of SHARED, or the number of a rank on this node.
 
     Attributes:
@@ -98,7 +100,14 @@ class Table:
         made = str(runtime.agree("heartbeats", self._create, per_node=True))
         self._file = os.open(made, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
-        self._name = Path(made) if runtime.local_rank == 0 else None
+        runtime.collect("heartbeats opened", "")  # on rank 0 it waits for the others
+        keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))] if runtime.nodes > 1 else []
+        if keys and runtime.rank == 0:
+            runtime.store.multi_set(keys, [""] * len(keys))
+        elif keys and runtime.local_rank == 0:
+            runtime.store.wait(keys)
+        if runtime.local_rank == 0:
+            os.unlink(made)
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
     def _create(self) -> str:
@@ -129,12 +138,6 @@ class Table:
         record = self.read("overview")
         return record["ranks"] if record else least(self.heartbeats())
 
-    def remove_name(self) -> None:
-        """Remove the file's name when all ranks of the node have opened it, which they show by a heartbeat."""
-        if self._name and len(self.heartbeats()) == self.size:
-            self._name.unlink(missing_ok=True)
-            self._name = None
-
 
 def start_of(row: str | int) -> int:
     """Return the place of a row in the file, in bytes."""
@@ -164,12 +167,6 @@ class NodeLink(threading.Thread):
         self.vanished: Heartbeat | None = None
         self._nodes, self._looks = Unchanged(), Unchanged()
         self._last = threading.Event()  # the next exchange is the last one
-
-    @staticmethod
-    def prepare(runtime: Runtime) -> None:
-        """Set all keys of the store, so that no read waits for a node that has not started yet. Collective."""
-        keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
-        runtime.agree("links", lambda: runtime.store.multi_set(keys, [""] * len(keys)))
 
     def stop(self) -> None:
         """Stop the thread after one more exchange, by which the others learn of a failure, or that this rank is done."""
@@ -215,7 +212,7 @@ class NodeLink(threading.Thread):
         ranks = least(chain.from_iterable(record["ranks"] for record in nodes.values()))
         return {"ranks": ranks, "done": any(record["done"] for record in nodes.values()), "first": nodes[0]["ranks"][0]}
 
-    def find_lost(self, looks: float) -> tuple[Heartbeat, str] | None:
+    def find_lost(self, looks: float) -> Found | None:
         """Return a rank of the node that has vanished, if one has, and what is known. Call it `looks` times per second.
 
         Node 0 notices that another node sends no heartbeats; the others notice that node 0 sends no overview.
@@ -225,8 +222,8 @@ class NodeLink(threading.Thread):
             self._looks.clear()
             return None
         if self.vanished:
-            return self.vanished, GONE
+            return self.vanished, "lost_node", GONE
         if self._looks.count("overview", overview["turn"]) / looks < VANISHED or overview["done"]:
             return None
         host, port = self.runtime.master
-        return overview["first"], f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}"
+        return overview["first"], "lost_node", f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}"

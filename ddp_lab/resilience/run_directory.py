@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.log import log
 from ddp_lab.world.process import run_id
 
 if TYPE_CHECKING:  # the launchers import this module, and --help loads the launchers: importing torch would add 1.5 s
+    from ddp_lab.training.progress import Progress
     from ddp_lab.world.runtime import Runtime
 
 LAUNCH_FILE = ".launch"  # contains the identifiers of the launch, by which a restart finds its directory
@@ -70,6 +72,18 @@ class RunDir:
                 "write to"
             ) from None
         return {"name": name, "failure": failure and failure["message"].splitlines()[0]}
+
+    def end(self, status: Literal["finished", "preempted", "interrupted"], progress: "Progress") -> None:
+        """Write the outcome of the launch. Call it on rank 0.
+
+        Args:
+            status: the outcome.
+            progress: the progress at which training ended or, after a preemption, that of the last checkpoint.
+        """
+        done = status == "finished"  # `progress` is then at the beginning of the next epoch
+        write_status(self.path, status, progress.epoch - done, progress.step)
+        if not done:
+            log.info(f"{status} at {progress}; to resume, run the same command with name={self.path.name} resume=auto")
 
 
 def lock(path: Path, wait: float) -> TextIO:

@@ -11,15 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError
+from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError, advice
 from ddp_lab.observe.log import LOG_FILES, log
 from ddp_lab.resilience import flight_recorder
-from ddp_lab.resilience.failure_report import advice, describe, report
-from ddp_lab.resilience.heartbeats import STARTING, VANISHED, Heartbeat, NodeLink, Table, Unchanged
+from ddp_lab.resilience.failure_report import describe, report
+from ddp_lab.resilience.heartbeats import STARTING, VANISHED, Found, Heartbeat, NodeLink, Table, Unchanged
 from ddp_lab.resilience.run_directory import RunDir, write_status
-from ddp_lab.training.progress import Progress
 from ddp_lab.world.process import is_alive
 from ddp_lab.world.runtime import Runtime
 
@@ -34,9 +33,6 @@ COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the w
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 BUSY: Heartbeat = {"waits": False, "called": {}, "call": None}
 KILLED = "exited without reporting an error: killed, crashed or left early"
-
-Outcome = Literal["finished", "preempted", "interrupted"]
-Found = tuple[Heartbeat, str]  # the rank that failed, and what happened to it
 
 
 class Watchdog:
@@ -70,8 +66,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self.runtime.nodes > 1:
-            NodeLink.prepare(self.runtime)
         self.table = Table(self.runtime)
         self._write()
         self._leads()  # sends the node's first heartbeat: a node that has never sent one cannot be missed
@@ -92,20 +86,6 @@ class Watchdog:
         finally:
             # Not sys.exit: an open process group could keep the interpreter from exiting.
             os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-
-    def end(self, status: Outcome, progress: Progress) -> Outcome:
-        """Write the outcome of the launch, on rank 0. Return `status`.
-
-        Args:
-            status: the outcome.
-            progress: the progress at which training ended or, after a preemption, that of the last checkpoint.
-        """
-        if self.rank == 0:
-            done = status == "finished"  # `progress` is then at the beginning of the next epoch
-            write_status(self.run_dir, status, progress.epoch - done, progress.step)
-            if not done:
-                log.info(f"{status} at {progress}; to resume, run the same command with name={self.run_dir.name} resume=auto")
-        return status
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
         """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch and step.
@@ -129,7 +109,6 @@ class Watchdog:
         self.at("done")
         if self.link:
             self.link.stop()
-        self.table.remove_name()
 
     def _watch(self) -> None:
         while not self._stop.wait(BEAT) and not self.look():
@@ -139,23 +118,19 @@ class Watchdog:
         """Write the heartbeat, and look at those of others. Return whether a failure is known, after this rank has left."""
         self.own["beat"] += 1
         self._write()
-        self.table.remove_name()
         leads = self._leads()
         if self.table.read("failure"):
             # Exit later than the rank that reported the failure, so that torchrun's summary contains that rank's message.
             self.leave(GRACE + 4 * BEAT)
             return True
-        if found := self._dead_neighbour():
-            self._end(*found, "lost_rank")
-        elif self.link and (found := self.link.find_lost(1 / BEAT)):
-            self._end(*found, "lost_node")
-        elif found := self._hang(leads):
-            self._end(*found, "hang")
+        found = self._dead_neighbour() or (self.link and self.link.find_lost(1 / BEAT)) or self._hang(leads)
+        if found:
+            who, kind, what = found
+            if kind == "lost_rank":
+                what += flight_recorder.describe_last(self.rank, who["rank"])
+            self._report(who, kind, describe(who, what, self.table.everyone()))
+            self.leave(GRACE)
         return found is not None
-
-    def _end(self, who: Heartbeat, what: str, kind: FailureKind) -> None:
-        self._report(who, kind, describe(who, what, self.table.everyone()))
-        self.leave(GRACE)
 
     def _leads(self) -> bool:
         """Return whether this rank leads its node, because no rank before it is awake. If it does, link it with the others."""
@@ -176,7 +151,7 @@ class Watchdog:
         for distance in range(1, self.table.size):
             beat = self.table.read((self.runtime.local_rank + distance) % self.table.size)
             if beat is not None and beat["doing"] != "done":
-                return None if is_alive(beat["pid"]) else (beat, KILLED)
+                return None if is_alive(beat["pid"]) else (beat, "lost_rank", KILLED)
         return None
 
     def _hang(self, leads: bool) -> Found | None:
@@ -211,7 +186,7 @@ class Watchdog:
         if self.runtime.world_size > 1:
             folder = flight_recorder.folder_of(self.run_dir, suspect["step"])
             what += flight_recorder.describe_waits(self.own, everyone, folder)
-        return suspect, what
+        return suspect, "hang", what
 
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
@@ -234,7 +209,6 @@ class Watchdog:
         if not first and self.runtime.world_size > 1:
             time.sleep(4 * BEAT)  # the rank that reported the failure must exit first: torchrun's summary has its message
         self._stop.set()
-        self.table.remove_name()
 
     def _report(self, who: Heartbeat, kind: FailureKind, message: str) -> bool:
         """Report a failure and make it known to all ranks. Return whether it is the launch's first."""

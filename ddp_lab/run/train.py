@@ -108,7 +108,8 @@ def train_guarded(
         if runtime.rank == 0:
             log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
             log_result(job, run_dir, progress, checkpoints)
-        return watchdog.end("finished", progress)
+            run_dir.end("finished", progress)
+        return "finished"
 
     logger = Logger()
     if runtime.rank == 0:
@@ -153,7 +154,8 @@ def train_guarded(
         mirror.finish(cfg.timeout / 2)  # the watchdog ends a launch after cfg.timeout
     has_result = status == "finished" and runtime.rank == 0
     result = log_result(job, run_dir, trainer.progress, checkpoints) if has_result else {}
-    watchdog.end(status, guard.progress if status == "finished" else checkpoints.kept)
+    if runtime.rank == 0:
+        run_dir.end(status, guard.progress if status == "finished" else checkpoints.kept)
     logger.close(status, result)  # at the end: a scheduler may kill what waits for a tracker
     return status
 

@@ -23,6 +23,8 @@ RUNS = {
         "pipeline schedule=interleaved1f1b": 2,
         "tp tp=2": 2,
         "ddp_pipeline": 4,
+        "dp": 1,
+        "split devices=[cpu,cpu]": 1,
     },
     "vit adamw samples=49 ema=0.8": {
         "single": 1,

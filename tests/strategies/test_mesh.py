@@ -121,21 +121,13 @@ def held_by(monkeypatch, rank: int, **axes) -> tuple[Mesh, dict[str, torch.Tenso
         return strategy, dict(strategy.module.named_parameters())
 
 
-CUBE = {"pp": 2, "shard": 2, "tp": 2}
-
-
-def test_ranks_of_one_dp_read_the_same_samples_and_one_of_each_reports(monkeypatch):
-    strategies = [held_by(monkeypatch, rank, **CUBE)[0] for rank in range(8)]
-    assert [strategy.dp_rank for strategy in strategies] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert {strategy.dp_size for strategy in strategies} == {2}
-    assert [strategy.is_metric_rank for strategy in strategies] == [False] * 4 + [True, False, True, False]
-
-
-def test_ranks_hold_every_parameter_once_and_layers_are_divided_by_the_plan(monkeypatch):
+def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkeypatch):
+    """Layers are divided by the plan; ranks of one dp read the same samples, and one of each reports."""
     complete = dict(make_model("vit", 0).named_parameters())
-    held = dict.fromkeys(complete, 0.0)
+    held, layout = dict.fromkeys(complete, 0.0), []
     for rank in range(8):
-        _, parameters = held_by(monkeypatch, rank, **CUBE)
+        strategy, parameters = held_by(monkeypatch, rank, pp=2, shard=2, tp=2)
+        layout.append((strategy.dp_rank, strategy.dp_size, strategy.is_metric_rank))
         for name, parameter in parameters.items():
             copies = 2 if parameter.placements[1] == Replicate() else 1
             held[name] += parameter.to_local().numel() / copies
@@ -145,6 +137,9 @@ def test_ranks_hold_every_parameter_once_and_layers_are_divided_by_the_plan(monk
             assert parameter.placements[1] == along_tp, name
             assert parameter.requires_grad == (name not in ("block0.norm1.weight", "block1.fc2.bias"))
     assert held == {name: parameter.numel() for name, parameter in complete.items()}
+    assert [dp_rank for dp_rank, _, _ in layout] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert {dp_size for _, dp_size, _ in layout} == {2}
+    assert [reports for _, _, reports in layout] == [False] * 4 + [True, False, True, False]
 
 
 def test_log_names_the_ranks_and_blocks_of_each_stage(monkeypatch):
