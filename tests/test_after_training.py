@@ -23,12 +23,11 @@ from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.data_record import DataRecord
-from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import find_writer, write_pt2
 from ddp_lab.run.job import build
 from ddp_lab.run.predict import Predictor, find_images
 from ddp_lab.run.recorded_config import read_config
-from ddp_lab.run.trained import TrainedRun, open_run
+from ddp_lab.run.trained import TrainedRun, evaluate_run, open_run
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.

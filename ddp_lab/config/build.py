@@ -3,7 +3,7 @@
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
@@ -109,6 +109,15 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     if group == "model":
         fields |= {name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()}
     return create_model(target.__name__, __base__=base, **fields)
+
+
+def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
+    """Yield the keys and values of a nested config, with the keys of groups before them: data.root."""
+    if not isinstance(node, dict):
+        yield key, node
+        return
+    for name, value in node.items():
+        yield from leaves(value, f"{key}.{name}" if key else str(name))
 
 
 def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
