@@ -92,9 +92,9 @@ def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, co
 def test_run_of_several_ranks_is_evaluated_in_one_process(trained, command, tmp_path):
     run, logged = shutil.copytree(trained, tmp_path / "run"), read_metrics(trained)[-1]
     for strategy in (
-        ["strategy=mesh", "strategy.dp=2", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
+        ["strategy=mesh", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
         ["strategy=mesh", "strategy.pp=2", "strategy.cut=[fc1]"],
-        ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b", "strategy.num_stages=4"],
+        ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b"],
     ):
         cfg = OmegaConf.load(trained / "config.yaml")
         cfg.strategy = config(*strategy).strategy
