@@ -23,12 +23,11 @@ from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.data_record import DataRecord
-from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import find_writer, write_pt2
 from ddp_lab.run.job import build
 from ddp_lab.run.predict import Predictor, find_images
 from ddp_lab.run.recorded_config import read_config
-from ddp_lab.run.trained import TrainedRun, open_run
+from ddp_lab.run.trained import TrainedRun, evaluate_run, open_run
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.
@@ -93,9 +92,9 @@ def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, co
 def test_run_of_several_ranks_is_evaluated_in_one_process(trained, command, tmp_path):
     run, logged = shutil.copytree(trained, tmp_path / "run"), read_metrics(trained)[-1]
     for strategy in (
-        ["strategy=mesh", "strategy.dp=2", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
+        ["strategy=mesh", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
         ["strategy=mesh", "strategy.pp=2", "strategy.cut=[fc1]"],
-        ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b", "strategy.num_stages=4"],
+        ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b"],
     ):
         cfg = OmegaConf.load(trained / "config.yaml")
         cfg.strategy = config(*strategy).strategy
@@ -149,7 +148,7 @@ IS_A_CHECKPOINT = (
         (evaluate.main, ["{run}", "data.dataset.num_classes=9"], "{run}: was trained with other classes: number 9 of 10 was 9"),
         (evaluate.main, ["{run}", "model=simple_cnn"], "does not match the model: "),
         (evaluate.main, ["{run}", "split=train"], "split=train: must be test: these data have no other set"),
-        (predict.main, ["{run}", "{tmp}/none"], "{tmp}/none: no such image"),
+        (predict.main, ["{run}", "{tmp}/none"], "{tmp}/none: no such image; expected a file, a glob, or a folder with .jpg"),
         (predict.main, ["{run}", "{tmp}", "--top=0"], "--top 0: must be an integer of at least 1"),
         (predict.main, ["{run}", "{tmp}/a.png", "--device=cuda:9"], "device=cuda:9: there is no such device"),
         (export.main, ["{run}", "--output={tmp}/m.pth"], "m.pth: the name must end in .safetensors, .onnx, .pt2"),
@@ -168,22 +167,20 @@ def test_mistakes_are_reported_in_one_message(main, arguments, message, trained,
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("file", "content", "message"),
     [
-        ("a: [", "cannot be read as a config (while parsing"),
-        ("- 1", "must be a config, got a list. If another version of ddp_lab wrote it"),
-        (
-            "epochs: 1",
-            "seed: is missing; it must be an integer from 0 to 2**32 - 1. If another version",
-        ),
+        ("config.yaml", "a: [", "/config.yaml: cannot be read as a config (while parsing"),
+        ("config.yaml", "- 1", "/config.yaml: must be a config, got a list. If another version of ddp_lab wrote it"),
+        ("config.yaml", "epochs: 1", "/config.yaml: seed: is missing; it must be an integer from 0 to 2**32 - 1. If another"),
+        ("data.json", "{", ": data.json is missing or damaged; start the run again with name=run, which writes the file, also"),
     ],
 )
-def test_damaged_or_older_config_is_reported_in_one_message(content, message, trained, command, tmp_path):
+def test_damaged_or_older_files_are_reported_in_one_message(file, content, message, trained, command, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
-    (tmp_path / "run" / "config.yaml").write_text(content)
-    code, output, errors = command(evaluate.main, tmp_path / "run")
+    (tmp_path / "run" / file).write_text(content)
+    code, output, errors = command(export.main, tmp_path / "run", "--output", tmp_path / "m.safetensors")
     assert (code, output) == (2, "")
-    assert errors.startswith(f"error: {tmp_path}/run/config.yaml: {message}")
+    assert errors.startswith(f"error: {tmp_path}/run{message}")
     assert errors.count("\n") == 1
 
 
@@ -219,17 +216,19 @@ def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left
     _, images, _, _ = reference(trained)
     size = images.shape[-1]
     save(images[0], tmp_path / "a.png")
-    save(images[0].repeat_interleave(2, 1).repeat_interleave(2, 2), tmp_path / "more" / "large.png")
-    Image.new("L", (3 * size, size), 7).save(tmp_path / "more" / "grey.jpg")
+    (tmp_path / "more").mkdir()
+    save(images[0].repeat_interleave(2, 1).repeat_interleave(2, 2), tmp_path / "more" / "deep" / "large.png")
+    Image.new("L", (3 * size, size), 7).save(tmp_path / "more" / "grey.JPG")
     (tmp_path / "more" / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
-    (tmp_path / "more" / "notes.txt").touch()
+    for name in ("notes.txt", "._grey.png"):
+        (tmp_path / "more" / name).touch()
     code, output, errors = command(predict.main, trained, tmp_path / "a*.png", tmp_path / "more", tmp_path / "a.png")
     assert code == 2
     weights = f"weights: {trained}/checkpoints/step_00000010.pt\n"
     assert errors.startswith(f"{weights}error: 1 of 4 images are left out: {tmp_path}/more/broken.png: cannot be decoded (")
     assert errors.count("\n") == 2
     _, *rows = csv.reader(output.splitlines())
-    assert [Path(row[0]).name for row in rows] == ["a.png", "grey.jpg", "large.png"]
+    assert [Path(row[0]).name for row in rows] == ["a.png", "large.png", "grey.JPG"]
     assert all(len(row) == 11 for row in rows)
     code, output, errors = command(predict.main, trained, tmp_path / "more" / "broken.png", "--output", tmp_path / "p.csv")
     assert (code, output) == (2, "")
@@ -252,16 +251,6 @@ def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
     assert torch.equal(seen[0], next(iter(job.loaders["test"])).inputs)
     assert (len(rows), corrupt) == (6, [])
     assert {name for row in rows for name in row.classes} <= {"class 0", "class 1", "class 2"}
-
-
-def test_find_images_searches_folders_and_globs_once(tmp_path):
-    for name in ("b/2.JPG", "b/1.png", "b/deep/3.webp", "b/._1.png", "c.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    found = find_images([f"{tmp_path}/c.png", f"{tmp_path}/b", f"{tmp_path}/*.png"])
-    assert [Path(path).name for path in found] == ["c.png", "1.png", "2.JPG", "3.webp"]
-    with pytest.raises(ConfigError, match=r"no such image; expected a file, a glob, or a folder with \.jpg"):
-        find_images([f"{tmp_path}/*.gif"])
 
 
 def test_exported_files_have_the_models_names_and_logits(trained, command, tmp_path):
@@ -299,17 +288,6 @@ def test_model_that_cannot_be_exported_is_reported(tmp_path):
     data = DataRecord({"in_channels": 1, "image_size": 4, "num_classes": 16}, [], "", "", None)
     with pytest.raises(ConfigError, match=r"torch cannot export this model as \.pt2 \("):
         write_pt2(TrainedRun(config(), data, tmp_path, DependsOnValues()), tmp_path / "m.pt2")
-
-
-def test_run_without_its_data_record_is_reported(trained, command, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
-    (tmp_path / "run" / "data.json").write_text("{")
-    code, _, errors = command(export.main, tmp_path / "run", "--output", tmp_path / "m.pt2")
-    assert code == 2
-    assert errors == (
-        f"error: {tmp_path}/run: data.json is missing or damaged; start the run again with name=run, which writes the file, "
-        "also if it is finished\n"
-    )
 
 
 def test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one(trained, command, tmp_path, monkeypatch):

@@ -5,31 +5,14 @@ import re
 import subprocess
 import sys
 import threading
-from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from browser import open_page
 from launches import ROOT
 
-LOADING = {"script", "img", "link", "iframe", "source", "video", "audio"}  # elements whose addresses the browser fetches
-
-
-class Page(HTMLParser):
-    """The addresses in a page, with the elements that have them, and its anchors."""
-
-    def __init__(self, path: Path):
-        super().__init__()
-        self.links: list[tuple[str, str]] = []
-        self.anchors = {""}
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
-        self.links += [(tag, given[name]) for name in ("href", "src") if given.get(name)]
+LOADED = re.compile(r"""<(?:script|img|link|iframe|source|video|audio)\b[^>]*? (?:href|src)=["']?([^"'\s>]+)""")
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +24,6 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def pages(site) -> dict[Path, Page]:
-    return {path: Page(path) for path in site.rglob("*.html")}
-
-
 def test_site_has_every_document(site):
     documents = {path.relative_to(ROOT).with_suffix(".html") for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
     documents = {Path("index.html") if path.stem == "README" else path for path in documents}
@@ -53,28 +31,10 @@ def test_site_has_every_document(site):
     assert not [path for path in documents if not (site / path).exists()]
 
 
-def test_links_of_the_site_lead_to_files_and_anchors(site, pages):
-    broken, checked = [], 0
-    for path, page in pages.items():
-        if path.name == "404.html":  # its links start at the root of a server
-            continue
-        for _, link in page.links:
-            address = urlsplit(link)
-            if address.scheme or address.netloc:
-                continue
-            target = (path.parent / unquote(address.path)).resolve() if address.path else path
-            target = target / "index.html" if target.is_dir() else target
-            checked += 1
-            if not target.exists() or (target in pages and unquote(address.fragment) not in pages[target].anchors):
-                broken.append(f"{path.relative_to(site)}: {link}")
-    assert checked > 500
-    assert not broken
-
-
-def test_site_loads_nothing_from_other_hosts(site, pages):
-    loaded = [link for page in pages.values() for tag, link in page.links if tag in LOADING]
+def test_site_loads_nothing_from_other_hosts(site):
+    loaded = [link for path in site.rglob("*.html") for link in LOADED.findall(path.read_text())]
     assert len(loaded) > 20
-    assert not [link for link in loaded if urlsplit(link).netloc]
+    assert not [link for link in loaded if re.match(r"(https?:)?//", link)]
     assert not [path for path in site.rglob("*.css") if re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text())]
 
 

@@ -23,7 +23,7 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.strategies.schedules import time_slots
 
 SYNTHETIC = ["data=synthetic", "data.dataset.image_size=28"]
-VIT = ["model=vit", *SYNTHETIC, "speed=off"]
+VIT = ["model=vit", "model.depth=2", *SYNTHETIC, "speed=off"]
 
 
 def advisor(*overrides: str, gpus: str = "2xH100", nodes: int = 1) -> Advisor:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launches import launch, refusal_in_world
+from launches import launch, main_in_world, refusal_in_world
 from omegaconf import OmegaConf
 from worlds import run_world
 
@@ -56,21 +56,23 @@ def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
     assert not runs.exists()
 
 
-def train(tmp_path: Path, ranks: int, line: str) -> tuple[str, dict]:
-    """Train LeNet on the digits, and return the log and the recorded config."""
-    command = (
-        f"python -m torch.distributed.run --standalone --nproc_per_node={ranks} train.py" if ranks > 1 else "python train.py"
-    )
-    code, output = launch(f"{command} runs_dir={tmp_path} optimizer.lr=0.01 {line}")
-    assert code == 0, output
-    name = re.search(r"name=(\w+)", line)[1]
-    return output, OmegaConf.to_container(OmegaConf.load(tmp_path / name / "config.yaml"))
+def config_of(tmp_path: Path) -> dict:
+    return OmegaConf.to_container(OmegaConf.load(tmp_path / "auto" / "config.yaml"))
+
+
+def resume_planned(tmp_path: Path, line: str) -> dict:
+    """Train on this rank without a real step before, whose process would import torch anew; return the recorded config."""
+    fit.take_real_step = lambda cfg, runtime: (2**20, "")
+    main_in_world(f"runs_dir={tmp_path}", "optimizer.lr=0.01", *line.split())
+    return config_of(tmp_path)
 
 
 def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices(tmp_path):
     limit = "lr_scaling=sqrt memory_limit=0.34 name=auto batch_size=auto"
-    output, cfg = train(tmp_path, 2, f"{limit} strategy=ddp epochs=1")
-    size = cfg["batch_size"]
+    command = "torchrun --standalone --nproc_per_node=2 train.py"
+    code, output = launch(f"{command} runs_dir={tmp_path} optimizer.lr=0.01 {limit} strategy=ddp epochs=1")
+    assert code == 0, output
+    size = config_of(tmp_path)["batch_size"]
     line = re.search(
         r"batch_size=auto: (\d+)\. A real step took (\d+\.\d) MiB of the 348\.2 MiB of a device; batch_size=\1, lr", output
     )
@@ -81,10 +83,10 @@ def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_ot
     assert 500 < size < 1437
     assert f"global batch {size} = 2 x {size // 2}" in output
     assert f"lr {0.01 * (size / 256) ** 0.5:g}" in output
-    output, cfg = train(tmp_path, 1, f"{limit} strategy=single epochs=2")
+    cfg = run_world(1, resume_planned, tmp_path, f"{limit} strategy=single epochs=2")[0]
     assert cfg["batch_size"] == size, "the batch is part of the result"
     assert cfg["accumulate"] > 1, "one device cannot hold it at once"
-    assert f"accumulate=auto: {cfg['accumulate']}. A real step took" in output
+    assert f"accumulate=auto: {cfg['accumulate']}. A real step took" in (tmp_path / "auto" / "train.log").read_text()
 
 
 REFUSED = {

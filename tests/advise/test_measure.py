@@ -45,6 +45,7 @@ def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(adv
 
 def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Advisor, "candidates", lambda self: [["strategy=ddp"], ["strategy=fsdp"]])
     monkeypatch.setattr(measure, "train", lambda given, *others: run_of(900.0 if "strategy=fsdp" in given else 800.0))
     for more, expected in ((["--measure", "--minutes", "1"], " 800"), ([], "images/s were measured on ")):
         advise.main(["--gpus", "2xcpu", *more, *LENET])

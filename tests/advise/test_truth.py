@@ -34,10 +34,8 @@ ON_FOUR = (
 )
 SECOND = (  # second examples, which are slow tests
     "scratch algorithm=bucketed",
-    f"ddp {VIT} adamw",
     f"fsdp reshard_after_forward=false {VIT}",
     f"ddp_pipeline schedule=gpipe {VIT} clipped",
-    f"mesh shard=null short {VIT} ema=0.8",
     f"mesh shard=2 short {VIT} adamw",
     f"mesh tp=4 sequence_parallel=true short {VIT}",
 )

@@ -15,13 +15,6 @@ from ddp_lab.training.progress import Progress
 CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}  # files that every launch changes
 
 
-def test_run_resumes_under_other_strategies(tmp_path):
-    """These are the strategies of one process; test_by_strategy.py has the others."""
-    for epochs, strategy in enumerate(("split", "dp"), 1):
-        moved = train(tmp_path, "moved", f"epochs={epochs}", f"strategy={strategy}")
-    assert_same(train(tmp_path, "straight", "epochs=2"), moved, tolerance=1e-6)
-
-
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in CHANGING}
 

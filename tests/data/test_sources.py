@@ -54,50 +54,43 @@ def same(one: tuple, other: tuple) -> bool:
     return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
+MAP_STYLE = "must be a map-style dataset, with __len__, __getitem__ and at least one sample$"
+
+
 @pytest.mark.parametrize(
-    ("target", "overrides", "message"),
+    ("dataset", "message"),
     [
+        ("Tensors data.crop_scale=[0.5,1]", r"data.crop_scale, .* are for images of Pillow, .* tensors of torch.uint8\. Use"),
+        ("numbers data.erasing=0.5", r"data.erasing are for images of Pillow, .* tensors of torch.float32\. Use"),
+        ("Tensors label=2", r"the target of sample 0 is 2; with 2 classes it must be 0 to 1"),
         (
-            "Tensors",
-            ["data.crop_scale=[0.5,1]"],
-            r"data.crop_scale, .* are for images of Pillow, .* tensors of torch.uint8\. Use",
+            "Wrong how=word",
+            r"sample 0 must be tensors, arrays or numbers, or an image of Pillow as the input, got Image and str",
         ),
-        ("numbers", ["data.erasing=0.5"], r"data.erasing are for images of Pillow, .* tensors of torch.float32\. Use"),
-        ("Tensors", ["+data.dataset.label=2"], r"the target of sample 0 is 2; with 2 classes it must be 0 to 1"),
-        ("Words", [], r"sample 0 must be tensors, arrays or numbers, or an image of Pillow as the input, got Tensor and str"),
-        (
-            "Outlines",
-            [],
-            r"the target of sample 0 is \[30, 40\], but would not be resized with its image of Pillow\. Return both",
-        ),
-        (
-            "Shapes",
-            ["+data.dataset.size=0"],
-            r"must be a map-style dataset, with __len__, __getitem__ and at least one sample$",
-        ),
-        ("Single", [], r"sample 0 must be \(input, target\), got Tensor"),
-        ("Iterable", [], r"Iterable: must be a map-style dataset, with __len__, __getitem__ and at least one sample$"),
-        ("Broken", [], r"cannot be constructed with split=train: OSError: no images \(own_datasets.py, line \d+\)$"),
-        ("Broken", ["+data.dataset.where=sample"], r"sample 0 cannot be read: KeyError: 0 \(own_datasets.py, line \d+\)"),
-        (
-            "Tested",
-            [],
-            r"with split=val: ValueError: val .*line \d+\)\. data.val_split is the name of this split; null: there is none",
-        ),
-        ("Shapes", ["+data.dataset.siz=3"], r"data.dataset.siz=3: there is no such key; did you mean data.dataset.size"),
-        ("Tensors", ["+data.dataset.train=true"], r"data.dataset.train=True: there is no such key"),
-        ("nothing", [], r"data.dataset._target_=own_datasets.nothing: must be the name of a class or function"),
+        ("Wrong how=outline", r"sample 0 is \[30, 40\], but would not be resized with its image of Pillow\. Return both"),
+        ("Wrong how=empty", MAP_STYLE),
+        ("Iterable", f"Iterable: {MAP_STYLE}"),
+        ("Wrong how=alone", r"sample 0 must be \(input, target\), got Image"),
+        ("Wrong how=constructor", r"cannot be constructed with split=train: OSError: no images \(own_datasets.py, line \d+\)$"),
+        ("Wrong how=sample", r"sample 0 cannot be read: KeyError: 0 \(own_datasets.py, line \d+\)"),
+        ("Tested", r"with split=val: ValueError: val .*\)\. data.val_split is the name of this split; null: there is none"),
+        ("Shapes siz=3", r"data.dataset.siz=3: there is no such key; did you mean data.dataset.size"),
+        ("Tensors train=true", r"data.dataset.train=True: there is no such key"),
+        ("nothing", r"data.dataset._target_=own_datasets.nothing: must be the name of a class or function"),
     ],
 )
-def test_datasets_that_cannot_be_used_are_refused(target, overrides, message):
+def test_datasets_that_cannot_be_used_are_refused(dataset, message):
+    target, *options = dataset.split()
     with pytest.raises(ConfigError, match=message):
-        load(target, "data.num_classes=2", *overrides)
+        load(target, "data.num_classes=2", *(word if "." in word else f"+data.dataset.{word}" for word in options))
 
 
 def test_label_that_is_wrong_in_a_later_sample_is_named():
     """The error of a worker process is the message, without a traceback."""
-    own = build(checked("Later", "data.num_classes=2", "data.num_workers=1"), Runtime("cpu")).loaders["test"]
-    with pytest.raises(SampleError, match=r"^data.dataset._target_=own_datasets.Later: the target of sample 4 is 5; .*$"):
+    own = build(
+        checked("Wrong", "+data.dataset.how=later", "data.num_classes=3", "data.num_workers=1"), Runtime("cpu")
+    ).loaders["val"]
+    with pytest.raises(SampleError, match=r"^data.dataset._target_=own_datasets.Wrong: the target of sample 4 is 6; .*$"):
         list(own)
 
 

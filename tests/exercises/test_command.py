@@ -1,63 +1,78 @@
 """`ddp-lab exercise`, as a learner uses it."""
 
+import contextlib
 import os
 import re
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-from launches import ROOT
+from launches import ROOT, launch
 from PIL import Image
 from warm import programs
+from worlds import run_world
 
+from ddp_lab.commands import exercise
+from ddp_lab.exercises import speed
 from ddp_lab.exercises.catalog import load
-from ddp_lab.exercises.speed import PROJECT
 
 
-def run(folder, *arguments):
-    command = [sys.executable, "-m", "ddp_lab", "exercise", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
-    assert "Traceback" not in done.stdout + done.stderr
-    return done.returncode, done.stdout + done.stderr
+def check(folder: Path, line: str) -> tuple[int, str]:
+    """Check a solution, in a process that has not used autograd: ranks cannot be forked afterwards."""
+    code, text = launch(f"ddp-lab exercise check {line}", cwd=folder)
+    assert "Traceback" not in text
+    return code, text
 
 
-def test_exercise_from_the_list_to_the_right_solution(tmp_path):
-    assert "split_batch" in run(tmp_path, "list")[1]
-    assert run(tmp_path, "start", "split_batch")[0] == 0
-    assert "(started)" in run(tmp_path, "list")[1]
-    code, text = run(tmp_path, "start", "split_batch")
-    assert code == 2
-    assert "already exists" in text
-    code, text = run(tmp_path, "check", "split_batch")
-    assert code == 1
-    assert "still raises NotImplementedError" in text
-    assert load("split_batch").check.HINTS[1] in run(tmp_path, "hint", "split_batch", "--number", "2")[1]
-    solution = run(tmp_path, "solution", "split_batch")[1]
-    (tmp_path / "exercises" / "split_batch.py").write_text(solution)
-    code, text = run(tmp_path, "check", "split_batch")
-    assert code == 0
-    assert "right, on 2 and 3 processes" in text
-    assert run(tmp_path, "start", "split_batch", "--folder", "mine")[0] == 0
-    assert "still raises" in run(tmp_path, "check", "split_batch", "--folder", "mine")[1]
+def learners(name: str, folder: Path, old: str = "", new: str = "") -> Path:
+    """Write a learner's file: the reference solution with a part replaced."""
+    file = folder / "exercises" / f"{name}.py"
+    file.parent.mkdir(exist_ok=True)
+    source = load(name).solution
+    assert old in source
+    file.write_text(source.replace(old, new))
+    return file
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch, command):
+    """Return a function that runs the command in a new folder of the learner's."""
+    monkeypatch.chdir(tmp_path)
+    return lambda line: command(exercise.main, *line.split())
+
+
+def test_exercise_from_the_list_to_the_right_solution(given, tmp_path):
+    assert "split_batch" in given("list")[1]
+    assert given("start split_batch")[0] == 0
+    assert "(started)" in given("list")[1]
+    code, _, errors = given("start split_batch")
+    assert (code, "already exists" in errors) == (2, True)
+    code, text = check(tmp_path, "split_batch")
+    assert (code, "still raises NotImplementedError" in text) == (1, True)
+    assert load("split_batch").check.HINTS[1] in given("hint split_batch --number 2")[1]
+    (tmp_path / "exercises" / "split_batch.py").write_text(given("solution split_batch")[1])
+    code, text = check(tmp_path, "split_batch")
+    assert (code, "right, on 2 and 3 processes" in text) == (0, True)
+    assert given("start split_batch --folder mine")[0] == 0
+    assert "still raises" in check(tmp_path, "split_batch --folder mine")[1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("line", "says"),
     [
-        (["check", "split_batch"], "does not exist; write it with"),
-        (["start", "sort"], "there is no such exercise; allowed: split_batch"),
-        (["hint", "split_batch", "--number", "9"], "has the hints 1 to"),
-        (["check"], "the name of an exercise is missing"),
-        (["list", "split_batch"], "takes no name"),
-        (["check", "overlap", "--speed"], "overlap is no all-reduce; allowed for star_all_reduce, ring_all_reduce, buckets"),
-        (["start", "buckets", "--speed"], "start: takes no --speed; allowed: check"),
+        ("check split_batch", "does not exist; write it with"),
+        ("start sort", "there is no such exercise; allowed: split_batch"),
+        ("hint split_batch --number 9", "has the hints 1 to"),
+        ("check", "the name of an exercise is missing"),
+        ("list split_batch", "takes no name"),
+        ("check overlap --speed", "overlap is no all-reduce; allowed for star_all_reduce, ring_all_reduce, buckets"),
+        ("start buckets --speed", "start: takes no --speed; allowed: check"),
     ],
 )
-def test_mistakes_are_one_message_with_exit_code_2(arguments, says, tmp_path):
-    code, text = run(tmp_path, *arguments)
-    assert code == 2
-    assert says in text
+def test_mistakes_are_one_message_with_exit_code_2(line, says, given):
+    code, output, errors = given(line)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert says in errors
 
 
 @pytest.mark.parametrize(
@@ -74,48 +89,34 @@ def test_mistakes_are_one_message_with_exit_code_2(arguments, says, tmp_path):
     ],
 )
 def test_broken_solutions_are_explained_without_a_traceback(line, says, tmp_path):
-    (tmp_path / "exercises").mkdir()
-    source = load("split_batch").solution.replace("return global_batch[rank::world_size]", line)
-    (tmp_path / "exercises" / "split_batch.py").write_text(source)
-    code, text = run(tmp_path, "check", "split_batch")
+    learners("split_batch", tmp_path, "return global_batch[rank::world_size]", line)
+    code, text = check(tmp_path, "split_batch")
     assert code == 1
     assert says in text
 
 
-def learners(name, folder, old="", new=""):
-    """Write a learner's file: the reference solution with a part replaced."""
-    file = folder / "exercises" / f"{name}.py"
-    file.parent.mkdir()
-    source = load(name).solution
-    assert old in source
-    file.write_text(source.replace(old, new))
-    return file
+def compare(name: str, folder: Path) -> str | None:
+    """Compare the reference solution in two sizes; both fit into the seconds on a busy machine, too."""
+    with (folder / "printed").open("w") as printed, contextlib.redirect_stdout(printed):
+        return speed.compare(load(name), learners(name, folder), folder / f"{name}.png", speed.SIZES[:2], seconds=60)
 
 
-@pytest.mark.parametrize("name", ["star_all_reduce", "ring_all_reduce", "buckets"])
+@pytest.mark.parametrize("name", ["star_all_reduce", "buckets"])
 def test_speed_compares_a_solution_with_all_five_algorithms(name, tmp_path):
-    picture, file = tmp_path / "times.png", learners(name, tmp_path)
-    # In a process of its own: ranks cannot be forked after autograd. Both sizes fit into the seconds on a busy machine, too.
-    line = (
-        "import sys; from pathlib import Path; from ddp_lab.exercises import catalog, speed; "
-        "sys.exit(speed.compare(catalog.load(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), speed.SIZES[:2], seconds=60))"
-    )
-    command, environment = [sys.executable, "-c", line, name, str(file), str(picture)], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["bytes", "yours", *PROJECT] in rows
-    assert set(PROJECT) == {"star", "per_tensor", "flat", "ring", "bucketed"}
+    assert run_world(1, compare, name, tmp_path) == [None]
+    rows = [line.split() for line in (tmp_path / "printed").read_text().splitlines()]
+    assert ["bytes", "yours", *speed.PROJECT] in rows
+    assert set(speed.PROJECT) == {"star", "per_tensor", "flat", "ring", "bucketed"}
     times = [row for row in rows if row[:1] and row[0] in ("4,096", "16,384")]
     assert len(times) == 2
     assert all(float(value) > 0 for row in times for value in row[1:])
-    assert Image.open(picture).width > 500
+    assert Image.open(tmp_path / f"{name}.png").width > 500
 
 
 def test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow(tmp_path):
     slow = "chunks = list("
     learners("ring_all_reduce", tmp_path, slow, f"__import__('time').sleep(0.3 * (len(tensor) > 100)); {slow}")
-    code, text = run(tmp_path, "check", "ring_all_reduce", "--speed")
+    code, text = check(tmp_path, "ring_all_reduce --speed")
     assert code == 0
     assert "right, on 2 and 3 and 4 processes" in text
     (yours,) = [float(line.split()[1]) for line in text.splitlines() if line.split()[:1] == ["4,096"]]
@@ -127,7 +128,7 @@ def test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow(tmp_path):
 
 def test_speed_of_a_solution_that_fails_on_large_tensors_is_explained(tmp_path):
     learners("buckets", tmp_path, "flat = torch.cat(", "assert limit < 1000; flat = torch.cat(")
-    code, text = run(tmp_path, "check", "buckets", "--speed")
+    code, text = check(tmp_path, "buckets --speed")
     assert code == 1
     assert "right, on 2 and 3 processes" in text
     assert "Its speed could not be measured. rank 0: line " in text

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from ddp_lab.exercises import processes
 from ddp_lab.exercises.catalog import TITLES, load
-from ddp_lab.exercises.processes import explain_failure
 
 WRONG = {path.stem: tomllib.loads(path.read_text())["wrong"] for path in (Path(__file__).parent / "wrong").glob("*.toml")}
+# (LIMIT, GRACE) of a check, in seconds: ranks that wait for ever cost both. Only a busy machine needs the learner's.
+LIMITS = (1.5, 0.2), (processes.LIMIT, processes.GRACE)
 
 
 @pytest.fixture(scope="module")
@@ -18,34 +20,32 @@ def explain(tmp_path_factory):
     """Check solutions in a process of their own: after a use of autograd, as in other tests, ranks cannot be forked."""
     folder = tmp_path_factory.mktemp("exercises")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        yield lambda name, source: pool.submit(explain_source, name, source, folder / f"{name}.py").result(timeout=60)
+        yield lambda name, *given: pool.submit(explain_source, folder / f"{name}.py", name, *given).result(timeout=60)
 
 
-def explain_source(name: str, source: str, file: Path) -> str | None:
+def explain_source(file: Path, name: str, source: str, expected: str | None) -> str | None:
+    """Return what is wrong with a solution, and where that is not what is expected, the answer of a second, longer check."""
     file.write_text(source)
-    return explain_failure(load(name), file)
+    for processes.LIMIT, processes.GRACE in LIMITS:
+        text = processes.explain_failure(load(name), file)
+        if text is expected is None or (expected and expected in (text or "")):
+            break
+    return text
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_reference_solution_is_right(name, explain):
-    assert explain(name, load(name).solution) is None
-
-
-@pytest.mark.parametrize("name", TITLES)
-def test_file_to_start_from_names_what_is_to_be_written(name, explain):
+def test_reference_solution_is_right_and_the_file_to_start_from_names_what_is_to_be_written(name, explain):
     exercise = load(name)
+    assert explain(name, exercise.solution, None) is None
     assert exercise.template().count("raise NotImplementedError") == len(exercise.check.WRITE)
-    assert "still raises NotImplementedError" in explain(name, exercise.template())
+    missing = "still raises NotImplementedError"
+    assert missing in explain(name, exercise.template(), missing)
 
 
 @pytest.mark.parametrize("name", TITLES)
 def test_wrong_solutions_are_told_apart(name, explain):
     source = load(name).solution
-    found = []
     for wrong in WRONG[name]:
         assert source.count(wrong["old"]) == 1, wrong["old"]
-        text = explain(name, source.replace(wrong["old"], wrong["new"]))
-        assert text is not None, wrong["new"]
-        assert wrong["says"] in text
-        found.append(wrong["says"])
-    assert len(set(found)) >= 5
+        assert wrong["says"] in (explain(name, source.replace(wrong["old"], wrong["new"]), wrong["says"]) or "no mistake")
+    assert len({wrong["says"] for wrong in WRONG[name]}) >= 5

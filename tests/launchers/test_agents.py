@@ -91,22 +91,6 @@ def test_rank_that_crashes_is_restarted_with_the_ranks_of_the_other_agent(tmp_pa
 
 
 @pytest.mark.slow
-def test_restart_over_two_agents_ends_with_the_same_weights(undisturbed, tmp_path):
-    fault = "crash@rank=0,step=8"
-    run = Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=(fault, fault)).finish()
-    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(run).items())
-
-
-@pytest.mark.slow
-def test_agent_that_is_killed_and_started_again_joins_the_run(undisturbed, tmp_path):
-    agents = Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=("", "slow@rank=0,step=8"), program=RESTARTABLE)
-    agents.await_fault(1)
-    agents.kill_second()
-    agents.processes[1] = agents.start(1)
-    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(agents.finish()).items())
-
-
-@pytest.mark.slow
 def test_run_continues_without_a_lost_node_and_takes_it_back(undisturbed, tmp_path):
     """With --nnodes=1:2. The lost node had rank 0, so the run directory is chosen on three nodes one after another."""
     faults = "slow@rank=0,step=14", "slow@rank=0,step=8"

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from launches import OWN, main_in_world, refusal_in_world
-from own_models import Picky, ReadsValues, finetuned
+from own_models import Picky, ReadsValues, Wrong, finetuned
 from torch import nn
 from training import config_of
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
-from ddp_lab.models.make import build_model
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.run.job import build
 from ddp_lab.world.runtime import Runtime
@@ -50,22 +49,18 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "message"),
+    ("how", "message"),
     [
-        ("frozen", {}, "has nothing to train: all parameters are frozen. Leave requires_grad=True for some"),
-        (
-            "Picky",
-            {"smallest": 29},
-            r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line",
-        ),
-        ("Pair", {}, r"failed .* TypeError: it must return a tensor \[2, \.\.\.\] for 2 samples, got tuple"),
-        ("PairWhenEvaluated", {}, r"failed .* TypeError: in evaluation mode it must return a tensor .*, got tuple"),
-        ("two_classes", {}, r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
-        ("OnlyFloat32", {}, r"failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not support bf16 on"),
+        ("frozen", "has nothing to train: all parameters are frozen. Leave requires_grad=True for some"),
+        ("pixels", r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line"),
+        ("pair", r"failed .* TypeError: it must return a tensor \[2, \.\.\.\] for 2 samples, got tuple"),
+        ("pair when evaluated", r"failed .* TypeError: in evaluation mode it must return a tensor .*, got tuple"),
+        ("classes", r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
+        ("only float32", r"failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not support bf16 on"),
     ],
 )
-def test_model_that_cannot_be_trained_is_refused(name, overrides, message):
-    model, runtime = build_model({"_target_": f"own_models.{name}", **overrides}, SHAPE), Runtime("cpu", "bf16")
+def test_model_that_cannot_be_trained_is_refused(how, message):
+    model, runtime = Wrong(**SHAPE, how=how), Runtime("cpu", "bf16")
     with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
         freeze_unused(model, Trial.of_images(SHAPE), runtime, "model._target_=net")
 

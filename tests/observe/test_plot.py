@@ -1,16 +1,28 @@
-"""Plots: marks are where the values are, and every text is readable."""
+"""Plots and pictures: marks are where the values are, and every text is readable."""
 
 from itertools import combinations
 
 import pytest
+import torch
 from figures import texts
 from matplotlib import rcParams
 from matplotlib.figure import SubFigure
 
+from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import Curve, Plot, beside, curves, figure, short, stacked, timeline
 
 LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")
+
+
+def assert_inside(found: list, box) -> None:
+    """Check that texts are within a box, and do not overlap."""
+    boxes = {text: text.get_window_extent() for text in found}
+    for text, own in boxes.items():
+        assert box.x0 <= own.x0 < own.x1 <= box.x1, text
+        assert box.y0 <= own.y0 < own.y1 <= box.y1, text
+    for one, other in combinations(boxes, 2):
+        assert not boxes[one].overlaps(boxes[other]), (one, other)
 
 
 def panel_of(plot: Plot) -> SubFigure:
@@ -51,12 +63,7 @@ def test_texts_and_legends_of_a_plot_are_readable(name):
     panel = panel_of(plot)
     (axes,), (legend,) = panel.axes, panel.legends
     assert panel.get_suptitle()
-    boxes = {text: text.get_window_extent() for text in texts(panel)}
-    for text, box in boxes.items():
-        assert panel.bbox.x0 <= box.x0 < box.x1 <= panel.bbox.x1, text
-        assert panel.bbox.y0 <= box.y0 < box.y1 <= panel.bbox.y1, text
-    for one, other in combinations(boxes, 2):
-        assert not boxes[one].overlaps(boxes[other]), (one, other)
+    assert_inside(texts(panel), panel.bbox)
     assert len(legend.get_texts()) == entries
     assert not legend.get_window_extent().overlaps(axes.get_tightbbox()), "the legend covers the axes"
     assert axes.get_window_extent().width > 0.25 * panel.bbox.width, "too little room is left for the values"
@@ -105,3 +112,41 @@ def test_plot_changes_no_global_setting_of_matplotlib(tmp_path):
     beside([EPOCHS], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert rcParams["figure.dpi"] == 100
+
+
+@pytest.mark.parametrize(("size", "named"), [(1, True), (30, True), (31, False)])
+def test_labels_of_a_confusion_matrix_are_inside_and_left_out_of_large_ones(size, named):
+    figure = confusion_figure(torch.eye(size).long() * 50_000, [LONG] * size)
+    figure.draw_without_rendering()
+    shown = texts(figure)
+    assert_inside(shown, figure.bbox)
+    matrix, _ = figure.axes
+    assert matrix.get_window_extent().width >= max(100, 2 * size), "too little room is left for the cells"
+    assert len(matrix.texts) == size * named
+    assert sum(text.get_text()[:4] == LONG[:4] for text in shown) == 2 * size * named
+
+
+def test_names_counts_and_colours_of_a_confusion_matrix_are_at_their_classes():
+    figure = confusion_figure(torch.tensor([[7, 2, 0], [0, 0, 0], [0, 15_300, 5100]]), ["cat", "dog", "cow"])
+    figure.draw_without_rendering()
+    matrix, bar = figure.axes
+    for axis in (matrix.xaxis, matrix.yaxis):
+        assert [label.get_text() for label in axis.get_ticklabels()] == ["cat", "dog", "cow"]
+        assert list(axis.get_ticklocs()) == [0, 1, 2]
+    assert (matrix.get_ylabel(), matrix.get_xlabel()) == ("true class", "predicted class")
+    counts = {text.get_position(): text.get_text() for text in matrix.texts}
+    assert counts == {(0, 0): "7", (1, 0): "2", (1, 2): "15300", (2, 2): "5100"}
+    (image,) = matrix.images
+    expected = torch.tensor([[7 / 9, 2 / 9, 0], [0, 0, 0], [0, 0.75, 0.25]])
+    assert torch.allclose(torch.tensor(image.get_array()), expected), "not the fraction of the row"
+    assert image.to_rgba(0.1)[0] > image.to_rgba(0.9)[0], "a larger fraction is not darker"
+    assert bar.get_ylabel() == "fraction of the true class"
+
+
+@pytest.mark.parametrize(("count", "channels"), [(1, 1), (20, 2), (8, 3)])
+def test_prediction_grid_shows_wrong_predictions_in_red_with_the_true_class(count, channels):
+    figure = prediction_grid(torch.rand(count, channels, 20, 40), [0] * count, [0, 1] * count, ["sandal", LONG])
+    figure.draw_without_rendering()
+    below = [(axes.get_xlabel(), axes.xaxis.label.get_color()) for axes in figure.axes if axes.images]
+    assert below == ([("sandal", "darkgreen"), (f"{LONG[:10]}\N{HORIZONTAL ELLIPSIS}\n(sandal)", "red")] * 4)[:count]
+    assert_inside([axes.xaxis.label for axes in figure.axes], figure.bbox)

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.resilience import heartbeats
 from ddp_lab.resilience.failure_report import describe
-from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits, last_calls
+from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
 from ddp_lab.resilience.heartbeats import NodeLink, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.world.process import Place
@@ -137,12 +137,6 @@ def calls(rank: int, called: int, waits_in: str | None = None, size: int = 3, **
 def test_collective_of_a_hang_is_described(everyone, expected, tmp_path):
     end = f"\nThe calls of each rank, for torchfrtrace: {tmp_path}"
     assert describe_waits(calls(0, 7), everyone, tmp_path) == expected + end
-
-
-def test_hang_without_records_says_so(tmp_path):
-    """As last_calls has none: here, because there is no process group."""
-    said = describe_waits(beat(0, **last_calls()), [calls(1, 7, "all_reduce")], tmp_path)
-    assert "unknown: torch's Flight Recorder has no calls of rank 0" in said
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import assert_equal
-from steps import make_step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from training import reference_of, run_cases
+from training import make_step, reference_of, run_cases
 from worlds import run_world
 
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling
@@ -61,9 +60,9 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
     monkeypatch.setattr(
         torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=counter)
     )
-    expected = train(*make_step(ema=0.9), 2)
+    expected = train(*make_step("ema=0.9"), 2)
     benchmarked.clear()
-    step, loader = make_step(ema=0.9)
+    step, loader = make_step("ema=0.9")
     options = PerformanceOptions(compile=True)
     with options.backend_flags(Runtime("cpu")):
         assert build(options, step, loader) is step

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from steps import make_step
+from training import make_step
 
 from ddp_lab.data.batch import BatchSize
 from ddp_lab.resilience.fault_injection import Fault
@@ -45,10 +45,10 @@ def train(step: Step | GraphStep, loader) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "accumulate": 2, "max_grad_norm": 0.5}], ids=["plain", "more"])
+@pytest.mark.parametrize("options", [[], ["ema=0.9", "accumulate=2", "max_grad_norm=0.5"]], ids=["plain", "more"])
 def test_captured_step_trains_like_an_eager_one(options, modes):
-    eager, loader = make_step(**options)
-    step, own = make_step(**options)
+    eager, loader = make_step(*options)
+    step, own = make_step(*options)
     graph = GraphStep(step, own)
     graph.capture(nullcontext())
     assert modes == ["error", "default"], "a step that waits for the GPU must not reach the capture"
@@ -58,7 +58,7 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     if options:
         del graph.graphs[BatchSize(12, 12)]  # as after a resume from a checkpoint with another batch size
     assert train(graph, own) == train(eager, loader)
-    for mine, other in zip(step.strategy.parameters(), eager.strategy.parameters(), strict=True):
+    for mine, other in zip(step.strategy.module.parameters(), eager.strategy.module.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     torch.testing.assert_close(graph.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0)
     if step.ema:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from steps import make_step
+from training import make_step
 
 from ddp_lab.data.loader import Loader
 from ddp_lab.speed import fastest
@@ -84,7 +84,7 @@ LONG = 1_000_000
 def test_step_is_compiled_if_the_run_is_long_and_what_fails_is_given_up(steps, broken, tried, logged, attempts, caplog):
     caplog.set_level("INFO", "ddp_lab")
     attempts.broken = broken
-    step, loader = make_step(fused=True)
+    step, loader = make_step("optimizer.fused=true")
     assert build_step(CHOSEN, step, loader, steps) is step
     assert attempts.tried == tried
     assert logged in caplog.text
@@ -97,18 +97,18 @@ def test_step_is_compiled_if_the_run_is_long_and_what_fails_is_given_up(steps, b
 def test_what_the_config_requires_must_not_fail(name, attempts, caplog):
     caplog.set_level("INFO", "ddp_lab")
     required = PerformanceOptions(**{name: True})
-    assert build_step(required, *make_step(fused=True), 10)
+    assert build_step(required, *make_step("optimizer.fused=true"), 10)
     assert attempts.tried == [(required.cuda_graph, required.compile)]
     assert caplog.messages == []
     attempts.broken = {name}
     with pytest.raises(RuntimeError, match=f"{name} is impossible"):
-        build_step(required, *make_step(fused=True), 10)
+        build_step(required, *make_step("optimizer.fused=true"), 10)
 
 
 @pytest.mark.parametrize("answer", [True, False])
 def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
     """Ranks with other layers, as those of a pipeline, may find something else, and would wait for each other forever."""
-    step, loader = make_step(fused=True)
+    step, loader = make_step("optimizer.fused=true")
     runtime = step.strategy.runtime
     monkeypatch.setattr(runtime, "agree", lambda key, decide: answer if key == "compile" else decide())
     build_step(CHOSEN, step, loader, 1 if answer else 10**9)
@@ -116,8 +116,8 @@ def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
 
 
 def test_measuring_a_step_changes_nothing():
-    step, loader = make_step(ema=0.9)
-    held = [*step.strategy.parameters(), *step.ema.averages.values(), *step.running_sums.state]
+    step, loader = make_step("ema=0.9")
+    held = [*step.strategy.module.parameters(), *step.ema.averages.values(), *step.running_sums.state]
     before, drawn = [tensor.clone() for tensor in held], torch.get_rng_state()
     assert 0 < measure(step, step, loader) < 10
     assert all(map(torch.equal, before, held))

@@ -26,14 +26,14 @@ class Shapes:
 
 
 class Slow(Shapes):
-    """Shapes that take four seconds to open, and half a second each to read."""
+    """Shapes that take a second to open, and a tenth of a second each to read."""
 
     def __init__(self, split):
-        time.sleep(4 if split == "train" else 0)
+        time.sleep(1 if split == "train" else 0)
         super().__init__(split)
 
     def __getitem__(self, index):
-        time.sleep(0.5 if self.split == "train" else 0)
+        time.sleep(0.1 if self.split == "train" else 0)
         return super().__getitem__(index)
 
 
@@ -44,16 +44,6 @@ class Tested(Shapes):
         if split not in ("train", "test"):
             raise ValueError(split)
         super().__init__(split)
-
-
-class Broken(Shapes):
-    def __init__(self, split, where: str = "constructor"):
-        if where == "constructor":
-            raise OSError("no images")
-        super().__init__(split)
-
-    def __getitem__(self, index):
-        raise KeyError(index)
 
 
 class Tensors:
@@ -79,28 +69,23 @@ class Workers(Tensors):
         return torch.full_like(image, 40 * (workers.num_workers if workers else 0)), label
 
 
-class Outlines(Shapes):
-    """PIL images and masks."""
+class Wrong(Shapes):
+    """Samples that cannot be used, for the reason `how`."""
 
-    def __getitem__(self, index):
-        image, _ = super().__getitem__(index)
-        return image, torch.zeros(image.height, image.width)
+    def __init__(self, split, how):
+        if how == "constructor":
+            raise OSError("no images")
+        self.how = how
+        super().__init__(split, 0 if how == "empty" else 20)
 
-
-class Later(Tensors):
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
-        return image, label + 5 * (index == 4)
-
-
-class Words(Tensors):
-    def __getitem__(self, index):
-        return super().__getitem__(index)[0], "cat"
-
-
-class Single(Tensors):
-    def __getitem__(self, index):
-        return super().__getitem__(index)[0]
+        if self.how == "sample":
+            raise KeyError(index)
+        outline = torch.zeros(image.height, image.width)
+        return {"alone": image, "word": (image, "cat"), "outline": (image, outline)}.get(
+            self.how, (image, label + 5 * (index == 4))
+        )
 
 
 class Iterable:

@@ -65,15 +65,6 @@ class SomeSteps(Plain):
         return self.head(self.sometimes(hidden) if self.calls % 2 else hidden)
 
 
-class OnlyFloat32(Plain):
-    """A model whose layers have no kernel in bf16, as an LSTM on some CPUs."""
-
-    def forward(self, inputs):
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("no bf16")
-        return super().forward(inputs)
-
-
 class WaitingLayer(nn.Linear):
     """A layer whose forward pass waits for the device."""
 
@@ -86,14 +77,6 @@ def waiting_blocks(in_channels, image_size, num_classes):
     return nn.Sequential(
         nn.Flatten(), nn.Linear(in_channels * image_size**2, 24), WaitingLayer(24, 24), nn.Linear(24, num_classes)
     )
-
-
-class Scalar(Plain):
-    """FSDP cannot shard a parameter without dimensions."""
-
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
-        self.scale = nn.Parameter(torch.ones(()))
 
 
 class Freezing(nn.Sequential):
@@ -198,14 +181,6 @@ def special_layers(in_channels, image_size, num_classes):
     )
 
 
-class Tied(Plain):
-    """Two blocks of FSDP share a weight."""
-
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
-        self.blocks[1].inner.weight = self.blocks[0].inner.weight
-
-
 class Twice(nn.Module):
     """Two convolutions, which may share a weight, and BatchNorm."""
 
@@ -239,23 +214,35 @@ class Broken(Plain):
         self.head = nn.Linear(17, num_classes)
 
 
-class Greedy(Plain):
-    def __init__(self, num_classes, **others):
-        super().__init__(1, 28, num_classes, **others)
+class Wrong(Plain):
+    """A model that cannot be trained, or not under every strategy, for the reason `how`."""
+
+    def __init__(self, in_channels, image_size, num_classes, how):
+        super().__init__(in_channels, image_size, 2 if how == "classes" else num_classes)
+        self.how = how
+        if how == "frozen":
+            self.requires_grad_(False)
+        elif how == "scalar":
+            self.scale = nn.Parameter(torch.ones(()))
+        elif how == "tied":
+            self.blocks[1].inner.weight = self.blocks[0].inner.weight
+        elif how == "lazy":
+            self.entry = nn.LazyLinear(16)
+        elif how == "raises":
+            raise KeyError("a bug")
+
+    def forward(self, inputs):
+        if self.how == "only float32" and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no bf16")
+        if self.how == "pixels":
+            raise ValueError(f"{inputs.size(3)} pixels are too few")
+        logits = super().forward(inputs)
+        pair = self.how == "pair" or (self.how == "pair when evaluated" and not self.training)
+        return (logits, inputs) if pair else logits
 
 
 def no_module(num_classes):
     return num_classes
-
-
-def broken(num_classes):
-    raise KeyError("a bug")
-
-
-class Lazy(Plain):
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
-        self.entry = nn.LazyLinear(16)
 
 
 instance = nn.Flatten()
@@ -269,38 +256,16 @@ def finetuned(in_channels, image_size, num_classes, trained: str = "head"):
     return model
 
 
-def frozen(in_channels, image_size, num_classes):
-    return Plain(in_channels, image_size, num_classes).requires_grad_(False)
-
-
-def two_classes(in_channels, image_size):
-    return Plain(in_channels, image_size, 2)
-
-
 class Picky(Plain):
-    """A model that needs large images, draws random numbers and counts batches."""
+    """A model that draws random numbers and counts batches."""
 
-    def __init__(self, in_channels, image_size, num_classes, smallest: int = 8):
+    def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
-        self.smallest = smallest
         self.register_buffer("batches", torch.zeros(()))
 
     def forward(self, inputs):
-        if inputs.size(3) < self.smallest:
-            raise ValueError(f"{inputs.size(3)} pixels are too few")
         self.batches += 1
         return super().forward(torch.nn.functional.dropout(inputs, 0.5, self.training))
-
-
-class Pair(Plain):
-    def forward(self, inputs):
-        return super().forward(inputs), inputs
-
-
-class PairWhenEvaluated(Plain):
-    def forward(self, inputs):
-        logits = super().forward(inputs)
-        return logits if self.training else (logits, inputs)
 
 
 class ReadsValues(Plain):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.state import collect, content_of, merge
+from ddp_lab.data.loader import Loader
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
@@ -37,6 +38,7 @@ from ddp_lab.strategies.sharding import local
 from ddp_lab.training.loop import Hooks
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
@@ -245,6 +247,12 @@ def make_model(name: str, seed: int) -> Chain:
     make, channels, image_size = MODELS[name]
     torch.manual_seed(seed)
     return make(channels, image_size, 10, None)
+
+
+def make_step(*words: str) -> tuple[Step, Loader]:
+    """Return the training step of `single`, always from the same weights, and the loader of its batches of 24, 24 and 12."""
+    job = build(config_of(" ".join(["single samples=60 data.crop_padding=1 data.flip=true", *words])), Runtime("cpu"))
+    return job.trainer().eager_step, job.loaders["train"]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.schedule import build_shape, make_scheduler, multi_step
+from ddp_lab.training.schedule import build_shape, constant, cosine, make_scheduler, multi_step
 
 EPOCHS, STEPS = 6, 5  # steps per epoch
 
@@ -40,6 +40,16 @@ def test_milestones_count_the_epochs_of_the_warm_up():
     shape = partial(multi_step, milestones=[2, 2.4], gamma=0.5)
     seen = rates(make_scheduler(sgd(), shape, EPOCHS, STEPS, 4), 13)
     assert seen == pytest.approx([0.08, 0.16, 0.24, 0.32, *[0.4] * 6, 0.2, 0.2, 0.1])
+
+
+def test_schedules_have_the_expected_learning_rates():
+    def seen(shape, warmup_steps):
+        scheduler = make_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), shape, 2, 4, warmup_steps)
+        return rates(scheduler, 8)
+
+    assert seen(constant, 0) == [1.0] * 8
+    assert seen(constant, 3) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
+    assert seen(cosine, 4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 0.853553, 0.5, 0.146447], abs=1e-6)
 
 
 def own(name: str, **options):
