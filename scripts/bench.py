@@ -95,18 +95,13 @@ def measure(model: str, ranks: int, loop: str, strategy: str, arguments: argpars
     return row | {"rate": middle, "spread": (high - low) / 2 / middle, "rates": rates}
 
 
-def strongest(rows: list[dict], model: str, devices: int) -> float | None:
-    """Return the highest rate of the loops that are not ours; None if there is none."""
-    others = [row for row in rows if (row["model"], row["devices"]) == (model, devices) and row["loop"] not in OURS]
-    return max((row["rate"] for row in others if "rate" in row), default=None)
-
-
 def table(rows: list[dict]) -> str:
     """Return the rates of loops as a Markdown table, with the ratio to the strongest loop that is not ours."""
     lines = ["| model | devices | loop | strategy | images/s | +- | against the strongest other |", "|---" * 7 + "|"]
     for row in rows:
         head = f"| {row['model']} | {row['devices']} | {row['loop']} | {row['strategy']} |"
-        best = strongest(rows, row["model"], row["devices"])
+        alike = [each for each in rows if all(each[key] == row[key] for key in ("model", "devices")) and "rate" in each]
+        best = max((each["rate"] for each in alike if each["loop"] not in OURS), default=None)
         times = f"{row['rate'] / best:.2f}x" if best and "rate" in row else ""
         rate = f"{row['rate']:,.0f} | {row['spread']:.1%} | {times}" if "rate" in row else f"not run: {row['skipped']} | |"
         lines.append(f"{head} {rate} |")

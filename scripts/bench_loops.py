@@ -52,10 +52,8 @@ MODELS = {
 def made_up(count: int, model: Model) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random images in uint8 and their classes."""
     generator = torch.Generator().manual_seed(0)
-    shape = count, model.channels, model.size, model.size
-    return torch.randint(256, shape, dtype=torch.uint8, generator=generator), torch.randint(
-        CLASSES, (count,), generator=generator
-    )
+    images = torch.randint(256, (count, model.channels, model.size, model.size), dtype=torch.uint8, generator=generator)
+    return images, torch.randint(CLASSES, (count,), generator=generator)
 
 
 def wrapped(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:

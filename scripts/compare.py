@@ -17,27 +17,192 @@ difference    largest difference of any weight from that of `single` after the f
 """
 
 import argparse
+import json
 import os
 import platform
+import re
 import shlex
+import statistics
 import sys
 from datetime import datetime
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.comparison import diagnoses, entries, headline, report, rows, run  # noqa: E402
+from ddp_lab.launchers.short_run import ShortRun, train  # noqa: E402
+
+SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
+EARLY = 5  # steps after which weights still agree up to rounding
 
 
-def new_folder(path: Path) -> Path:
-    """Create the folder of --out, and return its absolute path. One with old runs would mix their numbers with new ones."""
-    if path.exists() and any(path.iterdir()):
-        sys.exit(f"error: --out {path}: is not empty; use another folder")
-    path.mkdir(parents=True, exist_ok=True)
-    return path.resolve()
+class Entry(NamedTuple):
+    """A strategy to run, on so many devices: its name, the overrides that it needs, and further ones that the user named.
+
+    `ranks` is the number of processes; None runs train.py without torchrun.
+    """
+
+    name: str
+    overrides: list[str]
+    ranks: int | None
+    devices: int
+    options: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The strategy's name, with the options that the user named."""
+        return " ".join([self.name, *(option.removeprefix("strategy.") for option in self.options)])
+
+    @property
+    def label(self) -> str:
+        """The name of the strategy's directory, bar and curve."""
+        title = re.sub(r"\W+", "_", self.title)
+        return title if self.ranks is None else f"{title}-{self.ranks}"
+
+
+def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entry]:
+    """Return single and the entries of `--strategies`; those of several processes once for each number of ranks.
+
+    Args:
+        values: names of strategies, with overrides of their options after them, for example "mesh strategy.tp=2". None: all but
+            mesh, dp where it has only one replica, and split where there is only one GPU.
+        counts: numbers of ranks.
+        gpus: number of GPUs.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    overrides: dict[str, list[str]] = {name: [] for name in ("scratch", "ddp", "fsdp", "pipeline")}
+    overrides |= {"ddp_pipeline": ["strategy.pp=2"], "tp": ["strategy.tp=2"], "mesh": []}
+    devices = {"dp": gpus, "split": max(1, gpus)}
+    found = [Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)]
+    everything = [name for name in overrides if name != "mesh"] + ["dp"] * (gpus > 0) + ["split"] * (gpus != 1)
+    for name, *options in (value.split() for value in values or everything):
+        if name in overrides:
+            ranks = [count for count in counts if name != "ddp_pipeline" or count >= 4]
+            found += [Entry(name, overrides[name], count, count, tuple(options)) for count in ranks]
+        elif name in devices:
+            found.append(Entry(name, [], None, devices[name], tuple(options)))
+        elif name != "single":
+            names = ", ".join(["single", *overrides, *devices])
+            raise ValueError(f"--strategies {name}: no such strategy; allowed: {names}. Put overrides of train.py after --")
+    return list({entry.label: entry for entry in found}.values())
+
+
+class Result(NamedTuple):
+    """The outcome of one strategy: its run, and its checkpoints by step."""
+
+    entry: Entry
+    run: ShortRun
+    checkpoints: dict[int, Path]
+
+    def differences(self, other: "Result") -> dict[int, float]:
+        """Return the largest absolute difference of a weight from another strategy's, by step."""
+        return {step: largest_difference(path, other.checkpoints[step]) for step, path in self.checkpoints.items()}
+
+
+@cache
+def largest_difference(one: Path, other: Path) -> float:
+    """Return the largest absolute difference of a weight between two checkpoints."""
+    mine, others = (torch.load(path, weights_only=True)["model"] for path in (one, other))
+    weights = [name for name, tensor in others.items() if tensor.is_floating_point()]  # without num_batches_tracked
+    return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
+
+
+def run(entry: Entry, overrides: list[str], out: Path) -> Result:
+    """Run train.py under one strategy and read what it wrote."""
+    given = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
+    given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
+    done = train(given, entry.ranks, out, entry.label)
+    files = {int(path.stem.removeprefix("step_")): path for path in (out / entry.label / "checkpoints").glob("step_*.pt")}
+    return Result(entry, done, dict(sorted(files.items())))
+
+
+COLUMNS = (
+    "strategy",
+    "devices",
+    "s/epoch",
+    "samples/s",
+    "speed-up",
+    "efficiency",
+    "memory a device",
+    "test accuracy",
+    f"difference after {EARLY} steps",
+    "difference at the end",
+)
+
+
+def median_of(run: ShortRun, key: str) -> float:
+    """Return the median of a value of the epochs. The first, which allocates and tunes, counts only if it is the only one."""
+    return statistics.median(record[key] for record in run.records[1:] or run.records)
+
+
+def rows(results: list[Result]) -> list[tuple[str, ...]]:
+    """Return the cells of the table as text. The row of a strategy that did not run ends with the reason."""
+    single = results[0].run
+    base = float("nan") if single.problem else median_of(single, "samples_per_second")
+    table: list[tuple[str, ...]] = []
+    for result in results:
+        entry, run = result.entry, result.run
+        if run.problem:
+            table.append((entry.title, str(entry.devices), f"not run: {run.problem}"))
+            continue
+        rate = median_of(run, "samples_per_second")
+        found = {} if single.problem else result.differences(results[0])
+        differences = [f"{found[step]:.1e}" if found else "" for step in ends(found)]
+        table.append(
+            (
+                entry.title,
+                str(entry.devices),
+                f"{median_of(run, 'seconds'):.2f}",
+                f"{rate:,.0f}",
+                f"{rate / base:.2f}",
+                f"{rate / base / entry.devices:.0%}",
+                f"{max(run.profile['peak_memory_bytes']) / 2**20:,.0f} MiB" if run.profile else "not measured",
+                f"{run.records[-1]['test_accuracy']:.4f}",
+                *differences,
+            )
+        )
+    return table
+
+
+def ends(found: dict[int, float]) -> tuple[int, int]:
+    """Return the last of the first steps, and the last step, of differences by step."""
+    return max((step for step in found if step <= EARLY), default=0), max(found, default=0)
+
+
+def headline(results: list[Result]) -> list[str]:
+    """Return a line on how far the weights are from single's after the first steps and at the end; [] if it is unknown."""
+    found = (
+        {} if results[0].run.problem else {r.entry.label: r.differences(results[0]) for r in results[1:] if not r.run.problem}
+    )
+    if not found:
+        return []
+    first, last = ends(next(iter(found.values())))
+    worst, at_end = (max(found, key=lambda name: found[name][step]) for step in (first, last))
+    return [
+        f"Largest difference of a weight from single's after {first} steps: {found[worst][first]:.1e} ({worst}); without "
+        f"BatchNorm it is expected below 1e-6. Rounding grows in training: {found[at_end][last]:.1e} after {last} ({at_end})."
+    ]
+
+
+def diagnoses(results: list[Result]) -> list[str]:
+    """Return the diagnosis of each profiled run as one line."""
+    return [f"{result.entry.label}: {'. '.join(result.run.profile['diagnosis'])}" for result in results if result.run.profile]
+
+
+def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) -> str:
+    """Return the text of report.md: lines above the table, its cells without the header, and lines below it."""
+    padded = [[*row, *[""] * (len(COLUMNS) - len(row))] for row in table]
+    cells = [f"| {' | '.join(row)} |" for row in (COLUMNS, *padded)]
+    lines = ["# Every strategy on the same work", "", *head, "", cells[0], "|---" * len(COLUMNS) + "|", *cells[1:], ""]
+    return "\n".join(
+        [*lines, *(f"- {line}" for line in diagnosis), "", "`python scripts/compare.py --help` describes the columns.", ""]
+    )
 
 
 def main() -> None:
@@ -60,7 +225,10 @@ def main() -> None:
     for override in arguments.overrides:
         if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{override}: is set by compare.py; use --out and --strategies")
-    out = new_folder(arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}")
+    out: Path = (arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}").resolve()
+    if out.exists() and any(out.iterdir()):  # the numbers of old runs would be mixed with new ones
+        sys.exit(f"error: --out {arguments.out}: is not empty; use another folder")
+    out.mkdir(parents=True, exist_ok=True)
     # The default has so few steps that rounding differences stay small.
     overrides = arguments.overrides or ["epochs=4", "optimizer.lr=0.03"]
     results = []

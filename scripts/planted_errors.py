@@ -16,8 +16,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE: dict[str, list[dict[str, str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-ERRORS = [{"file": file, "new": "", **error} for file, errors in TABLE.items() for error in errors]
+TABLE: dict[str, dict[str, dict[str, str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+ERRORS = [{"file": file, "name": name, "new": "", **error} for file, errors in TABLE.items() for name, error in errors.items()]
 LIMIT = 300  # seconds for the tests of an error
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "runs", "data", "*.egg-info", "__pycache__", ".*_cache")
 

@@ -23,12 +23,11 @@ from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.data_record import DataRecord
-from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.export import find_writer, write_pt2
 from ddp_lab.run.job import build
 from ddp_lab.run.predict import Predictor, find_images
 from ddp_lab.run.recorded_config import read_config
-from ddp_lab.run.trained import TrainedRun, open_run
+from ddp_lab.run.trained import TrainedRun, evaluate_run, open_run
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.
@@ -93,9 +92,9 @@ def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, co
 def test_run_of_several_ranks_is_evaluated_in_one_process(trained, command, tmp_path):
     run, logged = shutil.copytree(trained, tmp_path / "run"), read_metrics(trained)[-1]
     for strategy in (
-        ["strategy=mesh", "strategy.dp=2", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
+        ["strategy=mesh", "strategy.shard=2", "strategy.tp=2", "strategy.sequence_parallel=true"],
         ["strategy=mesh", "strategy.pp=2", "strategy.cut=[fc1]"],
-        ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b", "strategy.num_stages=4"],
+        ["strategy=ddp_pipeline", "strategy.schedule=interleaved1f1b"],
     ):
         cfg = OmegaConf.load(trained / "config.yaml")
         cfg.strategy = config(*strategy).strategy

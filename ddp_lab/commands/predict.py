@@ -59,8 +59,7 @@ def main(arguments: list[str]) -> None:
         check_output(given.output, given.force)
     from hydra.utils import get_object
 
-    from ddp_lab.run.generate import generate
-    from ddp_lab.run.predict import Predictor, find_images, write_table
+    from ddp_lab.run.predict import Predictor, find_images, generate, write_table
     from ddp_lab.run.trained import open_run
     from ddp_lab.tasks.classification import Classification
     from ddp_lab.tasks.tokens import Tokens

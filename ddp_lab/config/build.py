@@ -3,9 +3,9 @@
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
@@ -92,11 +92,15 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     if group == "loss" and not inspect.isclass(target):  # a function gets the logits and the targets at every step
         parameters = parameters[2:]
     for name, parameter in parameters:
+        hint = hints.get(name, Any)
+        if get_origin(hint) is Unpack:  # **keys: Unpack[a TypedDict]
+            keys = get_type_hints(get_args(hint)[0], include_extras=True)
+            fields |= {key: (kind, Field(description=texts.get(key))) for key, kind in keys.items()}
+            continue
         if parameter.kind is parameter.VAR_KEYWORD:
             base = AnyKeys
         if name in GROUPS.get(group, ["run"]) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        hint = hints.get(name, Any)
         default = ... if parameter.default is parameter.empty else parameter.default
         # YAML has no tuples, so a list is accepted in place of a tuple.
         fields[name] = (list if get_origin(hint) is tuple else hint, Field(default, description=texts.get(name)))
@@ -105,6 +109,15 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     if group == "model":
         fields |= {name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()}
     return create_model(target.__name__, __base__=base, **fields)
+
+
+def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
+    """Yield the keys and values of a nested config, with the keys of groups before them: data.root."""
+    if not isinstance(node, dict):
+        yield key, node
+        return
+    for name, value in node.items():
+        yield from leaves(value, f"{key}.{name}" if key else str(name))
 
 
 def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The datasets that are held as one uint8 tensor per set, which fits on every device."""
+"""The datasets that are held as one uint8 tensor per set, which fits on every device: images, or the bytes of a text."""
 
 import os
 import socket
@@ -11,10 +11,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ddp_lab.config.errors import NodeError
+from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.config.types import Count
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.world.process import default_timeout
+
+BYTES = 256  # the size of the vocabulary of a text
 
 
 class Digits:
@@ -138,3 +140,47 @@ class Torchvision:
             return InMemory(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
         return Dataset(convert(train), convert(test), list(train.classes))
+
+
+class Text:
+    """The bytes of a file. Sample i has the tokens i * context to (i + 1) * context, and as targets those that follow each.
+
+    Args:
+        root: the file.
+        context: tokens of a sample.
+    """
+
+    def __init__(self, root: str, context: Count):
+        self.root, self.context = Path(root), context
+
+    def load(self) -> Dataset:
+        """Read the file.
+
+        Raises:
+            NodeError: it cannot be read.
+            ConfigError: it is too short.
+        """
+        try:
+            tokens = torch.from_numpy(np.fromfile(self.root, np.uint8))
+        except OSError as error:
+            raise NodeError(
+                f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a file"
+            ) from None
+        inputs, targets = cut(tokens, self.context, str(self.root))
+        return Dataset(InMemory(inputs, targets), None, [str(byte) for byte in range(BYTES)])
+
+
+def cut(tokens: torch.Tensor, context: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return samples of bytes, and the bytes that follow each: both uint8 [samples, context].
+
+    Raises:
+        ConfigError: there are too few bytes for two samples. The message calls them `name`.
+    """
+    number = (len(tokens) - 1) // context
+    if number < 2:
+        raise ConfigError(
+            f"data.context={context}: {name} has {len(tokens):,} bytes, and two samples or more need {2 * context + 1:,}. Use "
+            "a smaller context or more text"
+        )
+    end = number * context
+    return tokens[:end].view(number, context), tokens[1 : end + 1].view(number, context)

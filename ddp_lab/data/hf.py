@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count
-from ddp_lab.data.text import BYTES, cut
+from ddp_lab.data.datasets import BYTES, cut
 
 
 class Labelled:

@@ -69,7 +69,7 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
             f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
         )
     try:
-        optimizer = make(param_groups(strategy.parameters(), recipe.decay_norms_and_biases))
+        optimizer = make(param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: {describe_error(error)}") from None
     how = recipe.performance

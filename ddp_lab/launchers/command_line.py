@@ -4,9 +4,8 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -48,15 +47,6 @@ def compose_config(overrides: list[str], config_dir: str | None, with_choices: b
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("config", overrides=[*search, *overrides], return_hydra_config=with_choices)
-
-
-def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
-    """Yield the keys and values of a nested config, with the keys of groups before them: data.root."""
-    if not isinstance(node, dict):
-        yield key, node
-        return
-    for name, value in node.items():
-        yield from leaves(value, f"{key}.{name}" if key else str(name))
 
 
 def quote(value: str, mark: str = "'") -> str:

@@ -12,8 +12,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_lab.config.build import leaves
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.command_line import leaves
 from ddp_lab.observe.metrics_file import objective, read_epochs, row_of
 from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.resilience.run_directory import read_json

@@ -173,20 +173,9 @@ def require_chain(model: nn.Module, strategy: str, key: str) -> None:
     Raises:
         ConfigError: the model is no chain.
     """
-    if isinstance(model, Chain):
-        return
-    problem = f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}"
-    remedy = "Use single, scratch, dp, ddp or fsdp,"
-    if isinstance(model, nn.Sequential):
+    if not isinstance(model, Chain):
         raise ConfigError(
-            f"{problem} that uses one layer in several places or has methods of its own. {remedy} or return an nn.Sequential "
-            "of which each place has a layer of its own"
+            f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}. Use single, scratch, "
+            "dp, ddp or fsdp, a model of ddp_lab, such as model=resnet18, or return an nn.Sequential without repeated layers "
+            "and methods of its own, or a Chain of blocks (docs/your-own.md)"
         )
-    if key.startswith("model.name="):
-        raise ConfigError(f"{problem}. {remedy} or a model of ddp_lab, such as model=resnet18")
-    raise ConfigError(
-        f"{problem}. {remedy} return an nn.Sequential, or make a chain of the blocks:\n"
-        "    from ddp_lab.models.chain import Chain\n"
-        "    def blocks(in_channels, image_size, num_classes):\n"
-        "        return Chain((in_channels, image_size, image_size), body=MyBody(in_channels), head=MyHead(num_classes))"
-    )

@@ -20,8 +20,8 @@ class Partition:
 
     Args:
         chain: the model.
-        stages: number of stages; each gets at least one block, and its blocks are consecutive.
-        starts: names of the first block of the second, third, ... stage; None cuts by FLOPs.
+        cut_at: number of stages, which are cut by FLOPs; or names of the first block of the second, third, ... stage. Each
+            stage gets at least one block, and its blocks are consecutive.
 
     Attributes:
         names: names of the blocks.
@@ -30,26 +30,22 @@ class Partition:
         parts: indices of each stage's blocks.
 
     Raises:
-        ConfigError: the chain has fewer blocks than stages, or `starts` does not describe a cut into `stages` stages.
+        ConfigError: the chain has fewer blocks than stages, or `cut_at` does not describe a cut.
     """
 
-    def __init__(self, chain: Chain, stages: int, starts: Sequence[str] | None = None):
+    def __init__(self, chain: Chain, cut_at: int | Sequence[str]):
+        stages = cut_at if isinstance(cut_at, int) else len(cut_at) + 1
         self.names = [name for name, _ in chain.named_children()]
         if stages > len(self.names):
             raise ConfigError(
                 f"the model cannot be cut into {stages} stages: it has {len(self.names)} blocks ({', '.join(self.names)}) and "
-                f"a stage needs at least one. Use at most {len(self.names)} ranks, strategy.devices or strategy.num_stages"
+                f"a stage needs at least one. Use at most {len(self.names)} ranks, strategy.devices or names in strategy.cut"
             )
         self.flops, self.shapes = trace(chain)
-        self.parts = cut(self.flops, stages) if starts is None else self._cut_at(starts, stages)
+        self.parts = cut(self.flops, cut_at) if isinstance(cut_at, int) else self._cut_at(cut_at)
 
-    def _cut_at(self, starts: Sequence[str], stages: int) -> list[range]:
+    def _cut_at(self, starts: Sequence[str]) -> list[range]:
         """Return the indices of each stage's blocks, for a cut in front of the named blocks."""
-        if len(starts) != stages - 1:
-            raise ConfigError(
-                f"strategy.cut={listed(starts)}: has {len(starts)} names, but {stages} stages need {stages - 1}: "
-                "the first block of every stage but the first"
-            )
         allowed = self.names[1:]
         if any(name not in allowed for name in starts) or sorted(set(starts), key=allowed.index) != list(starts):
             raise ConfigError(

@@ -8,7 +8,7 @@ computes with the heads it has.
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -176,18 +176,19 @@ def require_divisor(option: str, value: int, what: str, size: int) -> None:
         raise ConfigError(f"model.{option}={value}: must divide the {what}, {size}; use one of {divisors}")
 
 
-def vit(
-    in_channels: int,
-    image_size: int,
-    num_classes: int,
-    depth: Count,
-    width: Count,
-    heads: Count,
-    mlp_ratio: Positive,
-    patch_size: Count,
-    pool: Literal["mean", "token"],
-    drop_path: Fraction,
-) -> Chain:
+class ViTKeys(TypedDict):
+    """The options of a Vision Transformer, as in the config; `vit` describes them."""
+
+    depth: Count
+    width: Count
+    heads: Count
+    mlp_ratio: Positive
+    patch_size: Count
+    pool: Literal["mean", "token"]
+    drop_path: Fraction
+
+
+def vit(in_channels: int, image_size: int, num_classes: int, **keys: Unpack[ViTKeys]) -> Chain:
     """Return the network. It has no dropout.
 
     With `pool=token`, `patch_size=16` and the sizes of ViT-B it is torchvision's `vit_b_16`, of 86,567,656 parameters for 1000
@@ -207,16 +208,18 @@ def vit(
     Raises:
         ConfigError: `heads` does not divide `width`, or `patch_size` the image size; or `mlp_ratio` gives no unit.
     """
+    depth, width, heads, patch_size, pool = keys["depth"], keys["width"], keys["heads"], keys["patch_size"], keys["pool"]
     require_divisor("heads", heads, "width", width)
     require_divisor("patch_size", patch_size, "image size", image_size)
-    if round(width * mlp_ratio) == 0:
+    units = round(width * keys["mlp_ratio"])
+    if units == 0:
         raise ConfigError(
-            f"model.mlp_ratio={mlp_ratio}: gives blocks without units for the width {width}; use at least {1 / width:.3g}"
+            f"model.mlp_ratio={keys['mlp_ratio']}: gives blocks without units for width={width}; use at least {1 / width:.3g}"
         )
     patches = (image_size // patch_size) ** 2
     embed = Embed(in_channels, patches, patch_size, width, class_token=pool == "token")
     blocks: dict[str, nn.Module] = {}
     for i in range(depth):
-        rate = drop_path * i / max(1, depth - 1)
-        blocks[f"block{i}"] = Block(width, heads, round(width * mlp_ratio), rate, f"block{i}")
+        rate = keys["drop_path"] * i / max(1, depth - 1)
+        blocks[f"block{i}"] = Block(width, heads, units, rate, f"block{i}")
     return Chain((in_channels, image_size, image_size), embed=embed, **blocks, head=Head(width, num_classes, pool))

@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch.cuda import nccl
 
 from ddp_lab.checkpoints.mirror import Mirror
+from ddp_lab.config.build import leaves
 from ddp_lab.config.errors import NodeError
 from ddp_lab.launchers.arguments import installed
-from ddp_lab.launchers.command_line import compose_config, leaves
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.launchers.preflight import Finding, check_shared
 from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.job import Job

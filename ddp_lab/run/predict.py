@@ -1,4 +1,4 @@
-"""The classes of image files according to a trained model."""
+"""What a trained model predicts: the classes of image files, or the text that follows a prompt."""
 
 import csv
 import glob
@@ -10,6 +10,7 @@ from typing import NamedTuple, TextIO
 import torch
 from omegaconf import DictConfig
 from PIL import Image
+from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.images import SUFFIXES, ImageError, ImageOptions, decode, find_files
@@ -110,3 +111,31 @@ def write_table(file: TextIO, predictions: list[Prediction]) -> None:
     for path, classes, probabilities in predictions:
         pairs = zip(classes, probabilities, strict=True)
         writer.writerow([path, *(text for name, p in pairs for text in (name, f"{p:.6f}"))])
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, runtime: Runtime, context: int) -> bytes:
+    """Return the bytes that follow a prompt, according to a model whose tokens are bytes.
+
+    Nothing is cached: each token costs a forward pass of at most `context` tokens.
+
+    Args:
+        model: in evaluation mode.
+        prompt: at least one byte.
+        tokens: number of bytes to draw.
+        temperature: divides the logits; 0: the most probable token.
+        runtime: the device and the precision.
+        context: the largest number of tokens that the model takes.
+    """
+    model = model.to(runtime.device)
+    generator = torch.Generator().manual_seed(0)
+    found = torch.tensor([list(prompt)], device=runtime.device)
+    for _ in range(tokens):
+        with runtime.autocast():
+            logits = model(found[:, -context:])[0, -1].float().cpu()
+        if temperature == 0:
+            token = logits.argmax()[None]
+        else:
+            token = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+        found = torch.cat([found, token[None].to(found.device)], 1)
+    return bytes(found[0, len(prompt) :].tolist())

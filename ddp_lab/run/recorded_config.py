@@ -26,8 +26,8 @@ AFTERWARDS = {
 }
 # Options of strategies that lay out several ranks, with their values for one.
 IN_ONE_PROCESS = {
-    **{"dp": None, "shard": None, "tp": 1, "sequence_parallel": False},
-    **{"pp": 1, "schedule": "gpipe", "num_stages": None, "cut": None},
+    **{"shard": None, "tp": 1, "sequence_parallel": False},
+    **{"pp": 1, "schedule": "gpipe", "cut": None},
 }
 
 

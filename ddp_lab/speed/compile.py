@@ -22,7 +22,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.observe.log import log
 from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.tasks.measure import measure
+from ddp_lab.tasks.base import measure
 from ddp_lab.training.step import Step
 from ddp_lab.world.process import REQUESTS
 

@@ -110,7 +110,7 @@ def sum_gradients(
     parameters: Iterable[nn.Parameter], algorithm: Callable[[list[torch.Tensor]], list[torch.Tensor]] = flat
 ) -> None:
     """Replace the gradients of parameters that all took part in the step by their sums over the ranks. Collective."""
-    for same_type in by_dtype(parameters):
+    for same_type in by_dtype(trainable(parameters)):
         set_gradients(same_type, algorithm(gradients_of(same_type)))
 
 
@@ -167,8 +167,8 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of parameters that all took part in the step."""
-    return [gradient_of(parameter) for parameter in parameters]
+    """Return the gradients of the parameters that are not frozen, all of which took part in the step."""
+    return [gradient_of(parameter) for parameter in trainable(parameters)]
 
 
 def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:

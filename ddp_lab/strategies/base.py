@@ -5,7 +5,7 @@ What of it is compiled is in speed/compile.py, and what of it is saved in checkp
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import ClassVar
@@ -17,13 +17,10 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import real_samples
-from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.batch_norm import BatchNorm
-from ddp_lab.strategies.mesh_layout import require_division
-from ddp_lab.strategies.sharding import Weights, local
-from ddp_lab.tasks.base import Task
+from ddp_lab.strategies.sharding import Weights, local, reshard
+from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
-from ddp_lab.tasks.measure import measure
 from ddp_lab.world.runtime import Runtime
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
@@ -38,7 +35,7 @@ class Strategy(ABC):
         strategy.partition(model, samples)      decides which rank holds what
         (the process group opens, unless the strategy runs in one process)
         strategy.setup(model)                   moves, wraps or cuts the model; sets `module` and `forward`
-        optimizer = SGD(strategy.parameters())
+        optimizer = SGD(strategy.module.parameters())
         strategy.train()
         strategy.forward_backward(...)          all of a training step but the optimizer's:
           no_sync                                 context of all gradient-accumulation steps but the last
@@ -69,7 +66,7 @@ class Strategy(ABC):
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
         autocast: returns the context of the forward pass.
-        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.measure.measure`.
+        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.base.measure`.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
 
@@ -155,16 +152,14 @@ class Strategy(ABC):
             model: the complete model, the same on every rank: on the CPU, or with `initial_weights` on the meta device.
         """
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that this rank holds and trains, without the frozen ones. Called after `setup`."""
-        return trainable(self.module.parameters())
-
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.
 
         In training mode every replica keeps its own running statistics of BatchNorm. When training mode ends, all replicas
         receive those of replica 0, so that every replica evaluates and saves the same model.
         """
+        # An evaluation may leave blocks gathered, and a captured step changes the shards without reading them.
+        reshard(self.module)
         self.module.train(mode)
         self.task.train(mode)
         if not mode and self.dp_size > 1:
@@ -216,7 +211,7 @@ class Strategy(ABC):
         """
         total = self.runtime.all_reduce(weight.clone() if self.is_metric_rank else torch.zeros_like(weight))
         scale = torch.where(total == 0, 0, count / total)  # without any weight all gradients are 0
-        for parameter in self.parameters():
+        for parameter in self.module.parameters():
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 gradient.mul_(scale.to(gradient))
@@ -247,7 +242,7 @@ class Strategy(ABC):
 
         Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
         """
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return get_total_norm(gradients).to(self.device)  # on the CPU if all parameters here are frozen
 
     @torch.no_grad()
@@ -259,3 +254,28 @@ class Strategy(ABC):
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""
         return f"{self.name} on {self.where}"
+
+
+def require_division(ranks: int, inner: Mapping[str, int]) -> None:
+    """Check that the axes within a replica divide the ranks.
+
+    Args:
+        ranks: number of ranks.
+        inner: sizes of the axes by name.
+
+    Raises:
+        ConfigError: the number of ranks is not divisible by the product of the sizes.
+    """
+    size = math.prod(inner.values())
+    if ranks % size:
+        given = " ".join(f"strategy.{axis}={length}" for axis, length in inner.items() if length > 1)
+        product = "sizes whose product is " if len(inner) > 1 else ""
+        raise ConfigError(
+            f"{given}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x {' x '.join(inner)}, because {ranks} is "
+            f"not divisible by {size}; use {product}{divisors(ranks)}, or start a multiple of {size} ranks"
+        )
+
+
+def divisors(number: int) -> str:
+    """Return the divisors of a number, for a message."""
+    return " or ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -7,14 +7,15 @@ The gradients of a stage are summed in one collective after the last micro-batch
 """
 
 from functools import partial
+from typing import Unpack
 
 from torch import nn
 
-from ddp_lab.config.types import BlockName, Count
+from ddp_lab.config.types import Count
 from ddp_lab.strategies.all_reduce import flat, sum_gradients
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.pipeline import Pipeline
-from ddp_lab.strategies.schedules import Schedule
+from ddp_lab.strategies.schedules import PipelineKeys
 from ddp_lab.world.runtime import Runtime
 
 
@@ -25,17 +26,8 @@ class DDPPipeline(Pipeline):
         pp: number of ranks in a pipeline. The number of replicas is the number of ranks / pp.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        pp: Count,
-        schedule: Schedule,
-        num_microbatches: Count,
-        num_stages: Count | None,
-        cut: list[BlockName] | None,
-        batch_norm: BatchNorm,
-    ):
-        super().__init__(runtime, schedule, num_microbatches, num_stages, cut, {"pp": pp})
+    def __init__(self, runtime: Runtime, pp: Count, batch_norm: BatchNorm, **keys: Unpack[PipelineKeys]):
+        super().__init__(runtime, {"pp": pp}, **keys)
         self.batch_norm = batch_norm
 
     def setup(self, model: nn.Module) -> None:
@@ -43,4 +35,4 @@ class DDPPipeline(Pipeline):
         set_batch_norm(self.module, self.batch_norm, self.dp_group)
 
     def reduce_gradients(self) -> None:
-        sum_gradients(self.parameters(), partial(flat, group=self.dp_group))
+        sum_gradients(self.module.parameters(), partial(flat, group=self.dp_group))

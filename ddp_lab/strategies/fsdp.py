@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.fully_shard import FullyShard
+from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard
 from ddp_lab.strategies.sharding import fill, require_one_place
 from ddp_lab.world.runtime import Runtime
 
@@ -71,8 +70,8 @@ class FSDP(FullyShard):
         self.shard([*units(model), model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
             fill(model, self.initial_weights, self.device)  # now that it is sharded, a rank allocates only its shards
-        if isinstance(model, Chain) and self.checkpointing != "none":
-            model.execute_in([checkpointed(block, self.checkpointing) for block in model])
+        if isinstance(model, Chain):
+            self.checkpoint_blocks(model)
 
     def gradient_norm(self) -> torch.Tensor:
         return cast(DTensor, super().gradient_norm()).full_tensor()

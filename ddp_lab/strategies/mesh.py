@@ -17,7 +17,7 @@ Every parameter is therefore a DTensor of the same mesh, which optimizers, clipp
 import math
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import Literal, cast
+from typing import Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import nn
@@ -27,35 +27,42 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.activation_checkpointing import Checkpointing
 from ddp_lab.strategies.all_reduce import gradients_of
+from ddp_lab.strategies.base import divisors, require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
-from ddp_lab.strategies.fully_shard import FullyShard, forget_order, sharded_in
-from ddp_lab.strategies.mesh_layout import arrange, describe_layout
-from ddp_lab.strategies.schedules import PipelineOptions, PipelinePlan
+from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order, sharded_in
+from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.sharding import fill, local, require_one_place
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, token_layouts
 from ddp_lab.world.runtime import Runtime
 
-# interleavedzerobubble is excluded: it computes the weights' gradients separately, without running fully_shard's hooks.
-Schedule = Literal["gpipe", "1f1b", "interleaved1f1b"]
+
+class MeshKeys(TypedDict):
+    """The options of a mesh, as in the config; `Mesh` describes them."""
+
+    shard: Count | None
+    tp: Count
+    pp: Count
+    sequence_parallel: bool
+    # interleavedzerobubble is excluded: it computes the weights' gradients separately, without running fully_shard's hooks.
+    schedule: Literal["gpipe", "1f1b", "interleaved1f1b"]
+    num_microbatches: Count
+    cut: list[BlockName] | None
 
 
 class Mesh(FullyShard):
-    """A mesh of pp x dp x tp ranks. With pp above 1 a pipeline executes its stages.
+    """A mesh of pp x dp x tp ranks, of which dp has those that pp and tp leave. With pp above 1 it is a pipeline.
 
     Args:
-        dp: number of local batches that a global batch consists of; null: number of ranks / (pp x tp).
         shard: ranks along dp that share one copy of the parameters, each storing a shard of every tensor; null: all of dp.
         tp: ranks that share each layer. The model's blocks must have a plan for it.
         pp: ranks that share the model's blocks, each with one stage or several.
         sequence_parallel: whether the ranks along tp also share the tokens between the layers.
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved
-            schedule.
-        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
+        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs into one stage per rank, or
+            two per rank with the interleaved schedule.
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
@@ -66,25 +73,22 @@ class Mesh(FullyShard):
     def __init__(
         self,
         runtime: Runtime,
-        dp: Count | None,
-        shard: Count | None,
-        tp: Count,
-        pp: Count,
-        sequence_parallel: bool,
-        schedule: Schedule,
-        num_microbatches: Count,
-        num_stages: Count | None,
-        cut: list[BlockName] | None,
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
+        **keys: Unpack[MeshKeys],
     ):
         super().__init__(runtime, batch_norm, checkpoint_activations)
-        self.axes = arrange(runtime.world_size, dp, shard, tp, pp)
-        self.dp_size = self.replicas = self.axes["replicate"] * self.axes["shard"]
-        self.dp_rank, self.pp_rank = runtime.rank // tp % self.dp_size, runtime.rank // (tp * self.dp_size)
-        self.sharded = self.axes["shard"] > 1
-        self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
-        self.sequence_parallel = sequence_parallel
+        tp, pp = keys["tp"], keys["pp"]
+        require_division(runtime.world_size, {"pp": pp, "tp": tp})
+        dp = self.dp_size = self.replicas = runtime.world_size // (pp * tp)
+        shard = keys["shard"] or dp
+        if dp % shard:
+            raise ConfigError(
+                f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {divisors(dp)}, or null for all of them"
+            )
+        self.axes = {"pp": pp, "replicate": dp // shard, "shard": shard, "tp": tp}  # the last one varies fastest with the rank
+        self.dp_rank, self.pp_rank = runtime.rank // tp % dp, runtime.rank // (tp * dp)
+        self.sharded, self.keys = shard > 1, keys
         if pp > 1:
             self.refusals["cuda_graph"] = f"the stages of a pipeline (strategy.pp={pp}) were never captured"
 
@@ -92,20 +96,18 @@ class Mesh(FullyShard):
         assert isinstance(model, Chain)  # `needs_chain`
         super().partition(model, samples)
         require_one_place(model, self.name, str, "torch does not always update if it is sharded (pytorch#176076)")
-        tp, pp = self.axes["tp"], self.axes["pp"]
+        tp, pp, tokens_too = self.axes["tp"], self.axes["pp"], self.keys["sequence_parallel"]
         if pp > 1:
-            self.plan = self.options.plan(model, pp, samples, self.name)
+            self.plan = PipelinePlan.make(self.keys, model, pp, samples, self.name)
             self.bubble = self.plan.bubble
-        elif self.options.num_stages not in (None, 1) or self.options.cut:
-            raise ConfigError(
-                "strategy.num_stages and strategy.cut: are only used if strategy.pp is above 1, got strategy.pp=1"
-            )
+        elif self.keys["cut"]:
+            raise ConfigError("strategy.cut: is only used if strategy.pp is above 1, got strategy.pp=1")
         else:
             self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
         shapes = self.plan.parts.shapes
-        if tp > 1 or self.sequence_parallel:
-            check_plans(model, shapes, tp, self.sequence_parallel)
-        self.tokens = token_layouts(model, self.sequence_parallel)
+        if tp > 1 or tokens_too:
+            check_plans(model, shapes, tp, tokens_too)
+        self.tokens = token_layouts(model, tokens_too)
         self.plan.parts.shapes = [
             torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
             for shape, tokens in zip(shapes, self.tokens, strict=True)
@@ -114,7 +116,7 @@ class Mesh(FullyShard):
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
-        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast, self.checkpointing)
+        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
         for stage in stages.values():
             self._place(stage)
         self.module = blocks_of(stages)
@@ -150,10 +152,20 @@ class Mesh(FullyShard):
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)
+        self.checkpoint_blocks(stage)
 
     def describe(self) -> str:
-        lines = f"mesh on {self.where}:\n{describe_layout(self.axes, self.plan.parts)}"
-        return lines if self.executor is None else f"{lines}\n{self.plan.describe()}"
+        (pp, replicate, shard, tp), parts = self.axes.values(), self.plan.parts
+        lines = [
+            f"mesh on {self.where}:",
+            f"pp {pp} x dp {self.dp_size} x tp {tp}, dp = replicate {replicate} x shard {shard}",
+        ]
+        each = self.dp_size * tp
+        for stage in range(pp):
+            ends = [(parts.names[part[0]], parts.names[part[-1]]) for part in parts.parts[stage::pp]]
+            blocks = " and ".join(first if first == last else f"{first} .. {last}" for first, last in ends)
+            lines.append(f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}")
+        return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         if self.executor is None:
@@ -176,7 +188,7 @@ class Mesh(FullyShard):
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in cast("list[DTensor]", gradients_of(self.parameters())):
+        for gradient in cast("list[DTensor]", gradients_of(self.module.parameters())):
             places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             shards = math.prod(size for place, size in places if not place.is_replicate())
             copies = self.dp_size * self.axes["tp"] / shards

@@ -10,15 +10,15 @@ that of gpipe. schedules.py describes the schedules, and stages.py runs them.
 """
 
 from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.schedules import PipelineOptions, Schedule
+from ddp_lab.strategies.schedules import PipelineKeys, PipelinePlan
 from ddp_lab.strategies.sharding import to_device
 from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, make_stages
 from ddp_lab.world.runtime import Runtime
@@ -30,8 +30,8 @@ class Pipeline(Strategy):
     Args:
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        num_stages: number of stages of a pipeline; null uses one per rank, or two per rank with the interleaved schedules.
-        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs.
+        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs into one stage per rank, or
+            two per rank with the interleaved schedules.
 
     Raises:
         ConfigError: in `partition`, the schedule does not support this number of ranks, stages or micro-batches, or the model
@@ -41,33 +41,24 @@ class Pipeline(Strategy):
     needs_chain = compiled_by_block = True
     performance_options = frozenset({"compile"})
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        schedule: Schedule,
-        num_microbatches: Count,
-        num_stages: Count | None,
-        cut: list[BlockName] | None,
-        inner: Mapping[str, int] | None = None,
-    ):
+    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]):
         super().__init__(runtime, inner or {"pp": runtime.world_size})
-        self.pp_rank = runtime.rank % self.axes["pp"]
-        self.options = PipelineOptions(schedule, num_microbatches, num_stages, cut)
-        if "zerobubble" in schedule:
+        self.pp_rank, self.keys = runtime.rank % self.axes["pp"], keys
+        if "zerobubble" in keys["schedule"]:
             self.refusals["compile"] = (
-                f"strategy.schedule={schedule} cuts the backward pass in two, and that of a compiled block is one"
+                f"strategy.schedule={keys['schedule']} cuts the backward pass in two, and that of a compiled block is one"
             )
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
-        self.plan = self.options.plan(model, self.axes["pp"], samples, self.name)
+        self.plan = PipelinePlan.make(self.keys, model, self.axes["pp"], samples, self.name)
         self.bubble = self.plan.bubble
 
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         mesh = self.runtime.mesh(self.axes)
         self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
-        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast, "none")
+        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
         for stage in stages.values():
             to_device(stage, self.device, self.initial_weights)
         self.module = blocks_of(stages)

@@ -9,11 +9,12 @@ interleavedzerobubble  also cuts the backward pass in two: gradients of the inpu
 
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, listed
+from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.batch_norm import is_batch_norm
@@ -22,6 +23,14 @@ from ddp_lab.strategies.sharding import require_one_place
 # torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
 # them: "can't steal_bwd_input if this stage doesn't have backward".
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble"]
+
+
+class PipelineKeys(TypedDict):
+    """The options of a pipeline, as in the config; `Pipeline` describes them."""
+
+    schedule: Schedule
+    num_microbatches: Count
+    cut: list[BlockName] | None
 
 
 def has_one_stage(schedule: Schedule) -> bool:
@@ -46,6 +55,35 @@ class PipelinePlan:
     num_microbatches: int
     parts: Partition
     has_batch_norm: bool
+
+    @classmethod
+    def make(cls, keys: Mapping[str, Any], model: Chain, ranks: int, samples: int, strategy: str) -> "PipelinePlan":
+        """Cut a model into the stages of a pipeline.
+
+        Args:
+            keys: at least those of `PipelineKeys`.
+            model: the complete model.
+            ranks: number of ranks of the pipeline.
+            samples: number of samples that the pipeline gets at once.
+            strategy: name of the strategy, for messages.
+
+        Raises:
+            ConfigError: the schedule does not support this number of ranks, stages or micro-batches, or the model cannot be
+                cut into the stages.
+        """
+        schedule, number, cut = keys["schedule"], keys["num_microbatches"], keys["cut"]
+        require_microbatches(schedule, number, ranks, samples)
+        one = has_one_stage(schedule)
+        if cut and (len(cut) + 1 != ranks if one else (len(cut) + 1) % ranks):
+            needs = f"{ranks} stages, one for each" if one else f"a multiple of {ranks} stages"
+            raise ConfigError(
+                f"strategy.cut={listed(cut)}: makes {len(cut) + 1} stages, but strategy.schedule={schedule} on {ranks} ranks "
+                f"needs {needs}"
+            )
+        parts = Partition(model, [str(name) for name in cut] if cut else ranks if one else 2 * ranks)
+        stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
+        require_one_place(model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage")
+        return cls(schedule, ranks, number, parts, any(map(is_batch_norm, model.modules())))
 
     @property
     def num_stages(self) -> int:
@@ -78,69 +116,33 @@ class PipelinePlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class PipelineOptions:
-    """The options of a pipeline, as in the config.
+def require_microbatches(schedule: Schedule, number: int, ranks: int, samples: int) -> None:
+    """Check that a schedule supports this number of micro-batches and ranks.
 
-    Attributes:
-        schedule: name of torch's schedule.
-        num_microbatches: number of micro-batches that a batch is divided into.
-        num_stages: None: one per rank, or two per rank if the schedule supports several.
-        cut: names of the first blocks of the second stage, the third and so on; None cuts by FLOPs.
+    Raises:
+        ConfigError: it does not.
     """
-
-    schedule: Schedule
-    num_microbatches: int
-    num_stages: int | None
-    cut: Sequence[str | int] | None
-
-    def plan(self, model: Chain, ranks: int, samples: int, strategy: str) -> PipelinePlan:
-        """Cut a model into the stages of a pipeline.
-
-        Args:
-            model: the complete model.
-            ranks: number of ranks of the pipeline.
-            samples: number of samples that the pipeline gets at once.
-            strategy: name of the strategy, for messages.
-
-        Raises:
-            ConfigError: the schedule does not support this number of ranks, stages or micro-batches, or the model cannot be
-                cut into the stages.
-        """
-        stages = self.count_stages(ranks, samples)
-        parts = Partition(model, stages, None if self.cut is None else [str(name) for name in self.cut])
-        stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
-        require_one_place(model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage")
-        return PipelinePlan(self.schedule, ranks, self.num_microbatches, parts, any(map(is_batch_norm, model.modules())))
-
-    def count_stages(self, ranks: int, samples: int) -> int:
-        """Return the number of stages. The arguments and errors are those of `plan`."""
-        rounds = max(1, self.num_microbatches // ranks)
-        if ranks == 1 and not has_one_stage(self.schedule):
-            raise ConfigError(
-                f"strategy.schedule={self.schedule}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
-                "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
-            )
-        if self.schedule == "1f1b" and self.num_microbatches < ranks:
-            raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule=1f1b needs at least one for each of the "
-                f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
-            )
-        if "interleaved" in self.schedule and self.num_microbatches % rounds:
-            raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: strategy.schedule={self.schedule} on {ranks} ranks "
-                f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
-            )
-        if self.num_microbatches > samples:
-            raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: must not exceed the {samples} samples that a pipeline "
-                f"gets at once (local batch size / accumulate); use at most {samples}"
-            )
-        stages = self.num_stages or (ranks if has_one_stage(self.schedule) else 2 * ranks)
-        if stages % ranks or (has_one_stage(self.schedule) and stages != ranks):
-            needs = f"{ranks} stages, one for each" if has_one_stage(self.schedule) else f"a multiple of {ranks} stages"
-            raise ConfigError(f"strategy.num_stages={stages}: strategy.schedule={self.schedule} on {ranks} ranks needs {needs}")
-        return stages
+    rounds = max(1, number // ranks)
+    if ranks == 1 and not has_one_stage(schedule):
+        raise ConfigError(
+            f"strategy.schedule={schedule}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
+            "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
+        )
+    if schedule == "1f1b" and number < ranks:
+        raise ConfigError(
+            f"strategy.num_microbatches={number}: strategy.schedule=1f1b needs at least one for each of the "
+            f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
+        )
+    if "interleaved" in schedule and number % rounds:
+        raise ConfigError(
+            f"strategy.num_microbatches={number}: strategy.schedule={schedule} on {ranks} ranks "
+            f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
+        )
+    if number > samples:
+        raise ConfigError(
+            f"strategy.num_microbatches={number}: must not exceed the {samples} samples that a pipeline "
+            f"gets at once (local batch size / accumulate); use at most {samples}"
+        )
 
 
 def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:

@@ -24,7 +24,7 @@ from torch import nn
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import Allowed, Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, require_ranks, sum_gradients
+from ddp_lab.strategies.all_reduce import ALGORITHMS, require_ranks, sum_gradients, trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
@@ -71,7 +71,7 @@ class Scratch(Strategy):
             if isinstance(model, Chain):
                 self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
             else:
-                self.buckets = Buckets(fill_buckets(list(self.parameters()), self.bucket_sizes[0]))
+                self.buckets = Buckets(fill_buckets(list(trainable(model.parameters())), self.bucket_sizes[0]))
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -89,7 +89,7 @@ class Scratch(Strategy):
         if self.buckets is not None:
             self.buckets.finish()
         else:
-            sum_gradients(self.parameters(), ALGORITHMS[self.algorithm])
+            sum_gradients(self.module.parameters(), ALGORITHMS[self.algorithm])
 
     def require_gradients(self) -> None:
         """Check that the step has used all parameters: the sums are over the same gradients on every rank.

@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.activation_checkpointing import Checkpointing, checkpointed
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
-from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.measure import measure, width
+from ddp_lab.tasks.base import Task, measure, width
 
 
-class Stage(nn.Sequential):
+class Stage(Chain):
     """Consecutive blocks of the model.
 
     Args:
@@ -28,55 +26,44 @@ class Stage(nn.Sequential):
         inputs, outputs: what it gets and returns for one sample, on the meta device. The next rank has allocated its receive
             buffers accordingly.
         autocast: returns the context of the forward pass.
-        checkpointing: which activations are computed again in the backward pass.
     """
 
     def __init__(
         self,
-        blocks: OrderedDict[str, nn.Module],
+        blocks: Mapping[str, nn.Module],
         inputs: torch.Tensor,
         outputs: torch.Tensor,
         autocast: Callable[[], AbstractContextManager[object]],
-        checkpointing: Checkpointing,
     ):
-        super().__init__(blocks)
+        super().__init__(tuple(inputs.shape[1:]), **blocks)
         self.inputs, self.outputs, self.autocast = inputs, outputs, autocast
-        self.checkpointing: Checkpointing = checkpointing
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            output = input
-            for block in self:
-                output = checkpointed(block, self.checkpointing)(output)
+            output = super().forward(input)
             output = output.to(self.outputs.dtype).contiguous()  # as sending requires
             # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own input.
             return output.clone() if output is input else output
 
 
 def make_stages(
-    model: Chain,
-    plan: PipelinePlan,
-    rank: int,
-    precision: str,
-    autocast: Callable[[], AbstractContextManager[object]],
-    checkpointing: Checkpointing,
+    model: Chain, plan: PipelinePlan, rank: int, precision: str, autocast: Callable[[], AbstractContextManager[object]]
 ) -> dict[int, Stage]:
     """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`.
 
     Args:
         precision: float32, in which all activations are sent; or bf16, in which all but the inputs and the outputs are.
-        autocast, checkpointing: as in `Stage`.
+        autocast: as in `Stage`.
     """
     blocks, shapes, outside = list(model.named_children()), plan.parts.shapes, torch.get_default_dtype()
     between = torch.bfloat16 if precision == "bf16" else outside
     at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
     dtypes = [model.input_dtype or outside, *[between] * (len(at) - 2), outside]
     boundaries = [torch.empty(1, *shape, dtype=dtype, device="meta") for shape, dtype in zip(at, dtypes, strict=True)]
-    stages: dict[int, Stage] = {}
-    for index in range(rank, plan.num_stages, plan.ranks):
-        own = OrderedDict(blocks[i] for i in plan.parts.parts[index])
-        stages[index] = Stage(own, boundaries[index], boundaries[index + 1], autocast, checkpointing)
-    return stages
+    return {
+        index: Stage(dict(blocks[i] for i in plan.parts.parts[index]), boundaries[index], boundaries[index + 1], autocast)
+        for index in range(rank, plan.num_stages, plan.ranks)
+    }
 
 
 def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:

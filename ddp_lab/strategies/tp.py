@@ -13,7 +13,7 @@ ranks therefore need fast links, and tensor parallelism pays only if a single la
 contain no code for it: `setup` shards their layers by name.
 """
 
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +23,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.types import BlockName, Count
-from ddp_lab.models.chain import Chain
+from ddp_lab.config.types import Count
 from ddp_lab.models.trial import some
 from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.sharding import local, require_one_place, to_device
+from ddp_lab.strategies.sharding import local, tied_parameters, to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -64,15 +62,16 @@ def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
     conv.__class__ = ShardedConv2d  # as fully_shard changes the class of its modules
 
 
-def can_be_sharded(layer: nn.Module) -> bool:
-    """Return whether a rank can compute some of a layer's output channels or units, as torch does, from all of its inputs.
+def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
+    """Return whether each rank can compute as many of a layer's output channels or units as the others, as torch does.
 
     That excludes groups, other padding than zeros, weights that are computed, and subclasses, which may compute something else
     or, as the out_proj of nn.MultiheadAttention, never be called.
     """
     if type(layer) not in (nn.Conv2d, nn.Linear, Patches) or not isinstance(layer.weight, nn.Parameter):
         return False
-    return not isinstance(layer, nn.Conv2d) or (layer.groups == 1 and layer.padding_mode == "zeros")
+    usual = not isinstance(layer, nn.Conv2d) or (layer.groups == 1 and layer.padding_mode == "zeros")
+    return usual and layer.weight.size(0) % ranks == 0
 
 
 class TP(Strategy):
@@ -80,61 +79,30 @@ class TP(Strategy):
 
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
-        plan: shard or replicate, by name of the block. Every rank computes the complete block if it is replicated. Blocks that
-            are not named are sharded, but for layers that are not computed like torch's plain ones: with groups, other
-            padding than zeros, computed weights, or a class of their own.
+            Every rank computes the complete layer where `tp` does not divide its channels or units, where its parameters are
+            also those of another layer, and where it is not computed like one of torch's plain layers: with groups, other
+            padding than zeros, computed weights, or a class of its own.
 
     Raises:
-        ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, `plan` names a block that does not exist,
-            or the channels or units of a layer are not divisible by `tp`.
+        ConfigError: the number of ranks is not divisible by `tp`.
     """
 
     needs_chain = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        tp: Count | None,
-        plan: dict[BlockName, Literal["shard", "replicate"]] | None,
-        batch_norm: BatchNorm,
-    ):
+    def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):
         super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
-        self.plan = {str(name): placement for name, placement in (plan or {}).items()}
         self.refusals["compile"] = (
             "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
         )
         self.is_metric_rank = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:
-        assert isinstance(model, Chain)  # `needs_chain`
-        size, blocks = self.axes["tp"], dict(model.named_children())
-        for name, placement in self.plan.items():
-            if name not in blocks:
-                raise ConfigError(f"strategy.plan.{name}={placement}: the model has no such block; it has {', '.join(blocks)}")
-        layers = {
-            f"{name}.{path}".rstrip("."): layer
-            for name, block in blocks.items()
-            if self.plan.get(name) != "replicate"
-            for path, layer in block.named_modules()
-            if isinstance(layer, nn.Conv2d | nn.Linear)
-        }
-        self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer)}
-        self.replicated = [name for name, placement in self.plan.items() if placement == "replicate"]
-        self.replicated += [name for name in layers if name not in self.layers]
-        require_one_place(
-            model,
-            self.name,
-            lambda name: name if name.rpartition(".")[0] in self.layers else None,
-            "would be another one if it is sharded",
-        )
-        if indivisible := [name for name, layer in self.layers.items() if layer.weight.size(0) % size]:
-            sizes = ", ".join(f"the {self.layers[name].weight.size(0)} channels or units of {name}" for name in indivisible)
-            plan = " ".join(f"++strategy.plan.{name}=replicate" for name in dict.fromkeys(n.split(".")[0] for n in indivisible))
-            raise ConfigError(
-                f"strategy.tp={size}: {sizes} are not divisible by {size}. Use a tp that divides them, or replicate those "
-                f"blocks: {plan}"
-            )
+        tied = {name.rpartition(".")[0] for names in tied_parameters(model) for name in names}
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
+        size = self.axes["tp"]
+        self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer, size) and name not in tied}
+        self.replicated = [name for name in layers if name not in self.layers]
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
@@ -150,7 +118,7 @@ class TP(Strategy):
     def describe(self) -> str:
         return (
             f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
-            f"channels and units, {some(self.replicated) or 'no block'} replicated"
+            f"channels and units, {some(self.replicated) or 'no layer'} replicated"
         )
 
     @torch.no_grad()
@@ -159,13 +127,13 @@ class TP(Strategy):
 
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
-            gradients = [local(gradient) for gradient in gradients_of(self.parameters())]
+            gradients = [local(gradient) for gradient in gradients_of(self.module.parameters())]
             # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
             torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.
-        gradients = gradients_of(self.parameters())
+        gradients = gradients_of(self.module.parameters())
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         replicated = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         norms = [get_total_norm(kind) for kind in (sharded, replicated) if kind]

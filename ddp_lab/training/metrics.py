@@ -4,7 +4,7 @@ So the host never waits for the loss of a step, and every sample counts once, wh
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,7 @@ import torch
 
 from ddp_lab.data.batch import Batch, real_samples
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.measure import in_float32, sum_dtype, width
+from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
 
 LONGEST = 1000  # steps whose losses are kept
 
@@ -84,6 +83,7 @@ class RunningSums:
     Attributes:
         totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed it.
         norm: L2 norm of the last step's gradient, [1], before clipping; None: no step computes it.
+        add: counts the next step, by its [loss_sum, *task.running, weight].
     """
 
     def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):
@@ -92,7 +92,7 @@ class RunningSums:
         self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # index s % LONGEST: step s
         self.norm: torch.Tensor | None = None
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # of the last step: a CUDA graph counts steps, too
-        self._add = self._add_eagerly
+        self.add: Callable[[torch.Tensor], None] = self._add
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -107,17 +107,9 @@ class RunningSums:
 
     def compile(self, compile_fn: partial[Any]) -> None:
         """Compile `add` with `compile_fn`."""
-        self._add = compile_fn(self._add_eagerly)
+        self.add = compile_fn(self._add)
 
-    def add(self, sums: torch.Tensor) -> None:
-        """Count the next step.
-
-        Args:
-            sums: the step's [loss_sum, *task.running, weight].
-        """
-        self._add(sums)
-
-    def _add_eagerly(self, sums: torch.Tensor) -> None:
+    def _add(self, sums: torch.Tensor) -> None:
         self._place.add_(1).remainder_(LONGEST)
         self._losses.index_copy_(0, self._place, sums[:1])
         self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.skip_not_finite else sums

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from ddp_lab.config.build import for_cpu
+from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.sharding import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -22,7 +23,7 @@ ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may comp
 
 
 def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
-    """Return the parameters that a rank trains in the form that optimizers accept.
+    """Return those of the parameters that are not frozen, in the form that optimizers accept.
 
     Args:
         parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do not support.
@@ -30,7 +31,7 @@ def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: boo
             dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every rank
             has both groups, which may be empty.
     """
-    parameters = list(parameters)
+    parameters = list(trainable(parameters))
     kinds = {hasattr(parameter, "to_local") for parameter in parameters}
     options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
     if decay_norms_and_biases:

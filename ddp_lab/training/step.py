@@ -13,7 +13,7 @@ from ddp_lab.data.augment import Mix, seed_of
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
 from ddp_lab.models.drop_path import DropPaths
-from ddp_lab.strategies.all_reduce import gradient_of
+from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.ema import EMA
@@ -135,7 +135,7 @@ class Step:
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
         strategy = self.strategy
         place = strategy.dp_rank + strategy.dp_size * strategy.pp_rank
-        key = seed_of(f"masks seed={self.options.seed} step={step} replica={place}")
+        key = seed_of("masks", seed=self.options.seed, step=step, replica=place)
         torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
         if strategy.device.type == "cuda":  # a CUDA graph reads the seed at every replay
             torch.cuda.default_generators[strategy.device.index].manual_seed(key)
@@ -159,7 +159,7 @@ class Step:
                 self._drop_unless(norm.isfinite(), buffers)
             if largest is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp sets it to False
-                clip_grads_with_norm_(self.strategy.parameters(), largest, norm.nan_to_num(), foreach=foreach)
+                clip_grads_with_norm_(self.strategy.module.parameters(), largest, norm.nan_to_num(), foreach=foreach)
         self._optimize()
         if self.ema is not None:
             self.ema.update()
@@ -181,8 +181,7 @@ class Step:
             finite: bool, [].
             buffers: copies from before the batch.
         """
-        for parameter in self.strategy.parameters():
-            gradient = local(gradient_of(parameter))
+        for gradient in map(local, gradients_of(self.strategy.module.parameters())):
             gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):
             buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))

@@ -20,7 +20,7 @@ RUNS = {
         "single": 1,
         "ddp": 2,
         "fsdp": 2,
-        "pipeline schedule=interleaved1f1b num_stages=4": 2,
+        "pipeline schedule=interleaved1f1b": 2,
         "tp tp=2": 2,
         "ddp_pipeline": 4,
         "dp": 1,

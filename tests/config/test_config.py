@@ -97,10 +97,6 @@ def test_help_names_every_strategy():
             "strategy=mesh strategy.schedule=interleavedzerobubble",
             "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b",
         ),
-        (
-            "strategy=tp strategy.plan={conv1:half}",
-            "strategy.plan={'conv1': 'half'}: must be null or of the form {name: value}, each value shard or replicate",
-        ),
         ("+colour=red", "colour=red: there is no such key"),
         ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: none"),
         ("model=book_resnet18 ~model.init_std", "model.init_std: is missing; it must be a number above 0 or null"),

@@ -111,19 +111,15 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start `ddp-lab train strategy=single`",
     "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x pp, because 2 is not "
     "divisible by 3; use 1 or 2, or start a multiple of 3 ranks",
-    "strategy=tp strategy.plan={conv9:replicate}": "strategy.plan.conv9=replicate: the model has no such block; it has conv1, "
-    "conv2, fc1, fc2",
-    "strategy=tp data=synthetic data.dataset.num_classes=7": "strategy.tp=2: the 7 channels or units of fc2 are not divisible "
-    "by 2. Use a tp that divides them, or replicate those blocks: ++strategy.plan.fc2=replicate",
-    "strategy=mesh strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is "
-    "not divisible by 3; use sizes whose product divides 2, or start a multiple of 3 ranks",
+    "strategy=mesh strategy.tp=3": "strategy.tp=3: cannot lay 2 ranks on a mesh of dp x pp x tp, because 2 is "
+    "not divisible by 3; use sizes whose product is 1 or 2, or start a multiple of 3 ranks",
     "strategy=mesh strategy.tp=2": "strategy.tp=2: no block of the model has a plan for tensor parallelism. Give the class",
-    "strategy=pipeline strategy.num_stages=3": "strategy.num_stages=3: strategy.schedule=1f1b on 2 ranks needs 2 stages,",
-    "strategy=pipeline strategy.schedule=interleaved1f1b strategy.num_stages=3": "strategy.num_stages=3: "
+    "strategy=pipeline strategy.schedule=interleaved1f1b strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: makes 3 stages, but "
     "strategy.schedule=interleaved1f1b on 2 ranks needs a multiple of 2 stages",
     "strategy=pipeline strategy.cut=[fc9]": "strategy.cut=[fc9]: must be blocks of the model in their order, the first "
     "excluded: some of conv2, fc1, fc2",
-    "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: has 2 names, but 2 stages need 1",
+    "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: makes 3 stages, but "
+    "strategy.schedule=1f1b on 2 ranks needs 2 stages, one for each",
     "strategy=pipeline strategy.num_microbatches=1": "strategy.num_microbatches=1: strategy.schedule=1f1b needs at least one "
     "for each of the 2 ranks in a pipeline; use 2 or more, or strategy.schedule=gpipe",
     "strategy=pipeline model=simple_cnn strategy.schedule=interleaved1f1b": "the model cannot be cut into 4 "

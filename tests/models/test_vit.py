@@ -112,7 +112,7 @@ def test_initial_weights_follow_the_paper():
     [
         ({"heads": 3}, "model.heads=3: must divide the width, 16; use one of 1, 2, 4, 8, 16"),
         ({"patch_size": 16}, "model.patch_size=16: must divide the image size, 28; use one of 1, 2, 4, 7, 14, 28"),
-        ({"mlp_ratio": 0.001}, "model.mlp_ratio=0.001: gives blocks without units for the width 16; use at least 0.0625"),
+        ({"mlp_ratio": 0.001}, "model.mlp_ratio=0.001: gives blocks without units for width=16; use at least 0.0625"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changed, message):

@@ -8,7 +8,7 @@ import torch
 from launches import SMALL, launch
 
 from ddp_lab.launchers.short_run import ShortRun
-from scripts.comparison import Entry, Result, headline, rows
+from scripts.compare import Entry, Result, headline, rows
 
 STRATEGIES = ["scratch", "tp", "mesh strategy.pp=3 strategy.num_microbatches=3"]
 TITLES = [*STRATEGIES[:-1], "mesh pp=3 num_microbatches=3"]

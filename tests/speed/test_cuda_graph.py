@@ -58,7 +58,7 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     if options:
         del graph.graphs[BatchSize(12, 12)]  # as after a resume from a checkpoint with another batch size
     assert train(graph, own) == train(eager, loader)
-    for mine, other in zip(step.strategy.parameters(), eager.strategy.parameters(), strict=True):
+    for mine, other in zip(step.strategy.module.parameters(), eager.strategy.module.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     torch.testing.assert_close(graph.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0)
     if step.ema:

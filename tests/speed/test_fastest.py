@@ -117,7 +117,7 @@ def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
 
 def test_measuring_a_step_changes_nothing():
     step, loader = make_step("ema=0.9")
-    held = [*step.strategy.parameters(), *step.ema.averages.values(), *step.running_sums.state]
+    held = [*step.strategy.module.parameters(), *step.ema.averages.values(), *step.running_sums.state]
     before, drawn = [tensor.clone() for tensor in held], torch.get_rng_state()
     assert 0 < measure(step, step, loader) < 10
     assert all(map(torch.equal, before, held))

@@ -29,7 +29,7 @@ class OwnShardNorm(FSDP):
     """FSDP that clips by the norm of this rank's shards only."""
 
     def gradient_norm(self):
-        return torch.stack([parameter.grad.to_local().norm() for parameter in self.parameters()]).norm()
+        return torch.stack([parameter.grad.to_local().norm() for parameter in self.module.parameters()]).norm()
 
 
 WRONG = [

@@ -1,6 +1,7 @@
 """What fsdp and mesh keep, in which precision, what they gather and compute again, and what they refuse."""
 
 import collections
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from worlds import run_world
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.activation_checkpointing import checkpointed
+from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.fully_shard import FullyShard
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.world.runtime import Runtime
@@ -71,8 +73,8 @@ def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool,
     strategy.module.block0.fc1.register_forward_hook(lambda layer, *_: used.append(layer.weight.dtype))
     with torch.no_grad():
         strategy.module.head.linear.weight.fill_(0.1)  # it is 0 at first, and so are the gradients of the blocks
-    parameters = list(strategy.parameters())
-    optimizer = configure_optimizer(torch.optim.AdamW(strategy.parameters(), lr=0.1), GPU, None, False, False)
+    parameters = list(strategy.module.parameters())
+    optimizer = configure_optimizer(torch.optim.AdamW(strategy.module.parameters(), lr=0.1), GPU, None, False, False)
     torch.manual_seed(strategy.dp_rank)
     strategy.forward_backward(torch.randn(4, 3, 16, 16), torch.arange(4), 8)
     gradients = [local(parameter.grad).clone() for parameter in parameters]
@@ -129,8 +131,10 @@ def test_evaluation_does_not_change_what_a_step_gathers():
 def backward_of_block(mode: str) -> tuple[list[int], list[torch.Tensor]]:
     """Return how often the backward pass of a block calls forward operations of each kind, and its gradients."""
     block = make_model("vit", 0).block0
+    chain, strategy = Chain((16, 16), block0=block), SimpleNamespace(checkpointing=mode)
+    FullyShard.checkpoint_blocks(strategy, chain)
     torch.manual_seed(0)
-    output = checkpointed(block, mode)(torch.randn(2, 16, 16, requires_grad=True))
+    output = chain(torch.randn(2, 16, 16, requires_grad=True))
     with Counter() as counter:
         output.sum().backward()
     kinds = torch.ops.aten.addmm.default, torch.ops.aten.native_layer_norm.default, torch.ops.aten.gelu.default

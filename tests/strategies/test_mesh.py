@@ -16,11 +16,10 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.vit import Block, vit
 from ddp_lab.strategies.mesh import Mesh
-from ddp_lab.strategies.mesh_layout import arrange
 from ddp_lab.world.runtime import Runtime
 
-OPTIONS = {"schedule": "1f1b", "num_microbatches": 4, "num_stages": None, "cut": None, "batch_norm": "local"}
-AXES = {"dp": None, "shard": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
+OPTIONS = {"schedule": "1f1b", "num_microbatches": 4, "cut": None, "batch_norm": "local"}
+AXES = {"shard": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
 
 
 @contextmanager
@@ -42,20 +41,21 @@ def strategy_of(runtime: Runtime, model: Chain, **changed) -> Mesh:
 @pytest.mark.parametrize(
     ("ranks", "axes", "expected"),
     [
-        (8, (None, 1, 2, 2), (2, 2, 1, 2)),
-        (8, (4, 2, 1, 2), (2, 2, 2, 1)),
-        (1, (None, None, 1, 1), (1, 1, 1, 1)),
-        (2, (3, 1, 1, 1), "strategy.dp=3: cannot lay 2 ranks on a mesh of pp x dp x tp, because 2 is not equal to 3; use"),
-        (8, (None, 1, 3, 2), "divisible by 6; use sizes whose product divides 8, or start a multiple of 6 ranks"),
-        (8, (None, 3, 2, 1), "strategy.shard=3: must divide the 4 ranks along dp; use 1 or 2 or 4, or null for all of them"),
+        (8, {"shard": 1, "tp": 2, "pp": 2}, (2, 2, 1, 2)),
+        (8, {"shard": 2, "pp": 2}, (2, 2, 2, 1)),
+        (1, {"shard": None}, (1, 1, 1, 1)),
+        (8, {"tp": 3, "pp": 2}, "strategy.pp=2 strategy.tp=3: cannot lay 8 ranks on a mesh of dp x pp x tp, because 8 is not "),
+        (8, {"tp": 16}, "divisible by 16; use sizes whose product is 1 or 2 or 4 or 8, or start a multiple of 16 ranks"),
+        (8, {"shard": 3, "tp": 2}, "strategy.shard=3: must divide the 4 ranks along dp; use 1 or 2 or 4, or null for all of "),
     ],
 )
-def test_axes_fill_the_ranks_or_are_refused(ranks, axes, expected):
+def test_axes_fill_the_ranks_or_are_refused(ranks, axes, expected, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     if isinstance(expected, tuple):
-        assert tuple(arrange(ranks, *axes).values()) == expected
+        assert tuple(Mesh(Runtime("cpu"), **(AXES | OPTIONS | axes)).axes.values()) == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            arrange(ranks, *axes)
+            Mesh(Runtime("cpu"), **(AXES | OPTIONS | axes))
 
 
 def planned(**words: str | None) -> Chain:
@@ -95,7 +95,7 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
         (NARROW, {"tp": 2}, "strategy.tp=2: must divide the 27 units of block0.fc1"),
         (CLASS_TOKEN, {"tp": 3, "sequence_parallel": True}, "must divide the 17 tokens before block0. Use strategy.sequence"),
         (make_model("vit", 0), {"sequence_parallel": True}, "needs ranks along tp that share the tokens; use strategy.tp=2"),
-        (make_model("vit", 0), {"cut": ["head"]}, "are only used if strategy.pp is above 1"),
+        (make_model("vit", 0), {"cut": ["head"]}, "is only used if strategy.pp is above 1"),
         (tied(), {}, "block1.norm1.weight is the same parameter as block0.norm1.weight, which torch does not always update if"),
         (planned(fc3="row"), {"tp": 2}, "Changed.tensor_parallel: block1 has no module fc3; it has norm1, attn, "),
         (planned(fc2="rows"), {"tp": 2}, "fc2 must be one of column, heads, row, tokens, gather, got rows"),
@@ -143,7 +143,7 @@ def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkey
 
 
 def test_log_names_the_ranks_and_blocks_of_each_stage(monkeypatch):
-    strategy, _ = held_by(monkeypatch, 0, shard=2, pp=2, num_stages=4, schedule="interleaved1f1b")
+    strategy, _ = held_by(monkeypatch, 0, shard=2, pp=2, schedule="interleaved1f1b")
     assert strategy.describe().splitlines()[1:4] == [
         "pp 2 x dp 4 x tp 1, dp = replicate 2 x shard 2",
         "  pp 0  ranks 0 to 3  embed and block1",

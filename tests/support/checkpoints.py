@@ -65,7 +65,7 @@ def tiny(
     strategy = Single(Runtime("cpu"))
     strategy.setup(model or nn.Linear(2, 1))
     options = {"momentum": 0.9} if issubclass(make, torch.optim.SGD) else {"weight_decay": 0.0}
-    optimizer = make(strategy.parameters(), lr=0.1, **options)
+    optimizer = make(strategy.module.parameters(), lr=0.1, **options)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
     state = State(strategy, optimizer, make_scheduler(optimizer, cosine, 10, 1, 0), shapes)
     return Checkpoints(folder, state, best=best, sharded=sharded)

@@ -14,5 +14,5 @@ class Mine(Strategy):
         self.module = self.forward = to_device(model, self.device, self.initial_weights)
 
     def reduce_gradients(self) -> None:
-        for parameter in self.parameters():
+        for parameter in self.module.parameters():
             dist.all_reduce(parameter.grad)

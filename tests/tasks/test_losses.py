@@ -8,10 +8,9 @@ from own_losses import Focal
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, TrainingError
-from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
-from ddp_lab.tasks.measure import measure
 from ddp_lab.tasks.regression import Regression
 
 LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -11,8 +11,8 @@ from launches import NARROW, OWN, SMALL, launch, main_in_world, read_metrics
 from worlds import run_world
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.run.evaluate import evaluate_run
 from ddp_lab.run.recorded_config import read_config
+from ddp_lab.run.trained import evaluate_run
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddp_lab.config.build import leaves
 from ddp_lab.observe.trackers.base import Media, Status, TrackedRun
 
 # Before mlflow is imported: it would send reports, and write a file to the home directory.
@@ -46,7 +47,7 @@ class MLflow:
             client.update_run(self.id, status="RUNNING")
         else:
             self.id = client.create_run(experiment_id, tags={RUN_ID: run.id}, run_name=run.path.name).info.run_id
-            client.log_batch(self.id, params=[Param(name, str(value)) for name, value in flat(run.config).items()])
+            client.log_batch(self.id, params=[Param(name, str(value)) for name, value in leaves(run.config)])
         client.log_dict(self.id, run.config, "config.yaml")  # of this launch: a param cannot be changed
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:
@@ -63,11 +64,3 @@ class MLflow:
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         self.client.log_batch(self.id, tags=[self.tag(name, str(value)) for name, value in summary.items()])
         self.client.set_terminated(self.id, ENDED.get(status, "KILLED"))
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
