@@ -39,20 +39,9 @@ BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=20", "batc
 FILES = [override for override in BASE if not override.startswith("data")]  # for other datasets
 OWN = ["data=own", "data.dataset._target_=own_datasets.Shapes", "data.image_size=24", "data.resize=28"]
 OWN += ["data.num_workers=0", "data.mean=[0.5]", "data.std=[0.2]"]
-WORKERS = [
-    "data=own",
-    "data.dataset._target_=own_datasets.Workers",
-    "data.num_classes=2",
-]
-MASKS = [
-    "task=segmentation",
-    "data=own",
-    "data.mean=[0.0]",
-    "data.std=[1.0]",
-    "data.dataset._target_=own_datasets.Masks",
-    "data.num_workers=0",
-]
-MASKS += ["data.num_classes=2", "model=own", "model._target_=own_models.segmenter"]
+WORKERS = ["data=own", "data.dataset._target_=own_datasets.Workers", "data.num_classes=2"]
+MASKS = ["task=segmentation", "data=own", "data.mean=[0.0]", "data.std=[1.0]", "data.dataset._target_=own_datasets.Masks"]
+MASKS += ["data.num_workers=0", "data.num_classes=2", "model=own", "model._target_=own_models.segmenter"]
 NUMBERS = ["data=own", "data.dataset._target_=own_datasets.numbers", "data.num_workers=0"]
 NUMBERS += ["model=own", "model._target_=own_models.regressor"]
 TEXT = ["task=tokens", "data=text", "data.root={SENTENCES}", "data.num_workers=0", "data.context=16", "model=gpt"]

@@ -15,10 +15,10 @@ from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import real_samples
+from ddp_lab.data.batch import LoaderOptions, real_samples
 from ddp_lab.data.dataset import hold_out
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.loader import DeviceLoader, LoaderOptions
+from ddp_lab.data.loader import DeviceLoader
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.run.checks import check_and_build

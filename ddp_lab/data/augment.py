@@ -18,18 +18,24 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import Batch
 
 
-def seed_of(key: str, bits: int = 32) -> int:
-    """Return the seed of a generator for a key such as `augment seed=0 epoch=3`: the first bits of its SHA-256.
+def seed_of(what: str, bits: int = 32, **place: int) -> int:
+    """Return the seed of a generator: the first bits of the SHA-256 of a text such as `augment seed=0 epoch=3`.
 
     torch's CPU generator uses only the lowest 32 bits of its seed. Sums such as seed + epoch already seed other generators.
+
+    Args:
+        what: is drawn.
+        bits: of the seed.
+        place: the run's seed, and what else the numbers depend on, such as epoch and index.
     """
+    key = " ".join([what, *(f"{name}={number}" for name, number in place.items())])
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[: bits // 8], "big")
 
 
 @contextmanager
-def seeded(key: str) -> Generator[None]:
-    """Seed the global generators of torch, NumPy and Python, from which datasets draw, with a key; restore them afterwards."""
-    seed, of_python, of_numpy = seed_of(key), random.getstate(), np.random.get_state()
+def seeded(what: str, **place: int) -> Generator[None]:
+    """Seed the global generators of torch, NumPy and Python, from which datasets draw, by `seed_of`; restore them then."""
+    seed, of_python, of_numpy = seed_of(what, **place), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
         random.seed(seed)
@@ -57,7 +63,7 @@ def draw_offsets(samples: int, crop_padding: int, flip: bool, seed: int, epoch: 
         int64 [3, samples]: pixels down and pixels to the right, both uniform in -crop_padding to
         crop_padding, and 1 for a flipped sample.
     """
-    generator = torch.Generator().manual_seed(seed_of(f"augment seed={seed} epoch={epoch}"))
+    generator = torch.Generator().manual_seed(seed_of("augment", seed=seed, epoch=epoch))
     shifts = torch.randint(-crop_padding, crop_padding + 1, (2, samples), generator=generator)
     flips = torch.randint(0, 1 + flip, (1, samples), generator=generator)
     return torch.cat([shifts, flips])
@@ -108,7 +114,7 @@ def draw_mix(mixup: float, cutmix: float, size: int, seed: int, step: int) -> tu
         The weight of a sample's own target; and of a rectangle, the weight of the partner's pixels in it, its first row, the
         row after its last, its first column and the column after its last.
     """
-    draw = random.Random(seed_of(f"mix seed={seed} step={step}", bits=256))
+    draw = random.Random(seed_of("mix", bits=256, seed=seed, step=step))
     cut = cutmix > 0 and (mixup == 0 or draw.random() < 0.5)
     alpha = cutmix if cut else mixup
     own = draw.betavariate(alpha, alpha)

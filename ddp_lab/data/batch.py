@@ -1,5 +1,14 @@
-"""One rank's local batch, and its sizes."""
+"""One rank's local batches: which samples they have, their sizes, and how they are made.
 
+With W ranks and a global batch of B samples, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation, as
+torch's `DistributedSampler` does, in local batches of B / W. The local batches of step s on all ranks together are therefore
+the slice [s * B, (s + 1) * B) of the permutation, for any W. If W does not divide the number of samples, a few of them are
+repeated as padding at the end of the last local batch of some ranks, and do not count (`Strategy.real`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,3 +44,53 @@ class BatchSize(NamedTuple):
 
     size: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch size
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a loader makes batches of the samples.
+
+    Attributes:
+        batch_size: samples in the GLOBAL batch; must be divisible by `dp_size`.
+        dp_rank: number of this rank's data-parallel replica.
+        dp_size: number of data-parallel replicas, among which every batch is divided.
+        device: device of the batches.
+        mean, std: mean and standard deviation of images in [0, 1]: one value, or one per channel.
+        shuffle: whether every epoch has a random order.
+        seed: seed of the sample order and the augmentation.
+        crop_padding: zeros on each side of an image, in pixels, before a crop of its size at random.
+        ignore: value of the border of a mask, [height, width], that is the target of an image and is cropped with it.
+        flip: whether each image is flipped left to right with probability 1/2.
+        num_workers: number of processes of a `WorkerLoader`; 0: it loads in the main process.
+    """
+
+    batch_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    mean: Sequence[float]
+    std: Sequence[float]
+    shuffle: bool
+    seed: int = 0
+    crop_padding: int = 0
+    flip: bool = False
+    ignore: int = 255
+    num_workers: int = 0
+
+
+def local_order(samples: int, rank: int, ranks: int, seed: int | None, epoch: int) -> torch.Tensor:
+    """Return the indices of a rank's samples in an epoch, those of `DistributedSampler`, as int64 [ceil(samples / ranks)].
+
+    That class makes a Python integer of each index, which takes 5 ms for 60,000 samples: LeNet trains on 4,000 meanwhile.
+
+    Args:
+        samples: number of samples of all ranks.
+        rank, ranks: the rank among those that divide them.
+        seed: seed of the order of every epoch; None: they are in order.
+        epoch: number of the epoch.
+    """
+    order = torch.arange(samples)
+    if seed is not None:
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch))
+    total = math.ceil(samples / ranks) * ranks
+    return order.repeat(math.ceil(total / samples))[rank:total:ranks].contiguous()

@@ -114,7 +114,7 @@ class Indexed(Samples):
         return self.images.view(self.augment)
 
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with seeded(f"sample seed={self.seed} epoch={epoch} index={index}"):
+        with seeded("sample", seed=self.seed, epoch=epoch, index=index):
             inputs, target = self.read(int(self.numbers[index]))
             return self.view(inputs) if isinstance(inputs, Image.Image) else inputs, target
 

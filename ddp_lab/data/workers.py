@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
+from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Samples
-from ddp_lab.data.loader import Loader, LoaderOptions
+from ddp_lab.data.loader import Loader
 from ddp_lab.world.process import REQUESTS
 
 QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import Batch, real_samples
+from ddp_lab.data.batch import Batch, LoaderOptions, real_samples
 from ddp_lab.data.dataset import InMemory, Samples
-from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.sources import samples_of
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.speed.fastest import DATA_SHARE

@@ -20,8 +20,9 @@ from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.data.augment import Mix
+from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Dataset, hold_out
-from ddp_lab.data.loader import DeviceLoader, Loader, LoaderOptions
+from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.lab.recipe import Recipe

@@ -135,7 +135,7 @@ class Step:
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
         strategy = self.strategy
         place = strategy.dp_rank + strategy.dp_size * strategy.pp_rank
-        key = seed_of(f"masks seed={self.options.seed} step={step} replica={place}")
+        key = seed_of("masks", seed=self.options.seed, step=step, replica=place)
         torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
         if strategy.device.type == "cuda":  # a CUDA graph reads the seed at every replay
             torch.cuda.default_generators[strategy.device.index].manual_seed(key)

@@ -17,10 +17,10 @@ from torchvision.transforms import v2
 from ddp_lab.commands import doctor
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.augment import draw_offsets
+from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import find_images
 from ddp_lab.data.images import decode, to_tensor
-from ddp_lab.data.loader import LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.run.job import LOADERS, load_dataset
 from ddp_lab.world.runtime import Runtime
@@ -182,7 +182,7 @@ def test_images_are_the_same_for_any_world_workers_and_resume(root, expected, si
 KEPT = """
 import sys, torch
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.loader import LoaderOptions
+from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
 options = LoaderOptions(2, 0, 1, torch.device("cpu"), mean=[0.5], std=[0.2], shuffle=True, num_workers=1)
 own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, options)

@@ -7,9 +7,9 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import draw_offsets
-from ddp_lab.data.batch import real_samples
+from ddp_lab.data.batch import LoaderOptions, real_samples
 from ddp_lab.data.dataset import InMemory
-from ddp_lab.data.loader import Loader, LoaderOptions
+from ddp_lab.data.loader import Loader
 from ddp_lab.run.job import LOADERS
 
 

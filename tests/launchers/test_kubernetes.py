@@ -31,11 +31,10 @@ def test_pods_of_the_runtime_save_on_sigterm_and_start_again_together():
     runtime = read("runtime.yaml")
     jobs = runtime["spec"]["template"]["spec"]
     (node,) = jobs["replicatedJobs"]
-    assert node["name"] == "node", "Trainer finds the pods by these names"
-    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     pod = node["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["name"] == "node"
+    assert node["name"] == container["name"] == "node", "Trainer finds the pods by these names"
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert pod["terminationGracePeriodSeconds"] > SAVE
     # One failed pod fails the Job, and the JobSet starts all pods again; a preemption is not counted.
     assert (node["template"]["spec"]["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
