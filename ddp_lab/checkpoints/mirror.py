@@ -16,6 +16,7 @@ import queue
 import re
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,25 @@ class Mirror:
             try:
                 self._copy(path)
             except Exception as error:  # of any storage: training continues without a mirror
+                with suppress(Exception):
+                    self._remove(path.name)  # on a full disk a part of it would keep out the next one
                 if path.exists() and not self._failed:  # newer checkpoints may have replaced it meanwhile
                     self._failed = True
                     log.error(f"{self.key}: {path.name} could not be uploaded ({describe_error(error)}); training continues")
             self._queue.task_done()
 
     def _copy(self, path: Path) -> None:
-        """Upload a checkpoint, and remove those that are no longer on the disk."""
+        """Upload a checkpoint, and remove those that are no longer on the disk.
+
+        Most are removed first: a storage for `checkpoint.keep` and one more is large enough. The newest complete one and the
+        best stay until the upload has ended.
+        """
         target, sums = f"{self.remote}/{path.name}", sums_of(path).read_text()
         self._remove(path.name)  # an earlier one of the same step
+        outdated = set(self._names()) - {kept.name for kept in steps_in(self.folder)}
+        spared = {*self._complete()[:1], self._best()}
+        for name in outdated - spared:
+            self._remove(name)
         self.fs.makedirs(target, exist_ok=True)
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             if file.name != SUMS:
@@ -107,7 +118,7 @@ class Mirror:
         self.fs.pipe_file(f"{target}/{SUMS}", sums.encode())
         if best := best_in(self.folder):
             self.fs.pipe_file(f"{self.remote}/best", best.resolve().name.encode())
-        for name in set(self._names()) - {kept.name for kept in steps_in(self.folder)}:
+        for name in outdated & spared:
             self._remove(name)
 
     def _names(self) -> list[str]:
@@ -116,13 +127,45 @@ class Mirror:
         entries = self.fs.ls(self.remote, detail=False) if self.fs.exists(self.remote) else []
         return sorted(filter(STEP.fullmatch, (Path(entry).name for entry in entries)), key=lambda name: -step_of(Path(name)))
 
+    def _complete(self) -> list[str]:
+        """Return the names of the checkpoints there, newest first."""
+        return [name for name in self._names() if self.fs.exists(f"{self.remote}/{name}/{SUMS}")]
+
+    def _best(self) -> str | None:
+        """Return the name of the best checkpoint."""
+        return self.fs.cat_file(f"{self.remote}/best").decode() if self.fs.exists(f"{self.remote}/best") else None
+
     def _remove(self, name: str) -> None:
         """Remove a checkpoint there: first its hashes, without which it is none."""
         for path in (f"{self.remote}/{name}/{SUMS}", f"{self.remote}/{name}"):
             if self.fs.exists(path):
                 self.fs.rm(path, recursive=True)
 
-    def restore(self) -> None:
+    def begin(self, resume: str) -> None:
+        """Prepare a launch: download what an empty disk has lost, and check that no other run has checkpoints there.
+
+        Args:
+            resume: the config key.
+
+        Raises:
+            ConfigError: the mirror cannot be read, has checkpoints of which none is valid, or those of another run.
+        """
+        remedy = f"Choose another name, remove {self.remote}"
+        if (self.run_dir / "status.json").exists() or steps_in(self.folder):
+            with suppress(OSError, ValueError):  # a mirror that does not answer now does not keep a run from going on
+                metrics = f"{self.remote}/{(self._complete() or [''])[0]}/metrics.jsonl"
+                there = self.fs.cat_file(metrics).splitlines()[:1] if self.fs.exists(metrics) else []
+                here = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()[:1]
+                if there and here and there != here:  # their rates and losses differ
+                    raise ConfigError(f"{self.key}: {self.remote} has checkpoints of another run. {remedy}, or use another URL")
+        elif resume == "auto":
+            self._restore()
+        elif resume == "never" and self._names():
+            raise ConfigError(
+                f"resume=never: {self.remote} already contains a run. {remedy}, or use resume=auto to resume the run"
+            )
+
+    def _restore(self) -> None:
         """Download the newest valid checkpoint and the best one to the run directory. A damaged one is logged.
 
         Raises:
@@ -130,9 +173,8 @@ class Mirror:
         """
         bad: list[str] = []
         try:
-            names = [name for name in self._names() if self.fs.exists(f"{self.remote}/{name}/{SUMS}")]
+            names, best = self._complete(), self._best()
             newest = next((name for name in names if self._download(name, bad)), None)
-            best = self.fs.cat_file(f"{self.remote}/best").decode() if self.fs.exists(f"{self.remote}/best") else None
             if newest and best in names and (best == newest or self._download(best, bad)):
                 link_best(self.folder / best)
         except Exception as error:  # of any storage

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from ddp_lab.checkpoints.files import steps_in
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.errors import ConfigError
@@ -107,14 +106,13 @@ def restore_lost(cfg: DictConfig, runtime: Runtime) -> None:
     """Download the checkpoints of a named run that this disk has not, if it has a mirror. Collective.
 
     Raises:
-        ConfigError: The mirror cannot be read, or has checkpoints of which none is valid.
+        ConfigError: As `Mirror.begin`.
     """
 
     def restore() -> None:
         mirror = Mirror(cfg.checkpoint.mirror, Path(cfg.runs_dir) / (cfg.name or "unnamed"))
-        begun = (mirror.run_dir / "status.json").exists() or steps_in(mirror.folder)
-        if cfg.name and cfg.resume == "auto" and not begun:
-            mirror.restore()
+        if cfg.name:
+            mirror.begin(cfg.resume)
 
     if cfg.checkpoint.mirror:
         runtime.agree("mirror", restore)

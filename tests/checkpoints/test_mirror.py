@@ -1,5 +1,6 @@
 """checkpoint.mirror: copies of checkpoints at a URL of fsspec, and a launch on an empty disk that resumes from them."""
 
+import errno
 import logging
 import shutil
 import sys
@@ -64,7 +65,7 @@ def mirror(tmp_path):
 def restored(mirror: Mirror) -> list[str]:
     """Return the names of the files in the run directory, after it was lost, that the mirror restores."""
     shutil.rmtree(mirror.run_dir)
-    mirror.restore()
+    mirror.begin("auto")
     assert all(find_damage(path) is None for path in steps_in(mirror.folder))
     return sorted(path.name for path in mirror.run_dir.rglob("*") if path.is_file() and not path.name.endswith("sha256"))
 
@@ -74,12 +75,8 @@ def test_newest_and_best_checkpoint_come_back_with_the_metrics(mirror):
     assert best_in(mirror.folder).resolve().name == ONE
 
 
-def test_checkpoint_that_is_partial_or_was_changed_is_not_taken(mirror, monkeypatch, caplog):
-    monkeypatch.setattr(mirror.fs, "pipe_file", lambda *_: (_ for _ in ()).throw(OSError("killed")))
-    mirror.upload(save(mirror.folder, THREE))
-    mirror.finish(60)
-    monkeypatch.undo()
-    assert mirror.fs.exists(f"{mirror.remote}/{THREE}/{THREE}")
+def test_checkpoint_that_is_partial_or_was_changed_is_not_taken(mirror, caplog):
+    mirror.fs.pipe_file(f"{mirror.remote}/{THREE}/{THREE}", b"all of it, but the launch was killed before its hashes")
     assert restored(mirror) == ["best.pt", "metrics.jsonl", ONE, TWO]
     mirror.fs.pipe_file(f"{mirror.remote}/{TWO}/{TWO}", b"another pickle")
     with caplog.at_level(logging.WARNING):
@@ -96,6 +93,53 @@ def test_mirror_has_what_the_disk_has(mirror):
     mirror.upload(save(mirror.folder, THREE))
     mirror.finish(60)
     assert {Path(path).name for path in mirror.fs.ls(mirror.remote, detail=False)} == {"best", ONE, THREE}
+
+
+def test_full_disk_at_the_mirror_keeps_the_last_complete_checkpoint_until_there_is_room(mirror, monkeypatch, caplog):
+    """Room for two and a half: a third one fits when one that is no longer on the disk is removed before its upload."""
+    put, size = mirror.fs.put_file, (mirror.folder / ONE).stat().st_size
+    room = mirror.fs.du(mirror.remote) + size // 2
+
+    def put_on_full_disk(source: str, target: str) -> None:
+        free = room - mirror.fs.du(mirror.remote)
+        if free < size:
+            mirror.fs.pipe_file(target, bytes(max(free, 0)))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(source, target)
+
+    monkeypatch.setattr(mirror.fs, "put_file", put_on_full_disk)
+    mirror.upload(save(mirror.folder, THREE))
+    mirror.finish(60)
+    assert "could not be uploaded" in caplog.text
+    assert mirror._names() == mirror._complete() == [TWO, ONE], "the part of the third one is removed"
+    remove(mirror.folder / TWO)
+    remove(mirror.folder / THREE)
+    four = save(mirror.folder, "step_00000004.pt")
+    mirror.upload(four)
+    mirror.finish(60)
+    assert mirror._complete() == [TWO, ONE], "the best and the newest complete one stay until a newer one is there"
+    link_best(four)
+    remove(mirror.folder / ONE)
+    mirror.fs.pipe_file(f"{mirror.remote}/best", four.name.encode())
+    mirror.upload(four)
+    mirror.finish(60)
+    assert mirror._complete() == [four.name]
+
+
+def test_name_that_another_run_has_used_there_is_refused(mirror):
+    """By a run on a disk of its own, and by a new one. Its own run and a launch that resumes it go on."""
+    mirror.begin("auto")
+    (mirror.run_dir / "metrics.jsonl").write_text("{}\n{}\n")
+    mirror.begin("never")  # a restart of the launch; a new one is refused by RunDir
+    (mirror.run_dir / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    with pytest.raises(
+        ConfigError, match=r"runs/run has checkpoints of another run\. Choose another name, remove .*runs/run, or"
+    ):
+        mirror.begin("auto")
+    shutil.rmtree(mirror.run_dir)
+    with pytest.raises(ConfigError, match=r"resume=never: .*runs/run already contains a run\. Choose another name"):
+        mirror.begin("never")
+    assert mirror._complete() == [TWO, ONE]
 
 
 def test_upload_that_hangs_holds_up_nothing(mirror, monkeypatch, caplog):
