@@ -7,6 +7,7 @@ The values that change from step to step, the batch and the learning rate, are r
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -70,11 +71,7 @@ class GraphStep:
                     torch.cuda.set_sync_debug_mode("default")
             pool = torch.cuda.graph_pool_handle()
             for size in (largest, *others):
-                graph = torch.cuda.CUDAGraph()
-                # Other threads, such as NCCL's, may call CUDA meanwhile.
-                with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                    self.step.compute(self.gather(size))
-                self.graphs[size] = graph
+                self.graphs[size] = captured(lambda size=size: self.step.compute(self.gather(size)), pool)
 
     @contextmanager
     def _rate_on_device(self) -> Generator[None]:
@@ -118,6 +115,20 @@ class GraphStep:
     def _first_batch(self, size: BatchSize) -> Batch:
         self.loader.start_epoch()
         return self.gather(size)
+
+
+def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Return a graph of the work that a function queues on the current stream.
+
+    Args:
+        work: called once; what it queues is captured and not executed.
+        pool: memory of the graph, from torch.cuda.graph_pool_handle (torch does not export its type).
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as NCCL's, may call CUDA meanwhile.
+    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        work()
+    return graph
 
 
 def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:

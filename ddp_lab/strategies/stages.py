@@ -71,27 +71,6 @@ def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
     return nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
 
 
-class MicroBatchLoss:
-    """The loss that the schedule computes on the last stage, for each micro-batch.
-
-    Attributes:
-        divisor: number that each summed loss is divided by.
-        left: samples without padding in the micro-batches that follow.
-        results: the sums of each micro-batch so far.
-    """
-
-    def __init__(self, task: Task):
-        self.task, self.divisor, self.left = task, 1.0, 0
-        self.results: list[torch.Tensor] = []
-
-    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        real = min(self.left, len(targets))
-        self.left -= real
-        loss, results = measure(self.task, outputs, targets, real, self.divisor)
-        self.results.append(results)
-        return loss
-
-
 class PipelineExecutor:
     """Runs batches through the stages of a pipeline, in micro-batches.
 
@@ -116,7 +95,8 @@ class PipelineExecutor:
         device: torch.device,
     ):
         self.plan, self.stages, self.group, self.device = plan, stages, group, device
-        self.loss = MicroBatchLoss(task)
+        self.task, self._divisor, self._left = task, 1.0, 0  # samples without padding in the micro-batches that follow
+        self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
         self.has_loss = plan.num_stages - 1 in stages
         self._schedules: dict[tuple[int, bool], Any] = {}
 
@@ -130,11 +110,19 @@ class PipelineExecutor:
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""
         schedule, rows, arguments = self._prepare(inputs, training=True)
-        self.loss.divisor, self.loss.left, self.loss.results = divisor, real, []
+        self._divisor, self._left, self._results = divisor, real, []
         schedule.step(*arguments, target=targets[rows] if self.has_loss else None, return_outputs=False)
         if self.has_loss:
-            return reduce(torch.add, self.loss.results)
-        return torch.zeros(width(self.loss.task), dtype=torch.float64, device=self.device)
+            return reduce(torch.add, self._results)
+        return torch.zeros(width(self.task), dtype=torch.float64, device=self.device)
+
+    def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the next micro-batch, on the last stage, and keep its sums."""
+        real = min(self._left, len(targets))
+        self._left -= real
+        loss, results = measure(self.task, outputs, targets, real, self._divisor)
+        self._results.append(results)
+        return loss
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -180,6 +168,6 @@ class PipelineExecutor:
         return make_schedule(
             stages[0] if has_one_stage(self.plan.schedule) else stages,
             self.plan.num_microbatches,
-            loss_fn=self.loss if training else None,
+            loss_fn=self._loss if training else None,
             scale_grads=False,
         )

@@ -108,6 +108,7 @@ def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, tor
 def test_augmentation_is_the_same_for_any_world_size_and_loader(kind, start):
     data, order = pictures(), torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
     offsets = draw_offsets(103, 2, True, seed=5, epoch=3).T.tolist()
+    assert offsets != draw_offsets(103, 2, True, seed=5, epoch=4).T.tolist(), "every epoch augments alike"
     expected = torch.stack([moved(data.inputs[i], *offsets[i]) for i in order.tolist()])
     for size in (1, 2, 3, 4):
         inputs, targets = images_of_world(kind, size, start)
