@@ -3,9 +3,10 @@
 python scripts/size.py            the table
 python scripts/size.py --check    exit code 1 if a limit is exceeded
 
+A limit is what was reached. It falls when something goes, and rises only with a reason in CONTRIBUTING.md.
 Lines are all lines of Python files, comments and docstrings included; in scripts/ shell scripts and TOML tables count, too.
 Words are those of README.md and of all pages below docs/ but docs/configuration.md, which is generated; code blocks and tables
-count. CHANGELOG.md and CONTRIBUTING.md do not count. The lines of ddp_lab/exercises are in a row of their own and in no other.
+count. CHANGELOG.md and CONTRIBUTING.md do not count, and ddp_lab/exercises only in its row.
 """
 
 import argparse
@@ -14,14 +15,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {
-    "lines of ddp_lab/": 16_500,
-    "files of ddp_lab/": 165,
-    "lines of ddp_lab/exercises/": 2_000,
-    "lines of tests/": 11_000,
-    "lines of scripts/": 2_000,
-    "words of README.md and docs/": 18_000,
-    "words of README.md": 1_200,
+LIMITS = {  # and the goals
+    "lines of ddp_lab/": (18_950, 16_500),
+    "files of ddp_lab/": (166, 165),
+    "lines of ddp_lab/exercises/": (2_350, 2_000),
+    "lines of tests/": (14_750, 11_000),
+    "lines of scripts/": (2_000, 2_000),
+    "words of README.md and docs/": (18_000, 18_000),
+    "words of README.md": (1_200, 1_200),
 }
 
 
@@ -43,7 +44,7 @@ def sizes(root: Path) -> dict[str, int]:
     pages = [path for path in (root / "docs").rglob("*.md") if path != root / "docs/configuration.md"]
     readme = root / "README.md"
     counts = [
-        *(lines(package), len(every), lines(exercises), lines((root / "tests").rglob("*.py"))),
+        *(lines(package), len(package), lines(exercises), lines((root / "tests").rglob("*.py"))),
         lines(path for path in (root / "scripts").rglob("*") if path.suffix in (".py", ".sh", ".toml")),
         *(words([readme, *pages]), words([readme])),
     ]
@@ -55,12 +56,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with code 1 if a limit is exceeded")
     arguments = parser.parse_args()
     found = sizes(ROOT)
-    exceeded = [name for name, size in found.items() if size > LIMITS[name]]
-    print(f"{'':30}{'size':>8}{'limit':>8}")
+    exceeded = [name for name, size in found.items() if size > LIMITS[name][0]]
+    print(f"{'':30}{'size':>8}{'limit':>8}{'goal':>8}")
     for name, size in found.items():
-        print(f"{name:30}{size:>8,}{LIMITS[name]:>8,}{'  exceeded' if name in exceeded else ''}")
+        print(f"{name:30}{size:>8,}{LIMITS[name][0]:>8,}{LIMITS[name][1]:>8,}{'  exceeded' if name in exceeded else ''}")
     if arguments.check and exceeded:
-        sys.exit(f"error: {', '.join(exceeded)}: above the limit; delete or merge before adding, or change LIMITS in this file")
+        sys.exit(f"error: {', '.join(exceeded)}: above the limit; delete or merge before adding, or raise it with a reason")
 
 
 if __name__ == "__main__":

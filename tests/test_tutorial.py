@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from launches import ROOT, finish
 from warm import programs
 from wheels import copy_tree
@@ -99,6 +100,7 @@ def run(command: str, exported: str, tree: Path) -> tuple[int, str]:
     return code, SLOW.sub("", output).replace(str(tree), "~/ddp_lab")
 
 
+@pytest.mark.slow  # 100 s, a quarter of all other tests; .ci/run runs it
 def test_every_command_prints_the_output_in_the_text(tmp_path):
     tree = tmp_path / "ddp_lab"
     copy_tree(tree)
