@@ -19,7 +19,7 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
-from ddp_lab.run.job import Job, arrange, make_plan
+from ddp_lab.run.job import Job, arrange, make_plan, make_task
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.speed.fastest import AUTO
 from ddp_lab.strategies.base import Strategy
@@ -96,7 +96,7 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     strategy: Any = build(cfg.strategy, runtime)
     built = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes it
-    job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built)
+    job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built, make_task(cfg, dataset))
     if strategy.name == "dp":
         raise CannotPlan("nn.DataParallel copies the model to every GPU in every step; use strategy=ddp")
     runtime.device = strategy.device = torch.device("cpu")

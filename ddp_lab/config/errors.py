@@ -55,6 +55,11 @@ def listed(names: Sequence[str]) -> str:
     return f"[{','.join(names)}]"
 
 
+def divisors(number: int) -> str:
+    """Return the divisors of a number, for a message."""
+    return " or ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error and, if it was raised in the user's code, the place. No full stop ends it."""
     others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]

@@ -64,7 +64,7 @@ class LabLogger(Logger):
         self.trackers.log_metrics(scalars(values), self.step, epoch)
 
     def steps(self, row: Mapping[str, Any]) -> None:
-        self.log(**{name: value for name, value in row.items() if name != "epoch"})  # with it, the row were that of an epoch
+        self.log(**{name: value for name, value in row.items() if name != "epoch"})  # with it, it would be the row of an epoch
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         self.last_epoch = metrics

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import Count, Fraction, Positive
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.drop_path import DropPath
@@ -172,8 +172,7 @@ class Head(nn.Module):
 def require_divisor(option: str, value: int, what: str, size: int) -> None:
     """Raise a ConfigError unless an option of a model divides a size."""
     if size % value:
-        divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        raise ConfigError(f"model.{option}={value}: must divide the {what}, {size}; use one of {divisors}")
+        raise ConfigError(f"model.{option}={value}: must divide the {what}, {size}; use {divisors(size)}")
 
 
 class ViTKeys(TypedDict):

@@ -120,7 +120,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     task = make_task(cfg, dataset)
     trial = make_trial(dataset, task)
     built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, with_weights, trial)
-    job = arrange(cfg, strategy, dataset, plan, built)
+    job = arrange(cfg, strategy, dataset, plan, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
 
 
@@ -174,7 +174,7 @@ def make_trial(dataset: Dataset, task: Task) -> Trial:
     return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)), of_all=True)
 
 
-def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel) -> Job:
+def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task) -> Job:
     """Let the strategy decide who holds which part of the model, and return the job without loaders. Collective on GPUs.
 
     The arguments are constructed as in `build`; the planner has another model and only the sizes of the dataset.
@@ -182,7 +182,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     Raises:
         ConfigError: the model, the batch or the loss is not supported.
     """
-    task, mix, shape = make_task(cfg, dataset), None, dataset.model_shape()
+    mix, shape = None, dataset.model_shape()
     if cfg.mixup > 0 or cfg.cutmix > 0:
         sizes = plan.global_batch_size, strategy.dp_size, shape["image_size"], shape["num_classes"]
         mix = Mix(cfg.mixup, cfg.cutmix, *sizes, seed=cfg.seed)

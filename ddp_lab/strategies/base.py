@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.data.batch import real_samples
 from ddp_lab.strategies.batch_norm import BatchNorm
-from ddp_lab.strategies.sharding import Weights, local, reshard
+from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
@@ -158,8 +158,6 @@ class Strategy(ABC):
         In training mode every replica keeps its own running statistics of BatchNorm. When training mode ends, all replicas
         receive those of replica 0, so that every replica evaluates and saves the same model.
         """
-        # An evaluation may leave blocks gathered, and a captured step changes the shards without reading them.
-        reshard(self.module)
         self.module.train(mode)
         self.task.train(mode)
         if not mode and self.dp_size > 1:
@@ -274,8 +272,3 @@ def require_division(ranks: int, inner: Mapping[str, int]) -> None:
             f"{given}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x {' x '.join(inner)}, because {ranks} is "
             f"not divisible by {size}; use {product}{divisors(ranks)}, or start a multiple of {size} ranks"
         )
-
-
-def divisors(number: int) -> str:
-    """Return the divisors of a number, for a message."""
-    return " or ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -16,6 +16,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
+from ddp_lab.strategies.sharding import reshard
 from ddp_lab.world.runtime import Runtime
 
 Checkpointing = Literal["none", "block"]
@@ -72,6 +73,11 @@ class FullyShard(Strategy):
         for part in parts:
             part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+
+    def train(self, mode: bool = True) -> None:
+        # An evaluation may leave the blocks gathered, and a captured step changes the shards without reading them.
+        reshard(self.module)
+        super().train(mode)
 
     def checkpoint_blocks(self, chain: Chain) -> None:
         """Let the backward pass compute the forward pass of each block again, if the option says so."""

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.all_reduce import gradients_of
-from ddp_lab.strategies.base import divisors, require_division
+from ddp_lab.strategies.base import require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order, sharded_in
 from ddp_lab.strategies.schedules import PipelinePlan

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count
 from ddp_lab.models.trial import some
 from ddp_lab.models.vit import Patches
@@ -84,7 +85,7 @@ class TP(Strategy):
             padding than zeros, computed weights, or a class of its own.
 
     Raises:
-        ConfigError: the number of ranks is not divisible by `tp`.
+        ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can be sharded.
     """
 
     needs_chain = True
@@ -103,6 +104,11 @@ class TP(Strategy):
         size = self.axes["tp"]
         self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer, size) and name not in tied}
         self.replicated = [name for name in layers if name not in self.layers]
+        if size > 1 and not self.layers:
+            raise ConfigError(
+                f"strategy.tp={size}: no layer of the model can be sharded: {size} must divide the channels or units of one "
+                "that is computed as torch does and shares no weights. Use another strategy.tp, or strategy=ddp"
+            )
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)

@@ -110,8 +110,8 @@ def test_initial_weights_follow_the_paper():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"heads": 3}, "model.heads=3: must divide the width, 16; use one of 1, 2, 4, 8, 16"),
-        ({"patch_size": 16}, "model.patch_size=16: must divide the image size, 28; use one of 1, 2, 4, 7, 14, 28"),
+        ({"heads": 3}, "model.heads=3: must divide the width, 16; use 1 or 2 or 4 or 8 or 16"),
+        ({"patch_size": 16}, "model.patch_size=16: must divide the image size, 28; use 1 or 2 or 4 or 7 or 14 or 28"),
         ({"mlp_ratio": 0.001}, "model.mlp_ratio=0.001: gives blocks without units for width=16; use at least 0.0625"),
     ],
 )

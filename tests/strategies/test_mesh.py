@@ -16,6 +16,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.vit import Block, vit
 from ddp_lab.strategies.mesh import Mesh
+from ddp_lab.strategies.tp import TP
 from ddp_lab.world.runtime import Runtime
 
 OPTIONS = {"schedule": "1f1b", "num_microbatches": 4, "cut": None, "batch_norm": "local"}
@@ -109,6 +110,12 @@ def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monke
     with pytest.raises(ConfigError) as caught:
         strategy_of(Runtime("cpu"), model, **axes)
     assert message in str(caught.value)
+
+
+def test_tensor_parallelism_that_would_shard_nothing_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")  # which divides neither LeNet's 20 and 50 channels nor its 500 and 10 units
+    with pytest.raises(ConfigError, match=r"strategy\.tp=3: no layer of the model can be sharded: 3 must divide"):
+        TP(Runtime("cpu"), tp=None, batch_norm="local").partition(lenet(1, 28, 10, None), 8)
 
 
 def held_by(monkeypatch, rank: int, **axes) -> tuple[Mesh, dict[str, torch.Tensor]]:

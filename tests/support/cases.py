@@ -145,8 +145,8 @@ def tolerance_of(case: str) -> float:
     return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & {*case.split()} else 1e-6
 
 
-def assert_equal(outcome: Outcome, reference: Outcome, tolerance: float = 1e-6) -> None:
-    relative = min(1e-5, 10 * tolerance)
+def assert_equal(outcome: Outcome, reference: Outcome, tolerance: float = 1e-6, relative: float = 1e-5) -> None:
+    """Compare two trainings: weights and averages within `tolerance`, losses and metrics within `relative` of each other."""
     assert largest_difference(outcome.weights, reference.weights) <= tolerance
     assert_averages_equal(outcome, reference, tolerance)
     assert largest_difference(outcome.momentum, reference.momentum) <= 10 * tolerance  # about 1/lr times a weight's change
