@@ -1,6 +1,7 @@
 """Trackers: one run of each over crashes and resumes, with every row once, and none that can stop the training."""
 
 import json
+import shutil
 import sys
 import time
 from collections import Counter
@@ -22,9 +23,19 @@ ALL = "tracker=[tensorboard,wandb,mlflow,own_trackers.Lines] tracker_options.wan
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory) -> Path:
+def database(tmp_path_factory) -> Path:
+    """MLflow's tables, without a run: making them takes 10 s, on a busy machine longer than a preempted run waits."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(scope="module")
+def tracked(database, tmp_path_factory) -> Path:
     """A run of two ranks that crashes in its second epoch, is started again, and later resumed to a fourth epoch."""
     folder = tmp_path_factory.mktemp("tracked")
+    (folder / "run").mkdir()
+    shutil.copy(database, folder / "run")
     line = (
         f"ddp-lab train --nproc 2 --max-restarts 1 strategy=ddp name=run {' '.join(SMALL)} log_every=2 runs_dir={folder} {ALL}"
     )
@@ -122,7 +133,8 @@ def test_wandb_without_a_key_is_logged_and_does_not_ask_for_it(tmp_path, monkeyp
     assert "ERROR tracker=wandb failed (UsageError: No API key configured." in (tmp_path / "run" / "train.log").read_text()
 
 
-def test_options_reach_mlflow(tmp_path):
+def test_options_reach_mlflow(database, tmp_path):
+    shutil.copy(database, tmp_path / "other.db")
     places = {
         "all/mlflow.db": f"tracker_options.mlflow.dir={tmp_path}/all",
         "other.db": f"tracker_options.mlflow.tracking_uri=sqlite:///{tmp_path}/other.db",
@@ -137,11 +149,10 @@ def test_options_reach_mlflow(tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "status"), [("sigterm", "KILLED"), ("raise", "FAILED")])
-def test_mlflow_run_that_ends_early_is_closed_with_every_row(fault, status, tmp_path):
+def test_mlflow_run_that_ends_early_is_closed_with_every_row(fault, status, database, tmp_path):
     """After a preemption, and after an error that is no TrainingError."""
-    place = f"sqlite:///{tmp_path}/mlflow.db"
+    place = f"sqlite:///{shutil.copy(database, tmp_path)}"
     client = MlflowClient(place)
-    client.search_experiments()  # makes the tables, for which a busy machine takes longer than a preempted run waits
     given = [*SMALL, "epochs=3", "log_every=1", f"runs_dir={tmp_path}", "name=run", f"inject={fault}@rank=0,step=8"]
     code, output = launch("python train.py tracker=mlflow", f"tracker_options.mlflow.tracking_uri={place}", *given)
     assert code == (75 if fault == "sigterm" else 1), output

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hydra.utils import get_object
@@ -105,12 +106,19 @@ class Background(Guarded):
         self._thread.start()
 
     def _work(self, node: Mapping[str, Any], run: TrackedRun) -> None:
-        self._guard(lambda: self._save(self._before))
+        recorded = passed = self._before  # positions of rows
+        self._guard(lambda: self._save(recorded))
         super()._open(node, run)
         while self._tracker is not None:
             method, arguments = self._queue.get()
-            if super().call(method, *arguments) and method == "log_metrics":
-                self._guard(lambda: self._save(position(*arguments[1:])))  # noqa: B023  # called here
+            if super().call(method, *arguments) and method != "log_media":
+                row = position(*arguments[1:]) if method == "log_metrics" else passed
+                if method == "finish" or not getattr(self._tracker, "holds_step", False):
+                    recorded = row
+                elif row[0] > passed[0]:
+                    recorded = passed
+                passed = row
+                self._guard(partial(self._save, recorded))
             if method == "finish":
                 return
 

@@ -21,6 +21,8 @@ class WandB:
         options: further arguments of wandb.init.
     """
 
+    holds_step = True  # wandb writes the rows of a step when it gets one of a later step
+
     def __init__(
         self,
         run: TrackedRun,
