@@ -1,6 +1,6 @@
 """The equivalence matrix and the launch commands on GPUs, with NCCL. A test is skipped with fewer GPUs than it needs.
 
-python -m pytest -m gpu
+python -m pytest -m gpu -n 5 --dist loadgroup       each group of cases in one process, five of them at the same time
 """
 
 import json
@@ -23,10 +23,11 @@ from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
-# Without models and files of users: how float32 rounds in them is another matter, and worker processes decode the files.
-OF_USERS = ("own=", "files")
+# `single` evaluates nn.MultiheadAttention by torch's fast path for GPUs, with six digits also in float64, and tp, whose layers
+# return another kind of tensor, does not take it. Worker processes decode files, which is the same on any device.
+EXCLUDED = ("own=attention", "files")
 BY_SIZE = {
-    size: [case for case, quick, slow in MATRIX if str(size) in quick + slow and not any(word in case for word in OF_USERS)]
+    size: [case for case, quick, slow in MATRIX if str(size) in quick + slow and not any(word in case for word in EXCLUDED)]
     for size in (2, 4, 8)
 }
 GRAPH, FUSED = "cuda_graph=true", "compile=true channels_last=true"
@@ -39,8 +40,9 @@ SYNC = "batch_norm=sync resnet18 step"
 
 def one_process(size: int) -> list[str]:
     devices = f"devices=[{','.join(f'cuda:{i}' for i in range(size))}]"
-    splits = [f"split {devices} num_microbatches={m}" for m in ("1", "4", "5 data.loader=workers focal")]
-    return [f"dp {devices}", f"dp {devices} data.loader=workers", *splits]
+    splits = [f"split {devices} num_microbatches={m}" for m in ("1", "4", "5 samples=97 data.loader=workers focal")]
+    # In float32 the weights of 97 samples differ by 7e-6, in float64 by 6e-17 (two H100s, 2026-11-25).
+    return [f"dp {devices}", f"dp {devices} samples=97 data.loader=workers float64", *splits]
 
 
 def each(options: str, *cases: str) -> list[str]:
@@ -55,12 +57,12 @@ ALONE += each(BOTH, f"single {EXACT_VIT}", "single vit_drop float64")
 ALGORITHMS = [f"scratch algorithm={name}" for name in ("star", "per_tensor", "flat", "bucketed", "ring")]
 TOGETHER = [
     *each(GRAPH, *ALGORITHMS, "ddp", "ddp clipped accumulate=3", f"ddp {MOVED}", "ddp recipe", "tp tp=2 clipped"),
-    *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false", "fsdp recipe"),
+    *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
     *each(GRAPH, "mesh shard=null accumulate=2 short clipped", "mesh tp=2 sequence_parallel=true short clipped"),
     *each(GRAPH, "mesh tp=2 short adamw optimizer.fused=true"),
     *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
     *each(FUSED, "scratch algorithm=bucketed", "ddp"),
-    *each(BOTH, "scratch", "scratch algorithm=bucketed recipe", "ddp clipped"),
+    *each(BOTH, "scratch", "scratch algorithm=bucketed samples=97 recipe", "ddp clipped"),
 ]
 BY_BLOCK = each(
     f"float64 {FUSED}",
@@ -78,7 +80,7 @@ BY_BLOCK = each(
 COMPILED_SYNC = each(FUSED, f"scratch {SYNC}", f"ddp {SYNC} samples=25")
 AUTO_ALONE = each(AUTO, *PLAIN, f"single {MOVED}", "single recipe", "single data.loader=workers")
 AUTO_TOGETHER = [
-    *each(AUTO, f"scratch {MOVED}", "scratch data.loader=workers", "ddp recipe", "ddp accumulate=3 clipped"),
+    *each(AUTO, f"scratch {MOVED}", "scratch samples=97 data.loader=workers", "ddp recipe", "ddp accumulate=3 clipped"),
     *each(AUTO, "fsdp", "fsdp accumulate=2 clipped", "pipeline", "ddp_pipeline", "tp tp=2 accumulate=2 clipped"),
     *each(AUTO, "mesh tp=2 sequence_parallel=true short clipped", "mesh pp=2 accumulate=2 short"),
     *each(AUTO, "mesh shard=null checkpoint_activations=block accumulate=2 short clipped"),
@@ -164,7 +166,13 @@ def alone(case: str):
 @pytest.mark.parametrize(
     ("group", "case", "size"),
     [
-        pytest.param(group, case, size, marks=pytest.mark.gpu(size), id=f"{group}: {case} on {size}")
+        pytest.param(
+            group,
+            case,
+            size,
+            marks=[pytest.mark.gpu(size), pytest.mark.xdist_group(f"{group} on {size}")],
+            id=f"{group}: {case} on {size}",
+        )
         for group, (by_size, *_) in GROUPS.items()
         for size, cases in by_size.items()
         for case in cases
