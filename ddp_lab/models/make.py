@@ -42,8 +42,8 @@ def make_model(
     shape: Mapping[str, Any],
     runtime: Runtime,
     seed: int,
+    trial: Trial,
     with_weights: bool = True,
-    trial: Trial | None = None,
 ) -> BuiltModel:
     """Return the model. Collective if weights of torchvision may have to be downloaded.
 
@@ -51,8 +51,8 @@ def make_model(
         node: the config group `model`.
         shape: the arguments that follow from the data (`Dataset.model_shape`).
         seed: the run's seed; torch's random state is set by it.
+        trial: what the model is tried with, unless it is one of ddp_lab's.
         with_weights: whether to load the file `node.weights`.
-        trial: what the model is tried with, unless it is one of ddp_lab's; None: images.
 
     Raises:
         ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on these data.
@@ -77,16 +77,14 @@ def make_model(
             model.load_state_dict(given, strict=False)
         else:
             initial_weights.set_weights(given)
-    if of_torchvision or not target.startswith("ddp_lab.") or (trial and trial.of_all):  # ddp_lab's own train all parameters
-        notes += freeze_unused(model, trial or Trial.of_images(shape), runtime, key_of(node))
-    if isinstance(model, Chain) and trial and not trial.inputs.is_floating_point():
+    if of_torchvision or not target.startswith("ddp_lab.") or trial.of_all:  # ddp_lab's own train all parameters
+        notes += freeze_unused(model, trial, runtime, key_of(node))
+    if isinstance(model, Chain) and not trial.inputs.is_floating_point():
         model.input_dtype = trial.inputs.dtype
     return BuiltModel(model, initial_weights, notes)
 
 
-def model_to_plan(
-    node: DictConfig, shape: Mapping[str, Any], precision: str, seed: int, trial: Trial | None = None
-) -> nn.Module:
+def model_to_plan(node: DictConfig, shape: Mapping[str, Any], precision: str, seed: int, trial: Trial) -> nn.Module:
     """Return the model of a planned run on the meta device, or on the CPU if its constructor or its forward pass needs values.
 
     Raises:
@@ -96,10 +94,10 @@ def model_to_plan(
     try:
         with torch.device("meta"):
             model = build_model(node, shape)
-        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain) or (trial and trial.of_all):
-            freeze_unused(model, trial or Trial.of_images(shape), runtime, key_of(node))
+        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain) or trial.of_all:
+            freeze_unused(model, trial, runtime, key_of(node))
     except ConfigError:
-        return make_model(node, shape, runtime, seed, with_weights=False, trial=trial).model
+        return make_model(node, shape, runtime, seed, trial, with_weights=False).model
     return model
 
 

@@ -1,10 +1,9 @@
 """A trial of the model before the run: two samples pass forward and backward, which finds the parameters that are not used."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.world.runtime import Runtime
+
+LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,11 @@ class Trial:
     check: Callable[[torch.Tensor], object]
     of_all: bool = False
 
-    @classmethod
-    def of_images(cls, shape: Mapping[str, int]) -> "Trial":
-        """Return the trial of a classifier of images; `shape` has in_channels, image_size and num_classes."""
-        size, classes = (shape["in_channels"], shape["image_size"], shape["image_size"]), shape["num_classes"]
-        return cls(random_like(torch.zeros(2, *size)), partial(check_logits, classes=classes))
-
 
 def random_like(inputs: torch.Tensor) -> torch.Tensor:
     """Return random numbers from 0 to 1 in place of inputs that have a fraction, else the inputs."""
     generator = torch.Generator().manual_seed(0)
     return torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype) if inputs.is_floating_point() else inputs
-
-
-LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
 
 
 def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:

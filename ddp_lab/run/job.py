@@ -119,7 +119,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     plan = make_plan(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
     trial = make_trial(dataset, task)
-    built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, with_weights, trial)
+    built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, trial, with_weights)
     job = arrange(cfg, strategy, dataset, plan, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
 

@@ -9,16 +9,18 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.models.make import make_model
+from ddp_lab.models.trial import Trial
 from ddp_lab.strategies.sharding import fill
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
+TRIAL = Trial(torch.zeros(2, 1, 28, 28), lambda logits: None)
 CPU = torch.device("cpu")
 
 
 def made(node: dict, seed: int = 3):
-    return make_model({"init": "by_block", **node}, SHAPE, Runtime("cpu"), seed)
+    return make_model({"init": "by_block", **node}, SHAPE, Runtime("cpu"), seed, TRIAL)
 
 
 def weights_of(node: dict, seed: int = 3) -> dict[str, torch.Tensor]:
@@ -56,7 +58,7 @@ def test_draw_depends_on_seed_and_name_only():
 def test_weights_by_block_have_the_distribution_of_the_constructors(name, options):
     node = group(name, **options)
     torch.manual_seed(0)
-    default = make_model({**node, "init": "default"}, SHAPE, Runtime("cpu"), 3).model.state_dict()
+    default = make_model({**node, "init": "default"}, SHAPE, Runtime("cpu"), 3, TRIAL).model.state_dict()
     weights = made(node | {"init": "by_block"}).initial_weights
     blocks = {*list(weights.blocks)[:4], list(weights.blocks)[-1]}  # ResNet's last ones are like these, and large
     drawn = {f"{block}.{key}": tensor for block in blocks for key, tensor in weights.of(block).items()}

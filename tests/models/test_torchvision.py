@@ -14,6 +14,7 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.torchvision_models import download, find_weights, rename, torchvision_model
+from ddp_lab.models.trial import Trial
 from ddp_lab.strategies.fsdp import units
 from ddp_lab.world.runtime import Runtime
 
@@ -27,7 +28,8 @@ def on_meta(name: str, **options) -> nn.Module:
 
 def made(name: str, image_size: int, in_channels: int = 3) -> nn.Module:
     shape = {"in_channels": in_channels, "image_size": image_size, "num_classes": 7}
-    return make_model({"_target_": TARGET, "name": name}, shape, Runtime("cpu"), 0).model
+    trial = Trial(torch.rand(2, in_channels, image_size, image_size), lambda logits: None)
+    return make_model({"_target_": TARGET, "name": name}, shape, Runtime("cpu"), 0, trial).model
 
 
 def names() -> list[str]:

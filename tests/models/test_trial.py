@@ -1,5 +1,7 @@
 """The trial of a user's model before the run, and models of which training changes only a part."""
 
+from functools import partial
+
 import pytest
 import torch
 from launches import OWN, main_in_world, refusal_in_world
@@ -10,15 +12,18 @@ from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
-from ddp_lab.models.trial import Trial, freeze_unused
+from ddp_lab.models.trial import Trial, check_logits, freeze_unused, random_like
 from ddp_lab.run.job import build
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 
-def tried(model: nn.Module) -> list[str]:
-    return freeze_unused(model, Trial.of_images(SHAPE), Runtime("cpu"), "model._target_=net")
+def tried(model: nn.Module, runtime: Runtime | None = None) -> list[str]:
+    images = random_like(torch.zeros(2, 1, 28, 28))
+    return freeze_unused(
+        model, Trial(images, partial(check_logits, classes=10)), runtime or Runtime("cpu"), "model._target_=net"
+    )
 
 
 @pytest.mark.parametrize("large", [0, 10**9], ids=["meta device", "real images"])
@@ -62,7 +67,7 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
 def test_model_that_cannot_be_trained_is_refused(how, message):
     model, runtime = Wrong(**SHAPE, how=how), Runtime("cpu", "bf16")
     with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
-        freeze_unused(model, Trial.of_images(SHAPE), runtime, "model._target_=net")
+        tried(model, runtime)
 
 
 def drawn() -> dict[str, list[float]]:
