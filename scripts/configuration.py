@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ddp_lab.config.build import options  # noqa: E402
-from ddp_lab.config.check import describe_field, is_model  # noqa: E402
+from ddp_lab.config.check import describe, is_model  # noqa: E402
 from ddp_lab.config.schema import DataConfig, Keys, ModelConfig, RunConfig  # noqa: E402
 from ddp_lab.config.types import TRACKERS  # noqa: E402
 
@@ -81,7 +81,7 @@ def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> I
             yield Row(
                 code(f"{prefix}{name}"),
                 show(values[name]),
-                describe_field(field),
+                describe(field.annotation, field.metadata),
                 MEANINGS.get(f"{prefix}{name}") or field.description or "",
             )
 

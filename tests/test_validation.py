@@ -23,6 +23,7 @@ from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.run.checks import check_and_build
 from ddp_lab.run.trained import checkpoint_of
+from ddp_lab.tasks.classification import Classification
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
@@ -142,7 +143,7 @@ def test_resume_that_holds_out_other_samples_is_refused(given, shown, chosen):
 def test_best_and_patience_follow_the_validation_loss():
     progress = Progress()
     for loss, accuracy in ((3.0, 0.1), (1.0, 0.2), (2.0, 0.5), (float("nan"), 0.9)):
-        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy})
+        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy}, Classification.lower_is_better)
     assert progress.best == {"val_loss": 1.0, "val_accuracy": 0.5}
     assert progress.best_epochs == {"val_loss": 2, "val_accuracy": 3}
     assert (progress.stalled("val_loss"), progress.stalled("val_accuracy")) == (2, 1)

@@ -162,11 +162,11 @@ def values_of(cfg: DictConfig, strategy: Strategy, samples: int, first: int) -> 
         first: the smallest value of accumulate.
     """
     shared = strategy.replicas if cfg.scaling == "strong" else 1
-    micro = getattr(getattr(strategy, "options", strategy), "num_microbatches", 1)
     if cfg.accumulate == "auto":
         local_batch = cfg.batch_size // shared
-        return [n for n in range(first, max(first, local_batch // micro) + 1) if local_batch % n == 0] or [first]
-    finest = shared * micro * cfg.accumulate
+        most = max(first, local_batch // strategy.num_microbatches)
+        return [n for n in range(first, most + 1) if local_batch % n == 0] or [first]
+    finest = shared * strategy.num_microbatches * cfg.accumulate
     unit = math.lcm(MULTIPLE * shared, finest)
     most = samples * shared // strategy.replicas // unit
     sizes = [unit * n for n in range(most, 0, -1) if n % 2 ** max(0, n.bit_length() - 6) == 0]

@@ -50,7 +50,7 @@ def table(advisor: Advisor) -> str:
 
 def cells(row: Row, measured: bool) -> tuple[str, ...]:
     """Return the cells of a row, with or without what was measured."""
-    plan, notes = row.fullest, [] if row.fits else ["does not fit"]
+    plan = row.fullest
     state, activations = sum(plan.peak[kind] for kind in HELD), plan.peak["activations"]
     sent, flops = max(sum(each.sent.values()) for each in row.plans), max(each.flops for each in row.plans)
     found = [format(row.measured[key], form) if key in row.measured else "" for key, form in MEASURED.values()]
@@ -61,7 +61,7 @@ def cells(row: Row, measured: bool) -> tuple[str, ...]:
         *(f"{short(float(f'{sent:.3g}'))}B", short(float(f"{flops:.3g}"))),
         "" if row.bound is None else f"{1000 * row.bound:,.3g} ms",
         *(found if measured else ()),
-        " and ".join(notes),
+        "" if row.fits else "does not fit",
     )
 
 

@@ -121,7 +121,7 @@ class Checkpoints:
         for other in steps_in(self.folder):
             if step_of(other) > progress.step:
                 remove(other)
-        if progress.is_best(self.best) and path.resolve() in [file.resolve() for file in self.files()]:
+        if progress.is_best(self.best) and path.resolve() in [file.resolve() for file in steps_in(self.folder)]:
             with suppress(OSError):  # the launch may have been killed before it did this
                 link_best(path.resolve())
         if (best := self.best) is None:
@@ -131,10 +131,6 @@ class Checkpoints:
             return True
         forget_best(self.folder)
         return False
-
-    def files(self) -> list[Path]:
-        """Return the checkpoints, oldest first."""
-        return steps_in(self.folder)
 
     def save(self, progress: Progress) -> None:
         """Copy the state to the host and let the writer threads write it in the background. Collective.
@@ -167,7 +163,7 @@ class Checkpoints:
                     link_best(path)
         except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
-            valid = [str(file) for file in self.files() if file != path]
+            valid = [str(file) for file in steps_in(self.folder) if file != path]
             self.problem = (
                 f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are free there); the last valid "
                 f"checkpoint is {valid[-1] if valid else 'none'}. Free disk space, or lower checkpoint.keep ({self.keep})"

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from ddp_lab.config.build import GROUPS, build, chosen_trackers, find_target, for_cpu, options, takes_fused
 from ddp_lab.config.errors import ConfigError, describe_error
@@ -16,11 +15,6 @@ from ddp_lab.config.schema import OptimizerConfig, RunConfig
 from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
 
 M = TypeVar("M", bound=BaseModel)
-
-# Message templates by the type of pydantic's error: MISSING for "missing", UNKNOWN for "extra_forbidden", WRONG for all others.
-MISSING = "{key}: is missing; it must be {allowed}"
-UNKNOWN = "{key}={value}: there is no such key; {advice}allowed: {allowed}"
-WRONG = "{key}={value}: must be {allowed}"
 
 METHODS = ("log_metrics", "log_media", "finish")  # of a tracker
 
@@ -137,8 +131,11 @@ def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str,
     if first["type"] == "extra_forbidden":
         set_in_conf = [name for name in values if name in model.model_fields]
         return unknown_key(key, value, prefix, list(dict.fromkeys([*set_in_conf, *model.model_fields])))
-    template = MISSING if first["type"] == "missing" else WRONG
-    return template.format(key=key, value="null" if value is None else value, allowed=describe_field(model.model_fields[name]))
+    field = model.model_fields[name]
+    allowed = describe(field.annotation, field.metadata)
+    if first["type"] == "missing":
+        return f"{key}: is missing; it must be {allowed}"
+    return f"{key}={'null' if value is None else value}: must be {allowed}"
 
 
 def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
@@ -153,12 +150,7 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
     close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
     advice = "".join(f"did you mean {prefix}{name}? " for name in close)
     allowed = ", ".join(f"{prefix}{name}" for name in names)
-    return UNKNOWN.format(key=key, value=value, advice=advice, allowed=allowed or "none")
-
-
-def describe_field(field: FieldInfo) -> str:
-    """Return the allowed values of a schema field, as the end of "must be ..."."""
-    return describe(field.annotation, field.metadata)
+    return f"{key}={value}: there is no such key; {advice}allowed: {allowed or 'none'}"
 
 
 def describe(hint: Any, metadata: Iterable[Any] = ()) -> str:

@@ -60,6 +60,12 @@ def divisors(number: int) -> str:
     return " or ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
+def multiples(number: int, of: int) -> str:
+    """Return the multiples of `of`, but 0, next to a number that is none, for a message."""
+    lower = number // of * of
+    return " or ".join(str(size) for size in (lower, lower + of) if size)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error and, if it was raised in the user's code, the place. No full stop ends it."""
     others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]

@@ -75,12 +75,12 @@ Injection = Annotated[
     Predicate(lambda value: parse_fault(value) is not None),
     Allowed(f"of the form KIND@rank=R,step=S, KIND one of {', '.join(FAULTS)}"),
 ]
-# The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
 LogEvery = Annotated[
     int | str,
     Predicate(lambda value: Every.parse(value) is not None),
     Allowed("a number of steps, as 100, or of seconds, as 10s, or off"),
 ]
+# The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
 BlockName = Annotated[str | int, Allowed("the name of a block")]
 Trackers = Annotated[
     str | list[str],

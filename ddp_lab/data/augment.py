@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.data.batch import Batch
 
 
@@ -155,12 +155,10 @@ class Mix:
     def __post_init__(self) -> None:
         local = self.batch_size // self.dp_size
         if local % 2:
-            pairs = 2 * self.dp_size
-            lower = self.batch_size // pairs * pairs
-            nearest = " or ".join(str(size) for size in (lower, lower + pairs) if size)
             raise ConfigError(
                 f"mixup={self.mixup:g}, cutmix={self.cutmix:g}: mix the samples of a local batch in pairs, but a global batch "
-                f"of {self.batch_size} has local batches of {local}; use a global batch of {nearest}, or mixup=0 cutmix=0"
+                f"of {self.batch_size} has local batches of {local}; use a global batch of "
+                f"{multiples(self.batch_size, 2 * self.dp_size)}, or mixup=0 cutmix=0"
             )
         self._drawn = torch.zeros(6)
 

@@ -3,7 +3,7 @@
 With W ranks and a global batch of B samples, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation, as
 torch's `DistributedSampler` does, in local batches of B / W. The local batches of step s on all ranks together are therefore
 the slice [s * B, (s + 1) * B) of the permutation, for any W. If W does not divide the number of samples, a few of them are
-repeated as padding at the end of the last local batch of some ranks, and do not count (`Strategy.real`).
+repeated as padding at the end of the last local batch of some ranks, and do not count (`real_samples`).
 """
 
 import math

@@ -149,8 +149,8 @@ class Own:
 
 def samples_of(
     dataset: Any,
-    name: str = "the dataset",
-    seed: int = 0,
+    name: str,
+    seed: int,
     images: ImageOptions | None = None,
     classes: int = 0,
     augment: bool = False,

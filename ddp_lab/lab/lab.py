@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
-from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.config.errors import ConfigError, TrainingError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe
@@ -165,7 +165,7 @@ class Lab:
         if batch_size % strategy.replicas:
             raise ConfigError(
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "
-                f"share it; use {batch_size // strategy.replicas * strategy.replicas or strategy.replicas}"
+                f"share it; use {multiples(batch_size, strategy.replicas)}"
             )
         model = in_blocks(model, strategy, example)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

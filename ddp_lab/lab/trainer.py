@@ -93,7 +93,7 @@ class Trainer:
         loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
         yield from self._batches.iterate(loader, epoch, self.progress.samples if resumes else 0)
         if self.progress.epoch == epoch and self.progress.samples == loader.data.size:
-            self.progress = self.progress.next_epoch()
+            self.progress = self.progress.next_epoch({}, self.strategy.task.lower_is_better)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.

@@ -40,10 +40,6 @@ class Chain(nn.Sequential):
             input = segment(input)
         return input
 
-    def example(self, samples: int, device: torch.device | str) -> torch.Tensor:
-        """Return an input of zeros, [samples, *input_shape]."""
-        return torch.zeros(samples, *self.input_shape, dtype=self.input_dtype, device=device)
-
     def initialize(self, initializer: Callable[[nn.Module], None]) -> None:
         """Let `initializer` draw the initial weights of all blocks, now and where a block is drawn alone."""
         initializer(self)

@@ -75,7 +75,7 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
         The FLOPs of each block; the shape of the activation before each block and after the last one, without the batch
         dimension.
     """
-    activation = chain.example(1, "meta")
+    activation = torch.zeros(1, *chain.input_shape, dtype=chain.input_dtype, device="meta")
     flops, shapes = list[int](), [activation.shape[1:]]
     with torch.no_grad():
         for block in chain:

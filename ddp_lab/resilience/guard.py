@@ -30,7 +30,7 @@ class GuardSettings:
     on_error: Literal["stop", "continue"]
     on_nan: Literal["stop", "skip"]
     check_replicas: int | None
-    at_steps: Collection[int] = ()
+    at_steps: Collection[int]
 
 
 class Guard(Hooks):

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
@@ -17,14 +18,14 @@ class DataRecord:
     """What a model needs to know of the data that it was trained on, from data.json. The data themselves may be elsewhere.
 
     Attributes:
-        shape: the arguments of the model that follow from the data: in_channels, image_size and num_classes.
+        shape: the arguments of the model that follow from the data, as `Dataset.model_shape`.
         classes: the names of the classes, in the order of the logits.
         digest: that of the dataset, as `Dataset.digest`.
         held_out: how the validation set was chosen among the training samples, as `Dataset.held_out`.
         criterion: the metric of the validation set by which the best checkpoint is chosen; None: the last one is the result.
     """
 
-    shape: dict[str, int]
+    shape: dict[str, Any]
     classes: list[str]
     digest: str
     held_out: str

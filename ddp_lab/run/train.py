@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.files import steps_in
 from ddp_lab.checkpoints.find import result_in
 from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.build import chosen_trackers
@@ -184,7 +185,7 @@ def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Check
         path, best = found
         epoch, criterion = best.epoch - 1, checkpoints.best
     else:
-        path = (checkpoints.files() or [checkpoints.folder])[-1]
+        path = (steps_in(checkpoints.folder) or [checkpoints.folder])[-1]
         epoch, criterion = progress.epoch - 1, None
     metrics = run_dir.path / "metrics.jsonl"
     log.info(describe_result(metrics, epoch, criterion, path, job.strategy.where))

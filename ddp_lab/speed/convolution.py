@@ -23,7 +23,7 @@ class PaddedConv2d(nn.Conv2d):
         if not torch.compiler.is_compiling():  # eager mode (evaluation, other batch sizes) cannot fuse the padding
             return super().forward(input)
         if self.in_channels == 1 and self.stride == self.dilation == (1, 1):
-            return as_product(input, self.weight, self.bias, pair(self.padding))
+            return as_product(input, self.weight, self.bias, cast("tuple[int, int]", self.padding))
         weight, bias = pad_to_eights(self.weight, 0, 1), None if self.bias is None else pad_to_eights(self.bias, 0)
         outputs = F.conv2d(pad_to_eights(input, 1), weight, bias, self.stride, self.padding, self.dilation)
         return outputs[:, : self.out_channels]
@@ -48,11 +48,6 @@ def pad_convolutions(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) is nn.Conv2d and (layer.in_channels % 8 or layer.out_channels % 8) and can_be_rewritten(layer):
             layer.__class__ = PaddedConv2d  # only the class: a stage's container, a list or a hook may refer to the layer
-
-
-def pair(sizes: str | tuple[int, ...]) -> tuple[int, int]:
-    """Return a size of an nn.Conv2d, typed as two integers: torch's annotation covers convolutions of any dimension."""
-    return cast("tuple[int, int]", sizes)
 
 
 def can_be_rewritten(conv: nn.Conv2d) -> bool:

@@ -106,9 +106,7 @@ def require_ranks(algorithm: str, ranks: int) -> None:
         )
 
 
-def sum_gradients(
-    parameters: Iterable[nn.Parameter], algorithm: Callable[[list[torch.Tensor]], list[torch.Tensor]] = flat
-) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
     """Replace the gradients of parameters that all took part in the step by their sums over the ranks. Collective."""
     for same_type in by_dtype(trainable(parameters)):
         set_gradients(same_type, algorithm(gradients_of(same_type)))

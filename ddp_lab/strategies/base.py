@@ -77,6 +77,7 @@ class Strategy(ABC):
 
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
+    num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
     performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone

@@ -90,6 +90,7 @@ class Mesh(FullyShard):
         self.dp_rank, self.pp_rank = runtime.rank // tp % dp, runtime.rank // (tp * dp)
         self.sharded, self.keys = shard > 1, keys
         if pp > 1:
+            self.num_microbatches = keys["num_microbatches"]
             self.refusals["cuda_graph"] = f"the stages of a pipeline (strategy.pp={pp}) were never captured"
 
     def partition(self, model: nn.Module, samples: int) -> None:

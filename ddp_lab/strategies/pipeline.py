@@ -43,7 +43,7 @@ class Pipeline(Strategy):
 
     def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]):
         super().__init__(runtime, inner or {"pp": runtime.world_size})
-        self.pp_rank, self.keys = runtime.rank % self.axes["pp"], keys
+        self.pp_rank, self.keys, self.num_microbatches = runtime.rank % self.axes["pp"], keys, keys["num_microbatches"]
         if "zerobubble" in keys["schedule"]:
             self.refusals["compile"] = (
                 f"strategy.schedule={keys['schedule']} cuts the backward pass in two, and that of a compiled block is one"

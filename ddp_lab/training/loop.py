@@ -58,8 +58,8 @@ class Parts:
     step: TrainStep
     loaders: Mapping[str, Loader]
     settings: FitSettings
-    ema: EMA | None = None
-    task: Task | None = None
+    ema: EMA | None
+    task: Task | None
 
 
 class Hooks:
@@ -180,7 +180,7 @@ def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict
     if "val" in loaders:
         evaluated["val"] = evaluate(parts.strategy, hooks.evaluating(loaders["val"], progress), parts.task)
     task = parts.task or parts.strategy.task
-    following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else None, task.lower_is_better)
+    following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {}, task.lower_is_better)
     if "test" in loaders and (settings.evaluate_test == "every_epoch" or is_over(following, settings)):
         done = len(loaders["val"]) if evaluated else 0
         evaluated["test"] = evaluate(parts.strategy, hooks.evaluating(loaders["test"], progress, done), parts.task)

@@ -68,7 +68,7 @@ class Meter:
         every: Every,
         logger: Logger,
         epochs: int,
-        full_rate: float | None = None,
+        full_rate: float | None,
     ):
         self.strategy, self.running_sums, self.every, self.logger = strategy, running_sums, every, logger
         self.epochs, self.full_rate = epochs, full_rate

@@ -22,7 +22,7 @@ FEW = 1_000_000  # elements of an optimizer
 ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
 
 
-def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool = True) -> list[dict[str, Any]]:
+def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool) -> list[dict[str, Any]]:
     """Return those of the parameters that are not frozen, in the form that optimizers accept.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.training.progress import Progress
 
 
@@ -50,11 +50,9 @@ class Plan:
         batch_size, scaling = keys["batch_size"], keys["scaling"]
         batch_size *= replicas if scaling == "weak" else 1
         if batch_size % replicas:
-            lower = batch_size // replicas * replicas
-            nearest = " or ".join(str(size) for size in (lower, lower + replicas) if size)
             raise ConfigError(
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {replicas} replicas that share it; "
-                f"use {nearest}, or scaling=weak to give every replica {batch_size}"
+                f"use {multiples(batch_size, replicas)}, or scaling=weak to give every replica {batch_size}"
             )
         factor = batch_size / keys["lr_base_batch_size"]
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]

@@ -8,11 +8,6 @@ from typing import Any
 Criterion = str  # the metric of the validation set by which the best checkpoint is chosen, for example val_loss
 
 
-def is_loss(metric: str) -> bool:
-    """Return whether a metric is the mean loss, the only one that every task has."""
-    return metric == "loss"
-
-
 @dataclass
 class Progress:
     """The position of a run.
@@ -45,16 +40,13 @@ class Progress:
         known = {each.name for each in fields(cls)}
         return cls(**{key: value for key, value in saved.items() if key in known})
 
-    def next_epoch(
-        self, validation: Mapping[str, float] | None = None, lower_is_better: Callable[[str], bool] = is_loss
-    ) -> "Progress":
+    def next_epoch(self, validation: Mapping[str, float], lower_is_better: Callable[[str], bool]) -> "Progress":
         """Return the position at the beginning of the next epoch.
 
         Args:
-            validation: the metrics val_* after the epoch that ends; None without a validation set.
+            validation: the metrics val_* after the epoch that ends; none without a validation set.
             lower_is_better: as `Task.lower_is_better`.
         """
-        validation = validation or {}
         following = replace(self, epoch=self.epoch + 1, samples=0, sums=[], recorded=[], seconds=0.0, lr=0.0)
         finite = all(map(math.isfinite, validation.values()))
         better = {

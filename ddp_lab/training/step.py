@@ -88,11 +88,11 @@ class Step:
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
-        options: StepOptions | None = None,
-        ema: EMA | None = None,
+        options: StepOptions,
+        ema: EMA | None,
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
-        self.options, self.ema = options or StepOptions(), ema
+        self.options, self.ema = options, ema
         self.running_sums = RunningSums(strategy.task, strategy.device, self.options.skip_not_finite)
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])

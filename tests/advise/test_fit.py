@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from worlds import run_world
 
 from ddp_lab.advise import fit
+from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.job import build
@@ -54,6 +55,20 @@ def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
     assert "Use more or larger GPUs, a smaller batch_size, or accumulate=N" in text
     assert second == (2, "")
     assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"), [("pipeline", 16), ("ddp_pipeline strategy.pp=2", 32), ("mesh strategy.pp=2", 32), ("mesh", 4)]
+)
+def test_chosen_batch_can_be_divided_into_the_micro_batches_of_every_replica(strategy, parts):
+    chosen = ["strategy.num_microbatches=16", *f"strategy={strategy}".split()]
+    cfg = compose_config([*LENET, "model=vit", *chosen], None)
+    made = instantiate(cfg.strategy, PlannedRuntime(4, 4, "float32", kind="cpu"))
+    cfg.batch_size = "auto"
+    sizes = fit.values_of(cfg, made, 1437, 1)
+    assert (min(sizes), {size % parts for size in sizes}) == (parts, {0})
+    cfg.batch_size, cfg.accumulate = 32 * parts, "auto"
+    assert max(fit.values_of(cfg, made, 1437, 1)) == 32
 
 
 def config_of(tmp_path: Path) -> dict:

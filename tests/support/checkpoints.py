@@ -15,6 +15,7 @@ from ddp_lab.checkpoints.files import find_damage
 from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.checkpoints.state import State
 from ddp_lab.strategies.single import Single
+from ddp_lab.tasks.classification import Classification
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import cosine, make_scheduler
 from ddp_lab.world.runtime import Runtime
@@ -87,7 +88,7 @@ def save_epochs(
         checkpoints.state.strategy.module.bias.data.fill_(progress.epoch)
         step(checkpoints)
         progress = replace(progress, step=progress.step + 1, samples=1)
-        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy})
+        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy}, Classification.lower_is_better)
         checkpoints.save(progress)
     checkpoints.wait()
     assert checkpoints.problem is None
