@@ -107,7 +107,6 @@ def test_speed_compares_a_solution_with_all_five_algorithms(name, tmp_path):
     assert run_world(1, compare, name, tmp_path) == [None]
     rows = [line.split() for line in (tmp_path / "printed").read_text().splitlines()]
     assert ["bytes", "yours", *speed.PROJECT] in rows
-    assert set(speed.PROJECT) == {"star", "per_tensor", "flat", "ring", "bucketed"}
     times = [row for row in rows if row[:1] and row[0] in ("4,096", "16,384")]
     assert len(times) == 2
     assert all(float(value) > 0 for row in times for value in row[1:])

@@ -100,8 +100,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "allowed: optimizer.lr, optimizer.momentum",
     "strategy=ddp log_every=0": "log_every=0: must be a number of steps, as 100, or of seconds, as 10s, or off or null",
     "strategy=ddp model=null": "a group cannot be null or a list",
-    "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp, mesh, pipeline, "
-    "scratch, single, split, tp\n",
+    "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp,",
     "batch_size": "batch_size: overrides look like key=value",
     "strategy=ddp batch_size=1": "batch_size=1: is the global batch and must be divisible by the 2 replicas that share it; "
     "use 2, or",
