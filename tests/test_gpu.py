@@ -1,6 +1,6 @@
 """The equivalence matrix and the launch commands on GPUs, with NCCL. A test is skipped with fewer GPUs than it needs.
 
-python -m pytest -m gpu -n 5 --dist loadgroup       each group of cases in one process, five of them at the same time
+python -m pytest -m gpu -n 5
 """
 
 import json
@@ -15,7 +15,7 @@ import training
 from cases import MATRIX, assert_equal, tolerance_of
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
-from training import ONE_PROCESS, largest_difference, reference_of, run_case, run_cases, words_of
+from training import ONE_PROCESS, Outcome, largest_difference, reference_of, run_case, run_cases, words_of
 from worlds import once, run_world
 
 from ddp_lab.speed import fastest
@@ -23,8 +23,9 @@ from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
-# `single` evaluates nn.MultiheadAttention by torch's fast path for GPUs, with six digits also in float64, and tp, whose layers
-# return another kind of tensor, does not take it. Worker processes decode files, which is the same on any device.
+# The losses of `tp own=attention` differ by 2e-6 from those of `single` in evaluations, in float64, too, while the weights
+# are equal (two H100s, 2026-11-25). The cause, not proven: torch's fast path for nn.MultiheadAttention in evaluation, which tp
+# does not take. Worker processes decode files, which is the same on any device.
 EXCLUDED = ("own=attention", "files")
 BY_SIZE = {
     size: [case for case, quick, slow in MATRIX if str(size) in quick + slow and not any(word in case for word in EXCLUDED)]
@@ -150,40 +151,34 @@ GROUPS = {
 
 
 @once
-def outcomes(name: str, size: int) -> list[dict]:
-    """Return the outcomes of a group on `size` GPUs, for each rank."""
-    group = GROUPS[name]
-    cases = group.cases[size]
-    ranks = 1 if cases[0].split()[0] in ONE_PROCESS else size
-    return run_world(ranks, group.run, cases, *group.arguments, timeout=500)
-
-
-@once
-def alone(case: str):
-    return run_world(1, run_cases, [case], "cuda")[0][case]
+def alone(*cases: str) -> dict[str, Outcome]:
+    return run_world(1, run_cases, list(cases), "cuda", timeout=500)[0]
 
 
 @pytest.mark.parametrize(
-    ("group", "case", "size"),
+    ("group", "strategy", "size"),
     [
-        pytest.param(
-            group,
-            case,
-            size,
-            marks=[pytest.mark.gpu(size), pytest.mark.xdist_group(f"{group} on {size}")],
-            id=f"{group}: {case} on {size}",
-        )
+        pytest.param(group, strategy, size, marks=pytest.mark.gpu(size), id=f"{group}: {strategy} on {size}")
         for group, (by_size, *_) in GROUPS.items()
         for size, cases in by_size.items()
-        for case in cases
+        for strategy in dict.fromkeys(case.split()[0] for case in cases)
     ],
 )
-def test_case_equals_one_gpu(group, case, size):
-    ranks, expected = outcomes(group, size), alone(reference_of(case))
-    print(f"{largest_difference(ranks[0][case].weights, expected.weights):.1e}")
-    assert_equal(ranks[0][case], expected, tolerance_of(case))
-    if case.split()[0] in ("scratch", "ddp"):
-        assert len({rank[case].digest for rank in ranks}) == 1, "the replicas drift apart"
+def test_cases_equal_one_gpu(group, strategy, size):
+    """The cases of a strategy share a world: NCCL keeps 0.8 GiB for each group of ranks until the world ends."""
+    by_size, run, arguments = GROUPS[group]
+    cases = [case for case in by_size[size] if case.split()[0] == strategy]
+    ranks = run_world(1 if strategy in ONE_PROCESS else size, run, cases, *arguments, timeout=500)
+    expected = alone(*dict.fromkeys(map(reference_of, cases)))
+    wrong = {}
+    for case in cases:
+        try:
+            assert_equal(ranks[0][case], expected[reference_of(case)], tolerance_of(case))
+            if strategy in ("scratch", "ddp"):
+                assert len({rank[case].digest for rank in ranks}) == 1, "the replicas drift apart"
+        except AssertionError as error:
+            wrong[case] = str(error)
+    assert not wrong
 
 
 @pytest.mark.parametrize("size", WORLDS)
@@ -230,7 +225,7 @@ def test_run_resumes_with_other_options(first, second, tmp_path):
     second = f"{second} resume={tmp_path}/pt/step_00000003.pt"
     for case in (f"{first} save={tmp_path}", second):
         outcome = run_world(2 if case.startswith("ddp") else 1, run_cases, [case], "cuda", timeout=120)[0][case]
-    expected = alone(reference_of(first))
+    expected = alone(reference_of(first))[reference_of(first)]
     assert largest_difference(outcome.weights, expected.weights) < 1e-6
     assert largest_difference(outcome.momentum, expected.momentum) < 1e-5
 

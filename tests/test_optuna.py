@@ -25,6 +25,7 @@ def table(folder) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_search_of_two_ranks_goes_on_after_a_kill_with_the_same_jobs(tmp_path):
     """The killed search's running job ends with it: the next search finds no lock on its directory."""
     line = ["python train.py -m", *SEARCH, "hydra.sweeper.n_trials=3", "epochs=3", f"runs_dir={tmp_path}"]

@@ -75,6 +75,7 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command)
     assert row["launch"] in (tmp_path / "advice.html").read_text()
 
 
+@pytest.mark.slow
 def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path):
     found = replace(advised(("single", "pipeline"), *VIT, gpus="4xH100"), notes=["<script>document.title='injected'</script>"])
     (tmp_path / "advice.html").write_text(page(found))

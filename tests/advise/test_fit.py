@@ -118,6 +118,7 @@ def test_auto_that_cannot_be_chosen_is_refused_once(line, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
     """The plan of a step may be too low; a process that ran out of memory says so."""
     cfg, runtime = compose_config(["batch_size=auto", "memory_limit=0.5"], None), PlannedRuntime(1, 1, "float32", kind="cpu")
@@ -137,6 +138,7 @@ def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
         fit.choose_batch(cfg, runtime)
 
 
+@pytest.mark.slow
 def test_accumulate_auto_takes_as_few_steps_as_fit(monkeypatch):
     cfg = compose_config(["batch_size=64", "accumulate=auto", "memory_limit=0.286"], None)
     runtime = PlannedRuntime(1, 1, "float32", kind="cpu")

@@ -85,6 +85,7 @@ def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
     return weights(only_run(runs))
 
 
+@pytest.mark.slow
 def test_rank_that_crashes_is_restarted_with_the_ranks_of_the_other_agent(tmp_path):
     """No variable is set by hand."""
     Agents(tmp_path, "--nnodes=2 --max-restarts=3", faults=("crash@rank=1,step=8", "")).finish()

@@ -12,6 +12,7 @@ from launches import main_in_world
 from torch import nn
 from worlds import run_world
 
+pytestmark = pytest.mark.slow
 EPOCHS, FEW, MANY = 5, 200, 2000  # steps of the two runs
 BETWEEN = 900, 1900  # steps of the longer run, in which what is held is counted: four epochs begin or end before the first
 OPTIONS = ["data.loader=workers", "data.num_workers=1", "ema=0.9", "checkpoint.format=sharded", "log_every=off"]

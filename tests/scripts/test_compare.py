@@ -20,6 +20,7 @@ def rows_of(output: str) -> dict[str, list[str]]:
     return {row[1]: row[2:-1] for row in lines if len(row) == 12}
 
 
+@pytest.mark.slow
 def test_compare_shows_the_same_weights_for_all_strategies(tmp_path):
     """On three ranks, on which strategies for even numbers cannot run."""
     out = tmp_path / "compare"
