@@ -74,20 +74,21 @@ def test_launch_refuses_what_cannot_be_forked(monkeypatch):
 
 
 NAMES = """
-import sys
+import sys, time
 import ddp_lab
 assert "torch" not in sys.modules
-import torch, time
 start = time.process_time()
+import torch
+then = time.process_time()
 from ddp_lab import Lab, launch, tasks
-taken = time.process_time() - start
+share = (time.process_time() - then) / (then - start)
 import ddp_lab.launchers.command_line
 assert all(map(callable, (Lab, launch, ddp_lab.launch, tasks.Segmentation)))
-print(taken)
+print(share)
 """
 
 
-def test_import_of_the_names_is_lazy_and_takes_less_than_a_second_beyond_torch():
+def test_import_of_the_names_is_lazy_and_takes_less_than_half_of_torchs():
     found = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120)
-    assert float(found.stdout) < 1
+    assert float(found.stdout) < 0.5
     assert (ROOT / "ddp_lab/py.typed").exists()
