@@ -35,8 +35,8 @@ class Tracker(Protocol):
     """A tracker. Only rank 0 constructs one: `Tracker(run, **options)`, with a TrackedRun and the keys of its options.
 
     All is called in one thread of its own, in which it may wait and raise. After a restart it gets no row for the second time,
-    and rows that an interrupted launch could no longer pass on; with an attribute `holds_step` that is true also those of the
-    last step, which a tracker that writes a step when the next one begins has lost in a crash.
+    and rows that an interrupted launch could no longer pass on. A class with `holds_step = True`, which writes a step when the
+    next one begins, also gets the last step of a launch that has crashed.
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:
