@@ -107,7 +107,7 @@ class Background(Guarded):
 
     def _work(self, node: Mapping[str, Any], run: TrackedRun) -> None:
         recorded = passed = self._before  # positions of rows
-        self._guard(lambda: self._save(recorded))
+        self._guard(partial(self._save, recorded))
         super()._open(node, run)
         while self._tracker is not None:
             method, arguments = self._queue.get()
