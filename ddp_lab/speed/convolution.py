@@ -32,15 +32,19 @@ class PaddedConv2d(nn.Conv2d):
 def to_channels_last(model: nn.Module) -> nn.Module:
     """Set the memory format of a model and return it. Called before `Strategy.setup`.
 
-    The weights of convolutions with one input channel stay contiguous, as cuDNN's gradients of them are. Their strides as
-    channels last differ, and DDP would copy the gradients into its buckets and warn (H100, torch 2.11, 2026-11-24). Those of
-    grouped convolutions, with one input channel each, are channels last.
+    Images of one channel are contiguous and channels last at once; only their strides tell which is meant. Left as they are, the
+    outputs of ResNet-18's first convolution were contiguous, which took 5 % of a step, or the gradient of its weight was, which
+    DDP copies and warns about (H100, torch 2.11, 2026-11-25).
     """
-    model.to(memory_format=torch.channels_last)
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d) and layer.in_channels == 1:
-            layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
-    return model
+            layer.register_forward_pre_hook(inputs_to_channels_last)
+    return model.to(memory_format=torch.channels_last)
+
+
+def inputs_to_channels_last(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of a convolution with the strides of channels last, which `Tensor.contiguous` would not set."""
+    return tuple(images.to(memory_format=torch.channels_last) if images.dim() == 4 else images for images in inputs)
 
 
 def pad_convolutions(model: nn.Module) -> None:

@@ -135,10 +135,17 @@ def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons
     assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
 
 
-def test_weights_of_one_input_channel_stay_contiguous_and_others_become_channels_last():
-    """They have the strides of cuDNN's gradients: DDP warned that these do not match its buckets."""
+def test_outputs_and_gradients_are_channels_last_for_images_of_one_channel():
+    """Both kinds of strides are channels last with one channel. DDP warned that gradients do not match its buckets."""
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 4, 3, groups=4), torch.nn.Conv2d(4, 4, 3))
     weights = [layer.weight for layer in model]
     assert to_channels_last(model) is model
-    assert [layer.weight.stride() for layer in model] == [(9, 9, 3, 1), (9, 1, 3, 1), (36, 1, 12, 4)]
+    assert [layer.weight.stride() for layer in model] == [(9, 1, 3, 1), (9, 1, 3, 1), (36, 1, 12, 4)]
     assert all(layer.weight is weight for layer, weight in zip(model, weights, strict=True))
+    strides = []
+    for layer in model:
+        layer.register_forward_hook(lambda *seen: strides.append(seen[-1].stride(1)))
+        layer.weight.register_hook(lambda gradient: strides.append(gradient.stride()))
+    model(torch.randn(2, 1, 12, 12)).sum().backward()
+    assert strides == [1] * 3 + [(36, 1, 12, 4), (9, 1, 3, 1), (9, 1, 3, 1)]
+    assert model[0](torch.randn(1, 12, 12)).shape == model[0](input=torch.randn(4, 1, 12, 12)[0]).shape == (4, 10, 10)
