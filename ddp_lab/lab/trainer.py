@@ -116,8 +116,7 @@ class Trainer:
         self.progress.step += 1
         if handed:
             self.progress.epoch, self.progress.samples = handed.epoch, handed.samples
-        own = self.eager_step.sums
-        loss, *_, weight = strategy.runtime.all_reduce(own.clone() if strategy.is_metric_rank else torch.zeros_like(own))
+        loss, *_, weight = strategy.total(self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
 
     def fit(

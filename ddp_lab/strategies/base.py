@@ -208,7 +208,7 @@ class Strategy(ABC):
         Args:
             weight: of the local batch, [].
         """
-        total = self.runtime.all_reduce(weight.clone() if self.is_metric_rank else torch.zeros_like(weight))
+        total = self.total(weight)
         scale = torch.where(total == 0, 0, count / total)  # without any weight all gradients are 0
         for parameter in self.module.parameters():
             if parameter.grad is not None:
@@ -243,6 +243,11 @@ class Strategy(ABC):
         """
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return get_total_norm(gradients).to(self.device)  # on the CPU if all parameters here are frozen
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return sums of local batches, of any shape, over the global batch, the same on every rank. Collective."""
+        own = sums if self.is_metric_rank else torch.zeros_like(sums)
+        return self.runtime.all_reduce(own.clone(memory_format=torch.contiguous_format))
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

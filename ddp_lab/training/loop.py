@@ -15,7 +15,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.meter import Meter
-from ddp_lab.training.metrics import Evaluation, evaluate, means, total
+from ddp_lab.training.metrics import Evaluation, evaluate, means
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.training.step import TrainStep
 
@@ -152,7 +152,7 @@ def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, me
 
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
-        own = total(strategy, step.running_sums.totals.clone()).tolist()
+        own = strategy.total(step.running_sums.totals).tolist()
         sums = [earlier + now for earlier, now in zip(before.sums or [0.0] * len(own), own, strict=True)]
         meter.settle()
         return replace(progress, sums=sums, recorded=meter.recorded, seconds=before.seconds + time.perf_counter() - start)

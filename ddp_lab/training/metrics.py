@@ -56,14 +56,9 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = N
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
         samples += count
-    sums = {name: total(strategy, value.flatten()).view(value.shape) for name, value in totals.items()}
+    sums = {name: strategy.total(value).cpu() for name, value in totals.items()}
     loss = (sums.pop("loss") / sums.pop("weight")).item()
     return Evaluation({"loss": loss, **task.metrics(sums)}, samples, sums)
-
-
-def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
-    """Return sums, [n], over all ranks, on the host. Collective; waits for the device."""
-    return strategy.runtime.all_reduce(sums if strategy.is_metric_rank else torch.zeros_like(sums)).cpu()
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:
