@@ -27,8 +27,9 @@ from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.loop import FitSettings, Hooks, Parts, fit
+from ddp_lab.training.loop import Hooks, Parts, fit
 from ddp_lab.training.metrics import evaluate
+from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step, TrainStep
 
@@ -153,7 +154,7 @@ class Trainer:
         self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
     ) -> None:
         """Train from `progress` to the end, as `training.loop.fit`, whose position at the end becomes `progress`."""
-        parts = Parts(self.strategy, self.train_step, loaders, settings, self.ema, task)
+        parts = Parts(self.strategy, self.eager_step, self.train_step, loaders, settings, self.ema, task)
         self.progress = fit(parts, logger, hooks, self.progress)
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:

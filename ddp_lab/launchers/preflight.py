@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.loader import Loader
-from ddp_lab.observe.log import log
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import NEW_TORCHRUN
 
@@ -39,13 +38,6 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.level:8} {self.about}: {self.text}"
-
-
-def warn(findings: list[Finding], runtime: Runtime) -> None:
-    """Log the warnings among `findings` once per node. Call it after logging is set up."""
-    for finding in findings:
-        if finding.level == "warning" and runtime.local_rank == 0:
-            log.warning(finding.text)
 
 
 def check_network(runtime: Runtime) -> list[Finding]:

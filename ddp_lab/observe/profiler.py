@@ -68,16 +68,6 @@ class Profiled:
         self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], schedule=plan, on_trace_ready=self._finish)
         self.profiler.start()
 
-    @property
-    def running_sums(self) -> Any:
-        """The running_sums of the wrapped step."""
-        return self.step.running_sums
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the last step."""
-        return self.step.lr
-
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of the wrapped step; each request is a range DATA in the trace."""
         batches = iter(self.step.batches(loader))

@@ -26,7 +26,6 @@ from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.types import parse_fault
 from ddp_lab.data.loader import Loader
 from ddp_lab.speed.cuda_graph import GraphStep
-from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.step import Step
 
 
@@ -53,14 +52,6 @@ class Fault:
         assert parsed is not None, "the validation of the config excludes it"
         self.injection, (self.kind, faulty, at) = injection, parsed
         self.at = at if faulty == rank else None
-
-    @property
-    def running_sums(self) -> RunningSums:
-        return self.step.running_sums
-
-    @property
-    def lr(self) -> float:
-        return self.step.lr
 
     def batches(self, loader: Loader) -> Iterable[Any]:
         return self.step.batches(loader)

@@ -21,18 +21,7 @@ class Preempted(Exception):
     """The run was preempted, and a checkpoint of the current step is being written."""
 
 
-@dataclass(frozen=True)
-class GuardSettings:
-    """The config keys that a Guard needs: those of the group `checkpoint`, `on_nan` and `check_replicas`."""
-
-    every_epochs: int
-    every_steps: int | None
-    on_error: Literal["stop", "continue"]
-    on_nan: Literal["stop", "skip"]
-    check_replicas: int | None
-    at_steps: Collection[int]
-
-
+@dataclass(eq=False)
 class Guard(Hooks):
     """The hooks of the training loop that save checkpoints, compare replicas and stop the run.
 
@@ -40,25 +29,23 @@ class Guard(Hooks):
     while a checkpoint of this step is being written, or TrainingError if a loss or a weight is not finite, the replicas differ,
     or a checkpoint could not be written.
 
-    Args:
-        decisions: begun for the steps of this launch.
-        progress: the progress at the start of this launch.
-
     Attributes:
+        decisions: begun for the steps of this launch.
         progress: the progress of the last checkpoint, or at the start of this launch.
+
+    The others are config keys: `on_nan`, `check_replicas`, and those of the group `checkpoint`.
     """
 
-    def __init__(
-        self,
-        settings: GuardSettings,
-        checkpoints: Checkpoints,
-        decisions: Decisions,
-        watchdog: Watchdog,
-        progress: Progress,
-    ):
-        self.settings, self.strategy = settings, checkpoints.state.strategy
-        self.checkpoints, self.decisions, self.watchdog = checkpoints, decisions, watchdog
-        self.progress = progress
+    checkpoints: Checkpoints
+    decisions: Decisions
+    watchdog: Watchdog
+    progress: Progress
+    every_epochs: int
+    every_steps: int | None
+    on_error: Literal["stop", "continue"]
+    on_nan: Literal["stop", "skip"]
+    check_replicas: int | None
+    at_steps: Collection[int]
 
     def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
         """Yield the loader's batches and update the heartbeat at each batch. `doing` is "training" or "evaluating"."""
@@ -77,10 +64,9 @@ class Guard(Hooks):
         """
         if self.decisions.due(progress.step) and self._must_leave(progress.step, progress):
             self.save(here())
-        check_replicas, every_steps = self.settings.check_replicas, self.settings.every_steps
-        if check_replicas and progress.step % check_replicas == 0:
+        if self.check_replicas and progress.step % self.check_replicas == 0:
             self._compare_replicas(progress.step)
-        if (every_steps and progress.step % every_steps == 0) or progress.step in self.settings.at_steps:
+        if (self.every_steps and progress.step % self.every_steps == 0) or progress.step in self.at_steps:
             self.save(here())
 
     def evaluating(self, loader: Iterable[Any], progress: Progress, done: int = 0) -> Iterator[Any]:
@@ -104,7 +90,7 @@ class Guard(Hooks):
 
     def end_epoch(self, progress: Progress, last: bool) -> None:
         """Save a checkpoint after an evaluation if one is due or the best. `progress` is at the beginning of the next epoch."""
-        due = last or (progress.epoch - 1) % self.settings.every_epochs == 0
+        due = last or (progress.epoch - 1) % self.every_epochs == 0
         if due or progress.is_best(self.checkpoints.best):
             self.save(progress)
         else:
@@ -123,7 +109,7 @@ class Guard(Hooks):
             progress: the progress in the checkpoint.
         """
         # Weights that are not finite must not be saved.
-        weights = [local(tensor) for tensor in self.strategy.module.state_dict().values()]
+        weights = [local(tensor) for tensor in self.checkpoints.state.strategy.module.state_dict().values()]
         leave = self._must_leave(progress.step, progress, weights)
         self.progress = progress
         self.watchdog.at("saving")
@@ -132,12 +118,12 @@ class Guard(Hooks):
             raise Preempted
 
     def _compare_replicas(self, step: int) -> None:
-        ema = self.checkpoints.state.ema
-        if difference := first_difference(self.strategy, ema.averages if ema else {}):
+        state = self.checkpoints.state
+        if difference := first_difference(state.strategy, state.ema.averages if state.ema else {}):
             name, replica = difference
             raise TrainingError(
                 f"the replicas have drifted apart: after step {step} {name} differs between replicas 0 and {replica} "
-                f"(check_replicas={self.settings.check_replicas}). Look for code that changes it on one rank only, or for a "
+                f"(check_replicas={self.check_replicas}). Look for code that changes it on one rank only, or for a "
                 "faulty device. The last checkpoint contains the values of replica 0",
                 "replicas_drifted",
             )
@@ -149,7 +135,7 @@ class Guard(Hooks):
         if agreed.not_finite:
             bad, rank = agreed.not_finite
             what = f"the loss of step {bad} (epoch {progress.epoch}) is not finite, on rank {rank} first"
-            if self.settings.on_nan == "stop":
+            if self.on_nan == "stop":
                 raise TrainingError(
                     f"{what}. The last checkpoint is from an earlier step. Lower optimizer.lr, set max_grad_norm, or use "
                     "on_nan=skip, with which the gradient of such a batch counts as zero",
@@ -164,7 +150,7 @@ class Guard(Hooks):
                 "optimizer.lr or set max_grad_norm",
                 "not_finite",
             )
-        if agreed.save_failed and self.settings.on_error == "stop":
+        if agreed.save_failed and self.on_error == "stop":
             raise TrainingError(
                 f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. "
                 "With checkpoint.on_error=continue training continues after such a failure",

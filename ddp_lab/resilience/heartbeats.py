@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
@@ -36,8 +37,7 @@ VANISHED = 7.0  # seconds without a heartbeat after which a node counts as vanis
 STOP = 3.0  # seconds that the last exchange with the store may take
 LISTED = 8  # the most ranks that a message lists one by one
 STARTING = "starting"  # the phase in which the process group opens
-WORKING = ["preparing", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating"]
-PHASES = [STARTING, *WORKING, "done"]
+PHASES = [STARTING, "preparing", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done"]
 GONE = f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its processes are killed or suspended"
 
 Heartbeat = dict[str, Any]  # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits, called, call
@@ -74,11 +74,6 @@ def least(heartbeats: Iterable[Heartbeat]) -> list[Heartbeat]:
     """
     ranks = sorted(heartbeats, key=suspicion)
     return ranks[:LISTED] + ranks[LISTED:][-1:]
-
-
-def any_is(doing: str, heartbeats: Iterable[Heartbeat]) -> bool:
-    """Return whether a rank is in the phase `doing`."""
-    return any(beat["doing"] == doing for beat in heartbeats)
 
 
 class Table:
@@ -127,7 +122,10 @@ class Table:
 
     def read(self, row: str | int) -> dict[str, Any] | None:
         """Return the content of a row; None if nothing was written."""
-        return read_row(self._file, row)
+        for _ in range(2):  # a row that is just being written may be read in parts of two records
+            with suppress(ValueError):
+                return json.loads(os.pread(self._file, ROW, start_of(row)).partition(b"\n")[0])
+        return None
 
     def heartbeats(self) -> list[Heartbeat]:
         """Return the heartbeats of the node's ranks that have written one, in order of local rank."""
@@ -144,26 +142,16 @@ def start_of(row: str | int) -> int:
     return ROW * (SHARED.index(row) if isinstance(row, str) else len(SHARED) + row)
 
 
-def read_row(file: int, row: str | int) -> dict[str, Any] | None:
-    """Return the content of a row of an open table, as `Table.read`."""
-    for _ in range(2):  # a row that is just being written may be read in parts of two records
-        with suppress(ValueError):
-            return json.loads(os.pread(file, ROW, start_of(row)).partition(b"\n")[0])
-    return None
-
-
 class NodeLink(threading.Thread):
     """A thread that copies rows between this node's table and the store, over a connection of its own.
 
     Attributes:
-        turns: number of exchanges with the store.
         vanished: on node 0, the rank with the least progress on a node that has vanished; None if none has.
     """
 
     def __init__(self, runtime: Runtime, table: Table):
         super().__init__(name="nodes", daemon=True)
         self.runtime, self.table = runtime, table
-        self.turns = 0
         self.vanished: Heartbeat | None = None
         self._nodes, self._looks = Unchanged(), Unchanged()
         self._last = threading.Event()  # the next exchange is the last one
@@ -187,10 +175,11 @@ class NodeLink(threading.Thread):
     def exchange(self, store: CountedStore) -> None:
         """Send what this node knows, and read what the others know."""
         ranks = self.table.heartbeats()
-        record = {"turn": self.turns, "ranks": least(ranks), "done": any_is("done", ranks)}
+        phases = {beat["doing"] for beat in ranks}
+        record = {"sent": time.time(), "ranks": least(ranks), "done": "done" in phases}
         store.set(f"{self.runtime.node}", json.dumps(record))
         if self.runtime.node == 0:
-            store.set("overview", json.dumps(record | self._merge(store, any_is(STARTING, ranks))))
+            store.set("overview", json.dumps(record | self._merge(store, STARTING in phases)))
         failure, overview = store.multi_get(SHARED)
         if overview:
             self.table.write("overview", json.loads(overview))
@@ -198,7 +187,6 @@ class NodeLink(threading.Thread):
             self.table.write("failure", json.loads(failure))
         elif own := self.table.read("failure"):
             store.set("failure", json.dumps(own))
-        self.turns += 1
 
     def _merge(self, store: CountedStore, starting: bool) -> dict[str, Any]:
         """Return the overview of all nodes, and notice nodes that have vanished."""
@@ -218,12 +206,12 @@ class NodeLink(threading.Thread):
         Node 0 notices that another node sends no heartbeats; the others notice that node 0 sends no overview.
         """
         overview = self.table.read("overview")
-        if overview is None or any_is(STARTING, self.table.heartbeats()):  # as in `_merge`
+        if overview is None or any(beat["doing"] == STARTING for beat in self.table.heartbeats()):  # as in `_merge`
             self._looks.clear()
             return None
         if self.vanished:
             return self.vanished, "lost_node", GONE
-        if self._looks.count("overview", overview["turn"]) / looks < VANISHED or overview["done"]:
+        if self._looks.count("overview", overview["sent"]) / looks < VANISHED or overview["done"]:
             return None
         host, port = self.runtime.master
         return overview["first"], "lost_node", f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}"

@@ -1,9 +1,11 @@
 """The watchdog: a thread of each rank that finds lost and hanging ranks and nodes, and the report of the first failure.
 
 It looks at the table of heartbeats (heartbeats.py) twice a second, even while the main thread waits in a collective for a rank
-that never arrives. Only the first failure is reported (failure_report.py). Errors that it causes go to log files.
+that never arrives. Only the first failure is reported: on the screen, in failure.json and in status.json, by one rank. Errors
+that it causes go to log files.
 """
 
+import json
 import os
 import socket
 import sys
@@ -16,10 +18,9 @@ from typing import Any
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError, advice
 from ddp_lab.observe.log import LOG_FILES, log
 from ddp_lab.resilience import flight_recorder
-from ddp_lab.resilience.failure_report import describe, report
-from ddp_lab.resilience.heartbeats import STARTING, VANISHED, Found, Heartbeat, NodeLink, Table, Unchanged
+from ddp_lab.resilience.heartbeats import LISTED, STARTING, VANISHED, Found, Heartbeat, NodeLink, Table, Unchanged
 from ddp_lab.resilience.run_directory import RunDir, write_status
-from ddp_lab.world.process import is_alive
+from ddp_lab.world.process import is_alive, show
 from ddp_lab.world.runtime import Runtime
 
 BEAT = 0.5  # seconds between two looks
@@ -32,6 +33,7 @@ COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the w
 # or field of their own.
 SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 BUSY: Heartbeat = {"waits": False, "called": {}, "call": None}
+SHOWN = ("rank", "host", "epoch", "step", "doing")  # what is reported of the other ranks
 KILLED = "exited without reporting an error: killed, crashed or left early"
 
 
@@ -211,10 +213,22 @@ class Watchdog:
         self._stop.set()
 
     def _report(self, who: Heartbeat, kind: FailureKind, message: str) -> bool:
-        """Report a failure and make it known to all ranks. Return whether it is the launch's first."""
+        """Write and print a failure if it is the launch's first, and make it known to all ranks. Return whether it is."""
         if self.table.read("failure"):
             return False
-        first = report(self.run_dir, self.rank, who, kind, message, self.table.everyone())
+        path, first = self.run_dir / "failure.json", True
+        listed = [{key: beat[key] for key in SHOWN} for beat in others(who["rank"], self.table.everyone())]
+        record: dict[str, Any] = {**who, "kind": kind, "message": message, "others": listed}
+        try:
+            with path.open("x") as file:  # fails if another rank was first
+                json.dump(record | {"reported_by": self.rank, "time": time.time()}, file, indent=1)
+            write_status(self.run_dir, "failed", who["epoch"], who["step"])
+        except FileExistsError:
+            first = False
+        except OSError as error:  # a full disk or a removed directory: the failure is only printed
+            message += f"\n(failure.json could not be written in {self.run_dir}: {error.strerror})"
+        if first:
+            show(f"{message}\nDetails: {self.run_dir}/train*.log, {path}", int(who["since"]) - 1)
         self.table.write("failure", who)
         if self.link:
             self.link.stop()
@@ -228,3 +242,18 @@ class Watchdog:
         self.before_exit()
         if not self._stop.wait(max(0.0, deadline - time.monotonic())):
             os._exit(1)
+
+
+def others(failed: int, everyone: list[Heartbeat]) -> list[Heartbeat]:
+    """Return at most LISTED of the heartbeats other than that of the rank `failed`, by rank."""
+    return sorted([beat for beat in everyone if beat["rank"] != failed][:LISTED], key=lambda beat: beat["rank"])
+
+
+def describe(who: Heartbeat, what: str, everyone: list[Heartbeat]) -> str:
+    """Return the message about a failure of the rank with the heartbeat `who`. `everyone`: as `Table.everyone`."""
+    place = f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step {who['step']}"
+    message = f"error: {place}, {who['doing']}: {what.rstrip()}"
+    if listed := others(who["rank"], everyone):
+        message += "\nThe other ranks at that time: "
+        message += "; ".join(f"rank {beat['rank']} {beat['doing']}, step {beat['step']}" for beat in listed)
+    return message

@@ -36,9 +36,8 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
-from ddp_lab.training.loop import FitSettings
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
-from ddp_lab.training.plan import Plan
+from ddp_lab.training.plan import FitSettings, Plan
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import build_shape, make_scheduler
 from ddp_lab.training.step import StepOptions

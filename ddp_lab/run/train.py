@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -16,7 +16,6 @@ from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS
-from ddp_lab.launchers.preflight import warn
 from ddp_lab.observe.log import log, setup_logging, telling
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, row_of
@@ -25,7 +24,7 @@ from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import TrackedRun
 from ddp_lab.resilience.decisions import Decisions
 from ddp_lab.resilience.fault_injection import Fault
-from ddp_lab.resilience.guard import Guard, GuardSettings, Preempted
+from ddp_lab.resilience.guard import Guard, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.checks import ChooseBatch, check_and_build, restore_lost
@@ -34,7 +33,7 @@ from ddp_lab.run.job import Job, criterion
 from ddp_lab.run.recorded_config import to_record, without_secrets
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.fastest import build_step
-from ddp_lab.training.loop import is_over, why_over
+from ddp_lab.training.loop import why_over
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
 from ddp_lab.world.device import float32_matmul
@@ -43,16 +42,9 @@ from ddp_lab.world.runtime import Runtime
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 
 
-class Outcome(NamedTuple):
-    """How a run ended, "finished", "preempted" or "interrupted" by Ctrl-C, and its directory."""
-
-    status: str
-    run_dir: Path
-
-
 def train(
     cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
-) -> Outcome:
+) -> tuple[str, Path]:
     """Train according to the config. Collective.
 
     Args:
@@ -73,7 +65,9 @@ def train(
     decisions = Decisions(runtime)
     decisions.listen()
     setup_logging(run_dir.path, runtime.rank)
-    warn(checked.findings, runtime)
+    for finding in checked.findings if runtime.local_rank == 0 else ():
+        if finding.level == "warning":
+            log.warning(finding.text)
     log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
     log.info(job.plan)
     if job.dataset.val is not None:
@@ -86,7 +80,7 @@ def train(
         log.warning(f"started again after {run_dir.failure}")
     matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
     with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
-        return Outcome(train_guarded(cfg, job, checked.source, run_dir, watchdog, decisions), run_dir.path)
+        return train_guarded(cfg, job, checked.source, run_dir, watchdog, decisions), run_dir.path
 
 
 def train_guarded(
@@ -105,9 +99,10 @@ def train_guarded(
     trainer.progress = progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, best)
-    if is_over(progress, job.fit_settings):
+    if reasons := why_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            log.info(f"nothing to do: {why_over(progress, job.fit_settings)}")
+            why, raised = " and ".join(reasons.values()), " and ".join(reasons)
+            log.info(f"nothing to do: {why}; raise {raised} to continue, or use another name")
             log_result(job, run_dir, progress, checkpoints)
             run_dir.end("finished", progress)
         return "finished"
@@ -132,9 +127,9 @@ def train_guarded(
             trainer.train_step = profile = Profiled(trainer.train_step, runtime, logger, folder, graph, job.strategy.bubble)
         keys = ("every_epochs", "every_steps", "on_error", "at_steps")
         kept = {key: cfg.checkpoint[key] for key in keys}
-        settings = GuardSettings(on_nan=cfg.on_nan, check_replicas=cfg.check_replicas, **kept)
-        decisions.begin(progress.step, trainer.train_step.running_sums)
-        guard = Guard(settings, checkpoints, decisions, watchdog, progress)
+        decisions.begin(progress.step, trainer.eager_step.running_sums)
+        others = {"on_nan": cfg.on_nan, "check_replicas": cfg.check_replicas}
+        guard = Guard(checkpoints, decisions, watchdog, progress, **kept, **others)
         watchdog.at("loading", progress.epoch, progress.step + 1)
         try:
             try:

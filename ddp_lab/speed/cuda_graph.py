@@ -33,15 +33,10 @@ class GraphStep:
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
-        self.step, self.loader, self.running_sums = step, loader, step.running_sums
+        self.step, self.loader = step, loader
         fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
         self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
         self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the last step."""
-        return self.step.lr
 
     def capture(self, first_steps: AbstractContextManager[object]) -> None:
         """Warm up, then capture a graph for each batch size. Collective.

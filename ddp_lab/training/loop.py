@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log, telling
 from ddp_lab.observe.logger import Logger
@@ -16,29 +15,9 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import Evaluation, evaluate, means
-from ddp_lab.training.progress import Criterion, Progress
-from ddp_lab.training.step import TrainStep
-
-
-@dataclass(frozen=True)
-class FitSettings:
-    """When training ends, and when the test set is evaluated.
-
-    Attributes:
-        epochs: number of the last epoch.
-        patience: stop early after this many epochs in a row without a better `criterion`; None: never.
-        evaluate_test: after every epoch, or after the last one only.
-        criterion: a metric of the validation set.
-        log_every: when the metrics of steps are recorded.
-        full_rate: samples per second at which the devices compute with the FLOP/s of their data sheet; None: unknown.
-    """
-
-    epochs: int
-    patience: int | None = None
-    evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
-    criterion: Criterion = "val_loss"
-    log_every: Every = field(default_factory=Every)
-    full_rate: float | None = None
+from ddp_lab.training.plan import FitSettings
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.step import Step, TrainStep
 
 
 @dataclass(frozen=True)
@@ -47,6 +26,7 @@ class Parts:
 
     Attributes:
         strategy: after `Strategy.setup`.
+        eager: the step in eager mode, with the running sums and the learning rate, however steps are executed.
         step: computes one training step.
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.
@@ -55,6 +35,7 @@ class Parts:
     """
 
     strategy: Strategy
+    eager: Step
     step: TrainStep
     loaders: Mapping[str, Loader]
     settings: FitSettings
@@ -108,13 +89,13 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
     """
     drawn = "val" if "val" in parts.loaders else "test"
     shown = next(iter(parts.loaders[drawn]))
-    settings, sums = parts.settings, parts.step.running_sums
-    meter = Meter(parts.strategy, sums, settings.log_every, logger, settings.epochs, settings.full_rate)
-    while not is_over(progress, settings):
+    settings, running_sums = parts.settings, parts.eager.running_sums
+    meter = Meter(parts.strategy, running_sums, settings, logger)
+    while not why_over(progress, settings):
         progress = train_epoch(parts, logger, hooks, progress, meter)
         hooks.check(progress)
         if progress.sums[-1] == 0:
-            skipped = parts.step.running_sums.skip_not_finite
+            skipped = running_sums.skip_not_finite
             causes = "every batch was skipped (on_nan=skip): lower optimizer.lr; or " * skipped + "all targets are ignored"
             kind = "not_finite" if skipped else "exception"
             raise TrainingError(f"epoch {progress.epoch} has nothing to learn from: {causes}", kind)
@@ -135,24 +116,25 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
             logger.predictions(progress.epoch, shown.inputs, shown.targets, logits)
             logger.confusion(progress.epoch, evaluated[drawn].sums.get("confusion"))
         progress = following
-        hooks.end_epoch(progress, last=is_over(progress, parts.settings))
-    if progress.epoch <= parts.settings.epochs:
-        log.info(f"stopped early: {no_better(progress, parts.settings)} (patience={parts.settings.patience})")
+        hooks.end_epoch(progress, last=bool(why_over(progress, settings)))
+    if progress.epoch <= settings.epochs:
+        log.info(f"stopped early: {' and '.join(why_over(progress, settings).values())}")
     return progress
 
 
 def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, meter: Meter) -> Progress:
     """Take the remaining steps of an epoch, from the position `before`, and return the position after the last one."""
     strategy, step, loader = parts.strategy, parts.step, parts.loaders["train"]
+    totals = parts.eager.running_sums.totals
     loader.set_epoch(before.epoch, before.samples)
     strategy.train()
-    step.running_sums.totals.zero_()
+    totals.zero_()
     meter.begin(before, loader.data.size)
     progress, start = replace(before), time.perf_counter()
 
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
-        own = strategy.total(step.running_sums.totals).tolist()
+        own = strategy.total(totals).tolist()
         sums = [earlier + now for earlier, now in zip(before.sums or [0.0] * len(own), own, strict=True)]
         meter.settle()
         return replace(progress, sums=sums, recorded=meter.recorded, seconds=before.seconds + time.perf_counter() - start)
@@ -161,7 +143,7 @@ def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, me
     batches = hooks.batches("training", meter.watch(step.batches(loader)), progress)
     for batch in logger.progress(batches, f"epoch {before.epoch}/{parts.settings.epochs}", done, len(loader)):
         step(batch)
-        progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, step.lr
+        progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, parts.eager.lr
         meter.after_step(progress)
         hooks.after_step(progress, here)
     return here()
@@ -181,35 +163,19 @@ def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict
         evaluated["val"] = evaluate(parts.strategy, hooks.evaluating(loaders["val"], progress), parts.task)
     task = parts.task or parts.strategy.task
     following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {}, task.lower_is_better)
-    if "test" in loaders and (settings.evaluate_test == "every_epoch" or is_over(following, settings)):
+    if "test" in loaders and (settings.evaluate_test == "every_epoch" or why_over(following, settings)):
         done = len(loaders["val"]) if evaluated else 0
         evaluated["test"] = evaluate(parts.strategy, hooks.evaluating(loaders["test"], progress, done), parts.task)
     return evaluated, following
 
 
-def is_over(progress: Progress, settings: FitSettings) -> bool:
-    """Return whether all epochs are done, or the last `patience` epochs were not better than an earlier one."""
-    return progress.epoch > settings.epochs or has_stalled(progress, settings)
-
-
-def has_stalled(progress: Progress, settings: FitSettings) -> bool:
-    """Return whether the last `patience` epochs were not better than an earlier one."""
-    return settings.patience is not None and progress.stalled(settings.criterion) >= settings.patience
-
-
-def why_over(progress: Progress, settings: FitSettings) -> str:
-    """Return why a run `is_over`, and what continues it."""
-    reasons, raised = list[str](), list[str]()
+def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:
+    """Return why a run is over, by what has to be raised to continue it; empty if another epoch follows."""
+    reasons, name = dict[str, str](), settings.criterion
+    stalled = progress.stalled(name)
     if progress.epoch > settings.epochs:
-        reasons.append(f"{progress.epoch - 1} of epochs={settings.epochs} are done")
-        raised.append("epochs")
-    if has_stalled(progress, settings):
-        reasons.append(f"{no_better(progress, settings)} (patience={settings.patience})")
-        raised.append(f"patience above {progress.stalled(settings.criterion)}")
-    return f"{' and '.join(reasons)}; raise {' and '.join(raised)} to continue, or use another name"
-
-
-def no_better(progress: Progress, settings: FitSettings) -> str:
-    """Return how many epochs were not better, for a message."""
-    name = settings.criterion
-    return f"the last {progress.stalled(name)} epochs had no better {name} than epoch {progress.best_epochs.get(name, 0)}"
+        reasons["epochs"] = f"{progress.epoch - 1} of epochs={settings.epochs} are done"
+    if settings.patience is not None and stalled >= settings.patience:
+        no_better = f"the last {stalled} epochs had no better {name} than epoch {progress.best_epochs.get(name, 0)}"
+        reasons[f"patience above {stalled}"] = f"{no_better} (patience={settings.patience})"
+    return reasons

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from ddp_lab.observe.log import telling
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.metrics import RunningSums, means
+from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.device import peak_memory_bytes
 
@@ -39,10 +41,7 @@ class Taken(NamedTuple):
 
     values: torch.Tensor
     arrived: torch.cuda.Event | None
-    epoch: int
-    step: int
-    samples: int
-    lr: float
+    progress: Progress
     time: float
 
 
@@ -55,24 +54,14 @@ class Meter:
     Args:
         strategy: whose steps are measured.
         running_sums: of these steps.
-        every: when a row is recorded.
+        settings: when a row is recorded, the last epoch, and the rate of the devices.
         logger: gets the rows, and what is shown.
-        epochs: number of the last epoch.
-        full_rate: samples per second at which the devices would compute with the FLOP/s of their data sheet; None: unknown.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        running_sums: RunningSums,
-        every: Every,
-        logger: Logger,
-        epochs: int,
-        full_rate: float | None,
-    ):
-        self.strategy, self.running_sums, self.every, self.logger = strategy, running_sums, every, logger
-        self.epochs, self.full_rate = epochs, full_rate
-        self.period = min(PERIOD, every.seconds or PERIOD)
+    def __init__(self, strategy: Strategy, running_sums: RunningSums, settings: FitSettings, logger: Logger):
+        self.strategy, self.running_sums, self.settings, self.logger = strategy, running_sums, settings, logger
+        self.every = settings.log_every
+        self.period = min(PERIOD, self.every.seconds or PERIOD)
         self._taken: Taken | None = None
         self._ahead = 1  # steps from the next all_reduce to the one after it
         self._next, self._last_step = 0, -1
@@ -137,7 +126,7 @@ class Meter:
         values = values.to("cpu", non_blocking=cuda)
         if arrived:
             arrived.record()
-        self._taken = Taken(values, arrived, progress.epoch, progress.step, progress.samples, progress.lr, now)
+        self._taken = Taken(values, arrived, replace(progress), now)
 
     def settle(self) -> None:
         """Record and show the sums that were taken last, if that was not done yet. It waits for them."""
@@ -150,7 +139,7 @@ class Meter:
         self._ahead = int(ahead)
         sums = [earlier + now for earlier, now in zip(self._start, values, strict=False)]
         norm = {"gradient_norm": values[-1]} if len(values) > len(sums) else {}
-        mark = Mark(taken.samples, sums, taken.time, waited / self.strategy.runtime.world_size)
+        mark = Mark(taken.progress.samples, sums, taken.time, waited / self.strategy.runtime.world_size)
         if is_row:
             self.logger.steps(self._row(taken, norm, self._recorded, mark))
             self._recorded = mark
@@ -166,9 +155,10 @@ class Meter:
     def _row(self, taken: Taken, norm: dict[str, float], since: Mark, mark: Mark) -> dict[str, Any]:
         seconds = mark.time - since.time
         rate, left = (mark.samples - since.samples) / seconds, self._size - mark.samples
+        at = taken.progress
         sums = [now - before for before, now in zip(since.sums, mark.sums, strict=True)]
-        row: dict[str, Any] = {"epoch": taken.epoch, "step": taken.step, **means(self.strategy.task, sums), "lr": taken.lr}
+        row: dict[str, Any] = {"epoch": at.epoch, "step": at.step, **means(self.strategy.task, sums), "lr": at.lr}
         row |= {"samples_per_second": rate, "data_wait": (mark.waited - since.waited) / seconds}
-        row |= norm | ({"mfu": rate / self.full_rate} if self.full_rate else {})
+        row |= norm | ({"mfu": rate / self.settings.full_rate} if self.settings.full_rate else {})
         row |= {"peak_memory_MiB": peak_memory_bytes() / 2**20, "eta_epoch": left / rate}
-        return row | {"eta": (left + (self.epochs - taken.epoch) * self._size) / rate}
+        return row | {"eta": (left + (self.settings.epochs - at.epoch) * self._size) / rate}

@@ -1,12 +1,34 @@
-"""The batch sizes, steps and learning rate of a run, computed from the config, the number of replicas and the dataset."""
+"""The batch sizes, steps and learning rate of a run, computed from the config, the replicas and the dataset; and its end."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ddp_lab.config.errors import ConfigError, multiples
-from ddp_lab.training.progress import Progress
+from ddp_lab.config.types import Every
+from ddp_lab.training.progress import Criterion, Progress
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """When training ends, and when the test set is evaluated.
+
+    Attributes:
+        epochs: number of the last epoch.
+        patience: stop early after this many epochs in a row without a better `criterion`; None: never.
+        evaluate_test: after every epoch, or after the last one only.
+        criterion: a metric of the validation set.
+        log_every: when the metrics of steps are recorded.
+        full_rate: samples per second at which the devices compute with the FLOP/s of their data sheet; None: unknown.
+    """
+
+    epochs: int
+    patience: int | None = None
+    evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
+    criterion: Criterion = "val_loss"
+    log_every: Every = field(default_factory=Every)
+    full_rate: float | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -21,20 +21,8 @@ from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.optimizer import has_shards, step_of
 
 
-@runtime_checkable
 class TrainStep(Protocol):
-    """The interface of a training step. `Step` and `GraphStep` compute a step; `Fault` and `Profiled` wrap another one.
-
-    Attributes:
-        running_sums: sums of the losses, each computed before the optimizer's step.
-        lr: learning rate of the last step.
-    """
-
-    @property
-    def running_sums(self) -> RunningSums: ...
-
-    @property
-    def lr(self) -> float: ...
+    """The interface of a training step. `Step` and `GraphStep` compute a step; `Fault` and `Profiled` wrap another one."""
 
     def batches(self, loader: Loader) -> Iterable[Any]:
         """Return the argument of `__call__` for each remaining step of the epoch, in order."""

@@ -87,7 +87,7 @@ def measure(runtime: Runtime, case: str) -> Real:
     # What lives between steps: the state without gradients, the batch, the running sums of the loss, and buffers.
     buckets = held["gradients"] if "ddp" in job.strategy.name else 0
     buckets += sum(size for key, size in receive_buffers().items() if key not in others)
-    between = sum(held.values()) - held["gradients"] + nbytes([*batch[:2], *trainer.train_step.running_sums.state]) + buckets
+    between = sum(held.values()) - held["gradients"] + nbytes([*batch[:2], *trainer.eager_step.running_sums.state]) + buckets
     return Real(held, between + peak)
 
 

@@ -16,10 +16,9 @@ from torch.distributed import HashStore
 
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.resilience import heartbeats
-from ddp_lab.resilience.failure_report import describe
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
 from ddp_lab.resilience.heartbeats import NodeLink, Table, least, suspicion
-from ddp_lab.resilience.watchdog import Watchdog
+from ddp_lab.resilience.watchdog import Watchdog, describe
 from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import CountedStore

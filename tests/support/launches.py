@@ -20,7 +20,7 @@ import torch.distributed as dist
 from warm import programs
 
 from ddp_lab.observe.metrics_file import complete_lines, read_epochs
-from ddp_lab.resilience.heartbeats import read_row
+from ddp_lab.resilience.heartbeats import start_of
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -101,11 +101,11 @@ def launch_on_terminal(line: str, *more: str) -> str:
 
 def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
     """Return the heartbeat of a rank of node 0 while its launch is running; None if it has written none yet."""
-    try:
-        with open(json.loads((run_dir / "status.json").read_text())["heartbeats"], "rb") as table:
-            return read_row(table.fileno(), rank)
-    except (OSError, ValueError, KeyError):
-        return None
+    for _ in range(2):  # a row may be read while it is written
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            table = Path(json.loads((run_dir / "status.json").read_text())["heartbeats"])
+            return json.loads(table.read_bytes()[start_of(rank) :].partition(b"\n")[0])
+    return None
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
