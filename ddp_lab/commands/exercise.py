@@ -81,10 +81,10 @@ def check(exercise: "Exercise", file: Path, speed: bool) -> None:
     """
     from ddp_lab.exercises.catalog import following
     from ddp_lab.exercises.processes import explain_failure
-    from ddp_lab.exercises.speed import compare, require_sum
+    from ddp_lab.exercises.speed import LEARNERS, compare
 
-    if speed:
-        require_sum(exercise.name)
+    if speed and exercise.name not in LEARNERS:
+        raise ConfigError(f"--speed: {exercise.name} is no all-reduce; allowed for {', '.join(LEARNERS)}. Leave --speed out")
     if not file.is_file():
         raise ConfigError(f"{file}: does not exist; write it with `{COMMAND} start {exercise.name}`")
     if speed:

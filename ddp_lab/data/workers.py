@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
@@ -27,37 +27,20 @@ def ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class Keys(Sampler[list[tuple[int, int]]]):
-    """The batch sampler of one rank: the (epoch, index) of each sample.
-
-    Worker processes learn the epoch from the keys: nothing that is set in the main process reaches them once they run.
-
-    Args:
-        size: samples in a local batch.
-
-    Attributes:
-        epoch: number of the epoch.
-        order: the indices of the rank's samples in it, int64 [n].
-    """
-
-    def __init__(self, size: int):
-        self.size, self.epoch, self.order = size, 0, torch.zeros(0, dtype=torch.int64)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch = self.epoch
-        for indices in self.order.split(self.size):
-            yield [(epoch, index) for index in indices.tolist()]
-
-
-class Keyed(TorchDataset[tuple[torch.Tensor, Any]]):
-    """The samples of a split by (epoch, index). The channels of images come last, because those that were decoded have so."""
+class Batches(TorchDataset[tuple[torch.Tensor, Any]]):
+    """The samples of a split. The channels of images come last, because those that were decoded have so."""
 
     def __init__(self, data: Samples):
         self.data = data
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, Any]:
+    def __getitems__(self, batch: tuple[int, Any]) -> list[tuple[torch.Tensor, Any]]:
+        """Return the samples of a batch: an epoch, and an array of indices. Called by the DataLoader."""
+        epoch, indices = batch
+        return [self._sample(epoch, index) for index in indices.tolist()]
+
+    def _sample(self, epoch: int, index: int) -> tuple[torch.Tensor, Any]:
         try:
-            inputs, target = self.data.sample(*key)
+            inputs, target = self.data.sample(epoch, index)
         except ConfigError as error:  # it would be reported by rank 0 only, but this sample is read by one rank
             raise SampleError(str(error)) from None
         return inputs.permute(1, 2, 0) if self.data.is_image else inputs, target
@@ -80,10 +63,11 @@ class WorkerLoader(Loader):
 
     def __init__(self, data: Samples, options: LoaderOptions):
         super().__init__(data, options)
-        self._keys = Keys(self.local_batch_size)
+        # Worker processes learn the epoch from each batch: nothing that is set in the main process reaches them once they run.
+        self._batches: list[Any] = []
         self.loader = DataLoader(
-            Keyed(data),
-            batch_sampler=self._keys,
+            Batches(data),
+            batch_sampler=self._batches,
             num_workers=options.num_workers,
             persistent_workers=options.num_workers > 0,
             worker_init_fn=ignore_signals,
@@ -104,7 +88,8 @@ class WorkerLoader(Loader):
         return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
-        self._keys.epoch, self._keys.order = self.epoch, order[self.start :]
+        parts = order[self.start :].split(self.local_batch_size)
+        self._batches[:] = [(self.epoch, part.numpy()) for part in parts]  # a tensor would go through shared memory
         self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

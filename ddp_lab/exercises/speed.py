@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.exercises.catalog import Exercise
 from ddp_lab.exercises.explain import Call
 from ddp_lab.exercises.processes import explain_outcomes, run_ranks
@@ -115,16 +114,6 @@ def report(found: Times, ranks: int, picture: Path) -> None:
     lines = [Curve(name, points, dashed=name == "model") for name, points in found.items()]
     beside([curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log=True)], picture)
     print(f"\n{picture}")
-
-
-def require_sum(exercise: str) -> None:
-    """Check that an exercise is an all-reduce.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if exercise not in LEARNERS:
-        raise ConfigError(f"--speed: {exercise} is no all-reduce; allowed for {', '.join(LEARNERS)}. Leave --speed out")
 
 
 def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SIZES, seconds: float = SECONDS) -> str | None:

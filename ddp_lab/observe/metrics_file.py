@@ -6,7 +6,6 @@
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,27 +22,19 @@ OTHERS = ("epoch", "step", "lr", "samples_per_second", "data_wait", "peak_memory
 HIDDEN = ("top5_accuracy",)  # of the metrics of a set, those that the log and the curves do not have
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a file completely or, on a full disk, not at all.
-
-    Raises:
-        OSError: the line could not be written completely.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
-    try:
-        size, text = os.fstat(descriptor).st_size, f"{line}\n".encode()
-        if (written := os.write(descriptor, text)) < len(text):
-            os.truncate(descriptor, size)
-            raise OSError(f"only {written} of {len(text)} bytes were written")
-    finally:
-        os.close(descriptor)
-
-
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row; null stands for numbers that are not finite, which JSON has not. A full disk is logged, not raised."""
+    """Append a row completely or, on a full disk, which is logged and not raised, not at all.
+
+    null stands for numbers that are not finite, which JSON has not.
+    """
     finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    line = f"{json.dumps(finite)}\n".encode()
     try:
-        append_line(path, json.dumps(finite))
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if (written := file.write(line)) < len(line):
+                file.truncate(size)
+                raise OSError(f"only {written} of {len(line)} bytes were written")
     except OSError as error:  # missing records must not end the training
         log.error(f"{path} could not be written ({error.strerror or error}): its records are incomplete; training continues")
 

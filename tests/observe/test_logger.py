@@ -16,7 +16,7 @@ import ddp_lab.observe.metrics_file
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger
-from ddp_lab.observe.metrics_file import append_line, describe_result
+from ddp_lab.observe.metrics_file import append_row, describe_result
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import beside
 from ddp_lab.observe.trackers.background import Trackers
@@ -118,18 +118,18 @@ def test_result_has_the_median_speed_of_the_epochs_on_the_same_number_of_devices
     assert describe_result(tmp_path / "none", 1, None, Path("a"), "cpu") == "result: epoch 1 (last), no metrics (a)"
 
 
-def test_line_that_does_not_fit_on_the_disk_is_not_written_in_part(tmp_path):
+def test_row_that_does_not_fit_on_the_disk_is_not_written_in_part(tmp_path, caplog):
     metrics = tmp_path / "metrics.jsonl"
-    append_line(metrics, "complete")
+    append_row(metrics, {"a": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # the kernel writes up to this size, as on a disk with 3 bytes left
     try:
-        with pytest.raises(OSError, match=r"^only 3 of 9 bytes were written$"):
-            append_line(metrics, "too long")
+        append_row(metrics, {"too": "long"})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    append_line(metrics, "later")
-    assert metrics.read_text() == "complete\nlater\n"
+    append_row(metrics, {"b": float("nan")})
+    assert metrics.read_text() == '{"a": 1}\n{"b": null}\n'
+    assert "(only 3 of 16 bytes were written): its records are incomplete; training continues" in caplog.text
 
 
 def log_as(run_dir, ranks: list[int]) -> None:
