@@ -4,6 +4,7 @@ In eager mode a step of LeNet takes the host ten times as long as the GPU. A gra
 The values that change from step to step, the batch and the learning rate, are read from fixed addresses in memory.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -58,7 +59,8 @@ class GraphStep:
             batch = self._first_batch(largest)
             # A step that lets the host wait would fail in the capture, too, but with a message about the capture, and it would
             # leave torch's generators in it.
-            with unchanged(self.step):
+            with unchanged(self.step), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     self.step.compute(batch)

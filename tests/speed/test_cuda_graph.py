@@ -1,5 +1,6 @@
 """A captured step takes the steps of an eager one. Here a graph is a function that is called again; on GPUs: test_gpu.py."""
 
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -21,8 +22,13 @@ def modes(monkeypatch) -> list[str]:
     A replay reads the learning rate where the capture has read it.
     """
     set_to: list[str] = []
+
+    def set_mode(mode: str) -> None:
+        set_to.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)  # as torch does, on every rank
+
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_to.append)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(cuda_graph, "captured", lambda work, pool: SimpleNamespace(replay=work))
     compute = GraphStep.compute
 
@@ -50,7 +56,8 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     eager, loader = make_step(*options)
     step, own = make_step(*options)
     graph = GraphStep(step, own)
-    graph.capture(nullcontext())
+    with warnings.catch_warnings(action="error"):
+        graph.capture(nullcontext())
     assert modes == ["error", "default"], "a step that waits for the GPU must not reach the capture"
     assert sorted(graph.graphs) == [BatchSize(12, 12), BatchSize(24, 24)]
     eager.running_sums.begin(0)
