@@ -8,7 +8,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.book_resnet import book_resnet18
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.make import build_model
-from ddp_lab.models.partition import Partition, cut, trace
+from ddp_lab.models.partition import Partition, cut
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
 
@@ -117,13 +117,6 @@ def test_book_resnet18_computes_the_network_of_section_13_6():
     assert torch.allclose(model(images), expected, rtol=1e-9, atol=0)
 
 
-def test_trace_counts_the_flops_of_lenet():
-    conv1 = 2 * 26 * 26 * 20 * 9
-    conv2 = 2 * 9 * 9 * 50 * 20 * 25
-    flops, _ = trace(lenet(1, 28, 10, None))
-    assert flops == [conv1, conv2, 2 * 800 * 128, 2 * 128 * 10]
-
-
 @pytest.mark.parametrize(
     ("costs", "sizes"),
     [
@@ -139,22 +132,6 @@ def test_cut_minimises_the_most_expensive_stage(costs, sizes):
     parts = cut(costs, len(sizes))
     assert [len(part) for part in parts] == sizes
     assert [index for part in parts for index in part] == list(range(len(costs)))
-
-
-@pytest.mark.parametrize("make", [lenet, resnet18])
-def test_partition_has_the_shapes_of_a_forward_pass_and_changes_nothing(make):
-    chain = make(3, 16, 10, None)
-    before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
-    activation = torch.randn(3, *chain.input_shape)
-    partition, seen = Partition(chain, 3), [activation.shape[1:]]
-    assert chain.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in chain.state_dict().items()), "trace changed the model"
-    for block in chain:
-        activation = block(activation)
-        seen.append(activation.shape[1:])
-    assert partition.shapes == seen
-    assert partition.names == [name for name, _ in chain.named_children()]
-    assert [index for part in partition.parts for index in part] == list(range(len(chain)))
 
 
 def test_partition_cuts_resnet18_by_flops():

@@ -10,33 +10,9 @@ import torch.distributed as dist
 from launches import NARROW, OWN, SMALL, launch, main_in_world, read_metrics
 from worlds import run_world
 
-from ddp_lab.config.errors import NodeError
 from ddp_lab.run.recorded_config import read_config
 from ddp_lab.run.trained import evaluate_run
-from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
-
-
-def use_group() -> list[float]:
-    with Runtime("cpu", timeout=30) as runtime:
-        runtime.open_group()
-        total = runtime.all_reduce(torch.tensor(float(runtime.rank))).item()
-        return [total, *runtime.conclude("order", 10 * runtime.rank, lambda values: values)]
-
-
-def test_ranks_add_tensors_and_conclude_from_the_values_of_all():
-    assert run_world(3, use_group) == [[3.0, 0, 10, 20]] * 3
-    assert run_world(1, use_group) == [[0.0, 0]]
-
-
-def test_missing_device_is_reported():
-    with pytest.raises(NodeError, match=r"device=cuda:99: there is no such device on .*\. Available: cpu"):
-        Runtime("cuda:99")
-    with pytest.raises(NodeError, match=r"strategy\.devices=cuda:99"):
-        find_device("cuda:99", "strategy.devices")
-    assert Runtime("cpu").device == torch.device("cpu")
-    assert not dist.is_initialized()
-
 
 MESH = {"dp": 2, "pp": 2}
 
