@@ -109,11 +109,9 @@ def test_seconds_make_rows_and_lines_of_a_redirected_output(line, tmp_path):
     assert " of the run" in output
 
 
-def test_flops_of_a_step_are_those_of_the_formula():
-    """Of the first layer there is no gradient with respect to the inputs."""
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-    assert count_flops(model, torch.ones(2, 5)) == 2 * (2 * 5 * 7 + 3 * 7 * 3)
-    assert count_flops(nn.Sequential(model, Reading()), torch.ones(2, 5)) is None
+def test_flops_of_a_model_that_reads_values_are_unknown():
+    model = nn.Sequential(nn.Linear(5, 3), Reading())
+    assert count_flops(model, torch.ones(2, 5)) is None
     assert not any(parameter.is_meta or parameter.grad is not None for parameter in model.parameters())
 
 
