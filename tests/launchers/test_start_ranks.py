@@ -5,7 +5,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from argparse import Namespace
 from contextlib import nullcontext
@@ -161,14 +160,7 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
         ("~model", 2, "error: "),
     ],
 )
-def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["ddp-lab", *shlex.split(line)])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    try:
-        dispatcher.main()
-        ended = 0
-    except SystemExit as end:
-        ended = end.code
-    captured = capfd.readouterr()
+def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, command):
+    ended, output, errors = command(lambda _: dispatcher.main(), *shlex.split(line))
     assert ended == code
-    assert message in captured.out + captured.err
+    assert message in output + errors

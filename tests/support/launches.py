@@ -121,11 +121,12 @@ def only_run(runs_dir: Path) -> Path:
     return run_dir
 
 
-def main_in_world(*overrides: str) -> None:
-    """Run train.py on this rank with the given Hydra overrides."""
+def main_in_world(*overrides: str) -> str:
+    """Run train.py on this rank with the given Hydra overrides, and return what it prints."""
     sys.argv = ["train.py", *overrides]
-    with contextlib.redirect_stdout(io.StringIO()):  # the tests read the run directory instead
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    return printed.getvalue()
 
 
 def refusal_in_world(line: str) -> tuple[object, str]:
