@@ -246,13 +246,6 @@ def test_speed_auto_reports_its_choices_once(line, overrides, epochs, said, tmp_
     assert len(read_metrics(only_run(tmp_path))) == epochs
 
 
-@pytest.mark.gpu(1)
-def test_model_that_cannot_be_captured_is_an_error_if_the_config_requires_it(tmp_path):
-    more = [*OWN, "model._target_=own_models.waiting_blocks", "cuda_graph=true", f"runs_dir={tmp_path}"]
-    code, output = launch("python train.py", *more, gpus=True)
-    assert code != 0, output
-
-
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("fault", "restarts", "code", "status", "said"),

@@ -5,13 +5,12 @@ import shlex
 import signal
 import socket
 import subprocess
-import time
 from argparse import Namespace
 from contextlib import nullcontext
 from importlib import metadata
 
 import pytest
-from launches import SMALL, launch, read_heartbeat, start
+from launches import SMALL, launch, start, wait_for_heartbeat
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_lab import __main__ as dispatcher
@@ -90,11 +89,7 @@ def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
     """A terminal sends SIGINT to the process group, which the ranks are not in."""
     overrides = [*SMALL, "strategy=ddp", "epochs=100000", "name=mine", f"runs_dir={tmp_path}"]
     process = start(TWO, *overrides, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not ((beat := read_heartbeat(tmp_path / "mine", 1)) and beat["step"] > 10):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_for_heartbeat(tmp_path / "mine", 1, lambda record: record["step"] > 10, 120)
     process.send_signal(signal.SIGINT)
     code, output, errors = finish(process)
     assert (code, errors) == (130, "")

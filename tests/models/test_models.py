@@ -144,22 +144,6 @@ def test_partition_cuts_resnet18_by_flops():
     )
 
 
-@pytest.mark.parametrize(
-    ("cut_at", "message"),
-    [
-        (5, "the model cannot be cut into 5 stages: it has 4 blocks (conv1, conv2, fc1, fc2) and a stage needs"),
-        (["fc9"], "strategy.cut=[fc9]: must be blocks of the model in their order, the first excluded: some of conv2, fc1,"),
-        (["conv1"], "strategy.cut=[conv1]: must be blocks of the model in their order, the first excluded"),
-        (["fc2", "fc1"], "strategy.cut=[fc2,fc1]: must be blocks of the model in their order"),
-        (["fc1", "fc1"], "strategy.cut=[fc1,fc1]: must be blocks of the model in their order"),
-    ],
-)
-def test_partition_refuses_invalid_cuts(cut_at, message):
-    with pytest.raises(ConfigError) as error:
-        Partition(lenet(1, 28, 10, None), cut_at)
-    assert str(error.value).startswith(message)
-
-
 def test_chains_that_read_values_are_cut_by_their_flops():
     model = build_model({"_target_": "own_models.waiting_blocks"}, {"in_channels": 1, "image_size": 8, "num_classes": 10})
     parts = Partition(model, 2)
