@@ -107,19 +107,6 @@ def test_run_of_several_ranks_is_evaluated_in_one_process(trained, command, tmp_
     assert "strategy.pp=2: cannot lay 1 rank" in errors
 
 
-def test_damaged_newest_checkpoint_is_reported_and_the_one_before_it_is_evaluated(trained, command, tmp_path, caplog):
-    shutil.copytree(trained, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / "step_00000010.pt"
-    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
-    code, output, _ = command(evaluate.main, tmp_path / "run", "strategy=single")
-    assert code == 0
-    assert "step_00000005.pt, epoch 1: " in output
-    assert f"{newest} is damaged (the SHA-256 of {newest.name} differs" in caplog.text
-    code, output, errors = command(evaluate.main, tmp_path / "run", "strategy=single", f"--checkpoint={newest}")
-    assert (code, output) == (2, "")
-    assert errors.startswith(f"error: --checkpoint {newest}: the checkpoint is damaged: the SHA-256 of {newest.name} differs")
-
-
 IS_A_CHECKPOINT = (
     ": is a checkpoint, and the directory of a run is needed. Use {run} --checkpoint {run}/checkpoints/step_00000010.pt"
 )

@@ -71,19 +71,6 @@ def test_tensorboard_of_make_binds_to_localhost():
     assert line.endswith(" --host localhost")
 
 
-def test_no_test_file_imports_another():
-    """Code that several test files use belongs in tests/support."""
-    trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in sorted((ROOT / "tests").rglob("*.py"))}
-    imports = {name: [node.module or "" for node in tree if isinstance(node, ast.ImportFrom)] for name, tree in trees.items()}
-    assert not {name: modules for name, modules in imports.items() if any(module.startswith("test_") for module in modules)}
-
-
-def test_folders_of_tests_are_subpackages():
-    """Tests of files outside the subpackages, or of all of them, are in tests/ itself."""
-    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
-    assert folders - {".", "scripts"} <= set(ORDER)
-
-
 def test_top_level_has_subpackages_with_docstrings_only():
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed", "conf")}
     assert entries == set(ORDER)

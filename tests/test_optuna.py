@@ -19,6 +19,8 @@ from ddp_lab.resilience.run_directory import LOCK_WAIT, lock, read_json, write_s
 # The test set is so small that another job would be the best by it.
 SEARCH = [*SMALL[:-1], "experiment=search", "data.dataset.test_size=1", "data.val_fraction=0.3", "device=cpu"]
 
+ALONE = [*SEARCH, "strategy=single", "epochs=1"]
+
 
 def table(folder) -> list[dict[str, str]]:
     with (folder / "results.csv").open(newline="") as file:
@@ -63,14 +65,7 @@ def test_search_of_two_ranks_goes_on_after_a_kill_with_the_same_jobs(tmp_path):
 
 
 def test_search_learns_that_a_job_diverged_and_runs_no_job_twice(tmp_path):
-    line = [
-        *SEARCH,
-        "strategy=single",
-        "epochs=1",
-        f"runs_dir={tmp_path}",
-        "hydra.sweeper.n_trials=4",
-        "hydra.sweeper.n_jobs=2",
-    ]
+    line = [*ALONE, f"runs_dir={tmp_path}", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
     code, output = launch("python train.py -m", *line, "optimizer.lr=choice(0.01,1e30)")
     assert code == 0, output
     assert {(row["job"], row["status"]) for row in table(tmp_path / "search")} == {
@@ -115,14 +110,7 @@ def test_search_with_another_launcher_or_sampler_is_refused_in_one_line(chosen, 
 
 
 def test_search_without_a_result_ends_with_one_message(tmp_path):
-    line = [
-        *SEARCH,
-        "strategy=single",
-        "epochs=1",
-        f"runs_dir={tmp_path}",
-        "hydra.sweeper.n_trials=1",
-        "optimizer.lr=choice(1e30)",
-    ]
+    line = [*ALONE, f"runs_dir={tmp_path}", "hydra.sweeper.n_trials=1", "optimizer.lr=choice(1e30)"]
     code, output = launch("python train.py -m", *line)
     assert code == 1
     assert "error: no job of the search has a result" in output

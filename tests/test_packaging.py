@@ -1,7 +1,6 @@
 """What users get without a clone: the wheel, the Dockerfile, CITATION.cff and constraints.txt."""
 
 import csv
-import email
 import json
 import re
 import shlex
@@ -29,8 +28,6 @@ import json, ddp_lab
 from ddp_lab.launchers import schedulers, short_run
 print(json.dumps([ddp_lab.__file__, short_run.command_of(["epochs=1"], 2)[0][1:], schedulers.SCRIPT.read_text()]))
 """
-# The same value as in the composed config of a clone: a group of the user's that overrides conf/.
-EXPERIMENT = "# @package _global_\nepochs: 7\n"
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 DEPENDENCIES = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
 SYSTEMS = [
@@ -69,14 +66,6 @@ def test_wheel_relaunches_the_module_and_has_the_slurm_script(environment, tmp_p
     assert file.startswith(str(environment.programs.parent))
     assert command == ["-m", "ddp_lab", "train", "--nproc", "2", "epochs=1"]
     assert script == (ROOT / "scripts" / "slurm" / "train.sbatch").read_text()
-
-
-def test_wheel_composes_the_config_with_yaml_of_the_user(environment, tmp_path):
-    (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "seven.yaml").write_text(EXPERIMENT)
-    done = environment.run("ddp-lab name=x --config-dir own experiment=seven --cfg job", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {"epochs: 7", "name: x", "runs_dir: runs"} <= set(done.stdout.splitlines())
 
 
 @pytest.mark.slow
@@ -122,20 +111,6 @@ def test_wheel_is_what_a_package_index_accepts(wheel):
         [sys.executable, "-m", "twine", "check", "--strict", wheel], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_metadata_of_the_wheel_is_complete(wheel):
-    with ZipFile(wheel) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
-        licenses = [each for each in archive.namelist() if each.endswith("licenses/LICENSE")]
-    assert len(licenses) == 1
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == PROJECT["requires-python"]
-    assert set(metadata.get_all("Provides-Extra")) == {*PROJECT["optional-dependencies"]}
-    assert {"Operating System :: POSIX :: Linux", "Typing :: Typed"} <= set(metadata.get_all("Classifier"))
-    assert metadata["Keywords"]
-    assert metadata.get_payload().startswith("# ddp_lab\n")
 
 
 def test_citation_names_the_version_and_the_license_of_the_package():

@@ -1,27 +1,19 @@
 """The validation set: who is in it, what it chooses, and that the test set chooses nothing."""
 
 import json
-import re
 import shutil
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from configs import config
 from launches import ROOT, SMALL, main_in_world, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
 from ddp_lab.commands import evaluate, export, predict
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import LoaderOptions, real_samples
 from ddp_lab.data.dataset import hold_out
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.data.loader import DeviceLoader
-from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
-from ddp_lab.run.checks import check_and_build
 from ddp_lab.run.trained import checkpoint_of
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.training.progress import Progress
@@ -32,30 +24,15 @@ RUN = [*SMALL, "data.dataset.train_size=125", "data.val_fraction=0.2", "model=le
 RUN += ["optimizer.lr=0.3", "scheduler=constant", "strategy=ddp", "name=mine"]
 
 
-def images_of(loader) -> set[bytes]:
-    """Return the images of all batches of one rank, without padding."""
-    rank, size = loader.options.dp_rank, loader.options.dp_size
-    batches = [inputs[: real_samples(count, rank, size)] for inputs, _, count in loader]
-    return {image.numpy().tobytes() for inputs in batches for image in inputs}
-
-
-def read_by(data, kind: type, size: int) -> set[bytes]:
-    """Return the images that the ranks of a world read of a set. Each is read once."""
-    options = [LoaderOptions(12, rank, size, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=False) for rank in range(size)]
-    parts = [images_of(kind(data, each)) for each in options]
-    assert sum(map(len, parts)) == data.size
-    return set.union(*parts)
-
-
-def test_validation_set_is_the_same_for_any_world_size_and_loader():
+def test_validation_set_is_held_out_by_the_seed():
     whole = Synthetic(59, 7, 1, 6, 3).load()
     dataset = hold_out(whole, 0.2, seed=5)
     assert {name: found.size for name, found in dataset.sets.items()} == {"train": 47, "val": 12, "test": 7}
-    expected = {name: read_by(found, DeviceLoader, 1) for name, found in dataset.sets.items()}
-    for kind, size, (name, found) in product((DeviceLoader, WorkerLoader), (1, 2, 3, 4), dataset.sets.items()):
-        assert read_by(found, kind, size) == expected[name], (kind, size, name)
-    assert not expected["train"] & expected["val"], "a validation image is trained on"
-    assert expected["train"] | expected["val"] == read_by(whole.train, DeviceLoader, 1)
+    train, val, every = (
+        {image.numpy().tobytes() for image in part.inputs} for part in (dataset.train, dataset.val, whole.train)
+    )
+    assert not train & val, "a validation image is trained on"
+    assert train | val == every
     assert torch.equal(hold_out(whole, 0.2, seed=5).val.inputs, dataset.val.inputs)
     assert not torch.equal(hold_out(whole, 0.2, seed=6).val.inputs, dataset.val.inputs)
     assert hold_out(whole, 0, seed=5) is hold_out(whole, None, seed=5) is whole, "the default trains on everything"
@@ -123,21 +100,6 @@ def test_result_of_the_log_is_that_of_the_commands(chosen, tmp_path):
     row = read_metrics(chosen)[-1]
     assert f"result: epoch 4 (last), val loss {row['val_loss']:.4f} accuracy {row['val_accuracy']:.4f} | test" in line
     assert line.endswith(f"({checkpoint_of(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("data.val_fraction=0.3", "data.val_fraction=0.3 data.val_seed=0 of 125 samples: "),
-        ("data.dataset.train_size=150", "data.val_fraction=0.2 data.val_seed=0 of 150 samples: "),
-    ],
-)
-def test_resume_that_holds_out_other_samples_is_refused(given, shown, chosen):
-    """The best checkpoint would be chosen by samples that were trained on."""
-    cfg = config(*RUN, "strategy=single", f"runs_dir={chosen.parent}", given)
-    recorded = f"{chosen} was trained with data.val_fraction=0.2 data.val_seed=0 of 125 samples, and a run cannot be resumed"
-    with pytest.raises(ConfigError, match=re.escape(f"{shown}{recorded} with another validation set. Use the recorded values")):
-        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda *_: None)
 
 
 def test_best_and_patience_follow_the_validation_loss():

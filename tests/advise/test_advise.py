@@ -170,7 +170,7 @@ def test_what_cannot_be_laid_out_is_listed_with_the_reason_and_others_briefly():
     assert "\nnot in the table: pipeline: needs a model made of blocks, but model.name=resnet18 is a ResNet\n" in brief
     assert "Use single" not in brief, "nobody has chosen them"
     with pytest.raises(ConfigError, match=r"single: a step on tensors without values failed: DataDep"):
-        advised(("single", "ddp"), *own_model("Waiting"), gpus="1xH100")
+        advised(("single", "ddp"), *own_model("waiting_blocks"), gpus="1xH100")
 
 
 def test_model_that_fails_is_refused_with_the_message_of_train():

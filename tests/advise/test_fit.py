@@ -17,7 +17,7 @@ from ddp_lab.world.planned import PlannedRuntime
 
 STATE = 3 * 4 * 129_068  # bytes of LeNet's parameters, gradients and momentum
 LENET = ["model=lenet", "data=digits", "batch_size=64"]
-WAITING = ["model=own", "model._target_=own_models.Waiting", "data=digits"]
+WAITING = ["model=own", "model._target_=own_models.waiting_blocks", "data=digits"]
 
 
 def check_state(overrides: list[str], size: int, ranks: int, gpus: int = 1) -> None:

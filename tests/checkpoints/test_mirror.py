@@ -70,11 +70,6 @@ def restored(mirror: Mirror) -> list[str]:
     return sorted(path.name for path in mirror.run_dir.rglob("*") if path.is_file() and not path.name.endswith("sha256"))
 
 
-def test_newest_and_best_checkpoint_come_back_with_the_metrics(mirror):
-    assert restored(mirror) == ["best.pt", "metrics.jsonl", ONE, TWO]
-    assert best_in(mirror.folder).resolve().name == ONE
-
-
 def test_checkpoint_that_is_partial_or_was_changed_is_not_taken(mirror, caplog):
     mirror.fs.pipe_file(f"{mirror.remote}/{THREE}/{THREE}", b"all of it, but the launch was killed before its hashes")
     assert restored(mirror) == ["best.pt", "metrics.jsonl", ONE, TWO]
@@ -86,13 +81,6 @@ def test_checkpoint_that_is_partial_or_was_changed_is_not_taken(mirror, caplog):
     with pytest.raises(ConfigError, match=r"none of the checkpoints is valid: .*Use another name for a new run"):
         restored(mirror)
     assert not steps_in(mirror.folder)
-
-
-def test_mirror_has_what_the_disk_has(mirror):
-    remove(mirror.folder / TWO)
-    mirror.upload(save(mirror.folder, THREE))
-    mirror.finish(60)
-    assert {Path(path).name for path in mirror.fs.ls(mirror.remote, detail=False)} == {"best", ONE, THREE}
 
 
 def test_full_disk_at_the_mirror_keeps_the_last_complete_checkpoint_until_there_is_room(mirror, monkeypatch, caplog):

@@ -125,6 +125,8 @@ def test_help_names_every_strategy():
                 ("Muon", "", "ValueError: Muon only supports 2D parameters"),
             )
         ),
+        ("loss=own loss._target_=own_losses.scaled +loss.scale=big", "loss.scale=big: must be a number"),
+        ("loss=own loss._target_=own_losses.Focal +loss.reduction=sum", "loss.reduction=sum: there is no such key"),
         ("epochs=0 ~data.root", "data.root: is missing"),
         ("strategy._target_=ddp_lab.nothing optimizer.lr=0", "optimizer.lr=0: must be"),
     ],

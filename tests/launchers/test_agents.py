@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import SMALL, finish, launch, only_run, read_metrics, start
-from slurm_cluster import wait_for
+from launches import SMALL, finish, launch, newest, only_run, read_metrics, start, wait_for
 
 EPOCHS = 4
 OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}", "checkpoint.every_steps=3"]
@@ -73,16 +72,12 @@ class Agents:
         return run
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return torch.load(max((run / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
     runs = tmp_path_factory.mktemp("undisturbed")
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py", *OVERRIDES, f"runs_dir={runs}")
     assert code == 0, output
-    return weights(only_run(runs))
+    return newest(only_run(runs))["model"]
 
 
 @pytest.mark.slow
@@ -103,7 +98,7 @@ def test_run_continues_without_a_lost_node_and_takes_it_back(undisturbed, tmp_pa
     run = agents.finish()
     log = (run / "train.log").read_text()
     assert re.findall(r"(\d) ranks?, global batch", log) == ["2", "1", "2"], log
-    for name, tensor in weights(run).items():
+    for name, tensor in newest(run)["model"].items():
         torch.testing.assert_close(tensor, undisturbed[name], rtol=0, atol=1e-6)
 
 

@@ -53,9 +53,10 @@ LAYOUTS = {  # ranks, and by overrides besides SMALL excerpts of the log
     },
     4: {
         "strategy=ddp_pipeline": [BUBBLE, "4 ranks, global batch 24 = 2 x 12, 5 steps an epoch"],
-        "strategy=mesh strategy.pp=2 strategy.tp=2 strategy.num_microbatches=2 model=vit model.depth=2 "
-        "model.width=16 model.heads=2": [
-            "pp 2 x dp 1 x tp 2, dp = replicate 1 x shard 1\n  pp 0  ranks 0 to 1  embed .. block0"
+        "strategy=mesh strategy.pp=2 strategy.tp=2 strategy.num_microbatches=2 strategy.schedule=interleaved1f1b model=vit "
+        "model.depth=4 model.width=16 model.heads=2": [
+            "pp 2 x dp 1 x tp 2, dp = replicate 1 x shard 1\n  pp 0  ranks 0 to 1  embed .. block0 and block2\n"
+            "  pp 1  ranks 2 to 3  block1 and block3 .. head\n"
         ],
     },
 }
@@ -117,6 +118,9 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy.schedule=interleaved1f1b on 2 ranks needs a multiple of 2 stages",
     "strategy=pipeline strategy.cut=[fc9]": "strategy.cut=[fc9]: must be blocks of the model in their order, the first "
     "excluded: some of conv2, fc1, fc2",
+    "strategy=pipeline strategy.cut=[conv1]": "strategy.cut=[conv1]: must be blocks of the model in their order, the first",
+    "strategy=pipeline strategy.schedule=interleaved1f1b strategy.cut=[fc2,fc1,conv2]": "must be blocks of the model in their",
+    "strategy=pipeline strategy.schedule=interleaved1f1b strategy.cut=[fc1,fc1,fc2]": "must be blocks of the model in their",
     "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: makes 3 stages, but "
     "strategy.schedule=1f1b on 2 ranks needs 2 stages, one for each",
     "strategy=pipeline strategy.num_microbatches=1": "strategy.num_microbatches=1: strategy.schedule=1f1b needs at least one "

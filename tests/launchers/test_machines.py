@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import SMALL, finish, launch, read_metrics, start
-from slurm_cluster import wait_for
+from launches import SMALL, finish, launch, newest, read_metrics, start, wait_for
 
 from ddp_lab.resilience.run_directory import read_json
 
@@ -134,10 +133,6 @@ def read(path: Path) -> dict:
     return read_json(path) or {}
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return torch.load(max((run / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
-
-
 def test_run_survives_a_lost_machine_and_resumes_after_a_preemption(tmp_path):
     runs, run = tmp_path / "runs", tmp_path / "runs" / "run"
     with two_machines(tmp_path) as machines:
@@ -169,5 +164,5 @@ def test_run_survives_a_lost_machine_and_resumes_after_a_preemption(tmp_path):
     assert [line["epoch"] for line in read_metrics(run)] == list(range(1, EPOCHS + 1))
     code, output = launch("torchrun --standalone --nproc_per_node=2 train.py", *OVERRIDES, f"runs_dir={tmp_path / 'one'}")
     assert code == 0, output
-    expected = weights(tmp_path / "one" / "run")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run).items())
+    expected = newest(tmp_path / "one" / "run")["model"]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in newest(run)["model"].items())

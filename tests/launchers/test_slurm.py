@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import ROOT, SMALL, SUPPORT, launch, read_heartbeat, read_metrics
-from slurm_cluster import LOST, Cluster, wait_for
+from launches import ROOT, SMALL, SUPPORT, launch, newest, read_heartbeat, read_metrics, wait_for
+from slurm_cluster import LOST, Cluster
 from warm import programs
 
 from ddp_lab.launchers.command_line import quote
@@ -80,10 +80,6 @@ class Job:
     def status(self) -> dict:
         return json.loads((self.dir / "status.json").read_text())
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        newest = max((self.dir / "checkpoints").glob("step_*.pt"))
-        return torch.load(newest, weights_only=True)["model"]
-
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -94,7 +90,7 @@ def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
     assert job.end() == ("COMPLETED", 0), job.report()
     assert job.status()["status"] == "finished"
     assert [line["epoch"] for line in read_metrics(job.dir)] == list(range(1, EPOCHS + 1))
-    weights, expected = job.weights(), undisturbed.weights()
+    weights, expected = newest(job.dir)["model"], newest(undisturbed.dir)["model"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 

@@ -5,14 +5,12 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
-import time
 from argparse import Namespace
 from contextlib import nullcontext
 from importlib import metadata
 
 import pytest
-from launches import SMALL, launch, read_heartbeat, start
+from launches import SMALL, launch, start, wait_for_heartbeat
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_lab import __main__ as dispatcher
@@ -91,11 +89,7 @@ def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
     """A terminal sends SIGINT to the process group, which the ranks are not in."""
     overrides = [*SMALL, "strategy=ddp", "epochs=100000", "name=mine", f"runs_dir={tmp_path}"]
     process = start(TWO, *overrides, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not ((beat := read_heartbeat(tmp_path / "mine", 1)) and beat["step"] > 10):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_for_heartbeat(tmp_path / "mine", 1, lambda record: record["step"] > 10, 120)
     process.send_signal(signal.SIGINT)
     code, output, errors = finish(process)
     assert (code, errors) == (130, "")
@@ -161,14 +155,7 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
         ("~model", 2, "error: "),
     ],
 )
-def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["ddp-lab", *shlex.split(line)])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    try:
-        dispatcher.main()
-        ended = 0
-    except SystemExit as end:
-        ended = end.code
-    captured = capfd.readouterr()
+def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, command):
+    ended, output, errors = command(lambda _: dispatcher.main(), *shlex.split(line))
     assert ended == code
-    assert message in captured.out + captured.err
+    assert message in output + errors

@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from launches import ROOT, SMALL, finish, launch, read_heartbeat, read_metrics, start
+from launches import ROOT, SMALL, finish, launch, read_heartbeat, read_metrics, start, wait_for
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
@@ -72,10 +71,8 @@ def test_concurrent_jobs_use_different_ports(tmp_path):
 def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
     line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
     process = start(SWEEP, *line, "data.dataset.train_size=24000", "epochs=50")
-    deadline = time.monotonic() + 120
-    while not any((read_heartbeat(path, 1) or {"step": 0})["step"] > 0 for path in (tmp_path / "sweep").glob("*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    runs = tmp_path / "sweep"
+    wait_for("step", lambda: any((read_heartbeat(path, 1) or {"step": 0})["step"] > 0 for path in runs.glob("*")), 120)
     os.kill(process.pid, signal.SIGINT)
     code, output = finish(process, timeout=60)
     assert code == 130, output

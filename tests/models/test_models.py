@@ -8,7 +8,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.book_resnet import book_resnet18
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.make import build_model
-from ddp_lab.models.partition import Partition, cut, trace
+from ddp_lab.models.partition import Partition, cut
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
 
@@ -117,13 +117,6 @@ def test_book_resnet18_computes_the_network_of_section_13_6():
     assert torch.allclose(model(images), expected, rtol=1e-9, atol=0)
 
 
-def test_trace_counts_the_flops_of_lenet():
-    conv1 = 2 * 26 * 26 * 20 * 9
-    conv2 = 2 * 9 * 9 * 50 * 20 * 25
-    flops, _ = trace(lenet(1, 28, 10, None))
-    assert flops == [conv1, conv2, 2 * 800 * 128, 2 * 128 * 10]
-
-
 @pytest.mark.parametrize(
     ("costs", "sizes"),
     [
@@ -141,22 +134,6 @@ def test_cut_minimises_the_most_expensive_stage(costs, sizes):
     assert [index for part in parts for index in part] == list(range(len(costs)))
 
 
-@pytest.mark.parametrize("make", [lenet, resnet18])
-def test_partition_has_the_shapes_of_a_forward_pass_and_changes_nothing(make):
-    chain = make(3, 16, 10, None)
-    before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
-    activation = torch.randn(3, *chain.input_shape)
-    partition, seen = Partition(chain, 3), [activation.shape[1:]]
-    assert chain.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in chain.state_dict().items()), "trace changed the model"
-    for block in chain:
-        activation = block(activation)
-        seen.append(activation.shape[1:])
-    assert partition.shapes == seen
-    assert partition.names == [name for name, _ in chain.named_children()]
-    assert [index for part in partition.parts for index in part] == list(range(len(chain)))
-
-
 def test_partition_cuts_resnet18_by_flops():
     partition = Partition(resnet18(3, 16, 10, None), 2)
     assert partition.parts == [range(0, 5), range(5, 10)]
@@ -165,22 +142,6 @@ def test_partition_cuts_resnet18_by_flops():
         "stem layer1_0 layer1_1 layer2_0 layer2_1 on a (52% of the FLOPs), "
         "layer3_0 layer3_1 layer4_0 layer4_1 head on b (48% of the FLOPs)"
     )
-
-
-@pytest.mark.parametrize(
-    ("cut_at", "message"),
-    [
-        (5, "the model cannot be cut into 5 stages: it has 4 blocks (conv1, conv2, fc1, fc2) and a stage needs"),
-        (["fc9"], "strategy.cut=[fc9]: must be blocks of the model in their order, the first excluded: some of conv2, fc1,"),
-        (["conv1"], "strategy.cut=[conv1]: must be blocks of the model in their order, the first excluded"),
-        (["fc2", "fc1"], "strategy.cut=[fc2,fc1]: must be blocks of the model in their order"),
-        (["fc1", "fc1"], "strategy.cut=[fc1,fc1]: must be blocks of the model in their order"),
-    ],
-)
-def test_partition_refuses_invalid_cuts(cut_at, message):
-    with pytest.raises(ConfigError) as error:
-        Partition(lenet(1, 28, 10, None), cut_at)
-    assert str(error.value).startswith(message)
 
 
 def test_chains_that_read_values_are_cut_by_their_flops():

@@ -14,7 +14,6 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import build_model
-from ddp_lab.models.partition import trace
 from ddp_lab.models.vit import vit
 
 SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "drop_path": 0.0}
@@ -46,13 +45,6 @@ def test_presets_have_the_published_number_of_parameters(group, published):
     token, mean = make(group, pool="token"), make(group, pool="mean")
     assert count(token) == published
     assert count(token) - count(mean) == 2 * token.head.linear.in_features, "the class token and its position"
-
-
-def test_default_model_has_tokens_of_28_pixel_images():
-    model = make("vit", 28, 10)
-    assert count(model) == 211_210
-    assert [name for name, _ in model.named_children()] == ["embed", "block0", "block1", "block2", "block3", "head"]
-    assert trace(model)[1] == [(3, 28, 28), *[(16, 64)] * 5, (10,)]
 
 
 def in_our_order(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import SMALL, finish, launch, read_heartbeat, read_metrics, read_steps, start
+from launches import SMALL, finish, launch, newest, read_metrics, read_steps, start, wait_for, wait_for_heartbeat
 from torch.distributed.flight_recorder.fr_trace import main as torchfrtrace
 
 from ddp_lab.resilience.run_directory import RESTART_WAIT
@@ -25,10 +25,6 @@ STEPS = 5  # per epoch of SMALL
 def overrides(tmp_path: Path, name: str, *more: str) -> list[str]:
     """Return the Hydra overrides of a small run of three epochs that averages its weights."""
     return [*SMALL, "epochs=3", "ema=0.8", "log_every=3", f"runs_dir={tmp_path}", f"name={name}", *more]
-
-
-def newest(run_dir: Path) -> dict:
-    return torch.load(max(run_dir.glob("checkpoints/step_*.pt")), weights_only=True)
 
 
 def status(run_dir: Path) -> dict:
@@ -148,7 +144,7 @@ def test_frozen_rank_is_named(tmp_path, monkeypatch):
     """A suspended process cannot report anything itself. torch's recorder is off."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     process = start(DDP, *overrides(tmp_path, "frozen", "timeout=5", "epochs=100000"))
-    frozen = wait_for(tmp_path / "frozen", 1, lambda record: record["step"] > 10)
+    frozen = wait_for_heartbeat(tmp_path / "frozen", 1, lambda record: record["step"] > 10)
     os.kill(frozen["pid"], signal.SIGSTOP)
     try:
         while not (tmp_path / "frozen" / "failure.json").exists():
@@ -171,17 +167,6 @@ def test_drifting_replicas_are_named(tmp_path):
     said = "the replicas have drifted apart: after step 8 head.1.bias differs between replicas 0 and 1"
     assert output.split("Root Cause")[1].count(said) == 1, output
     assert failure(tmp_path / "drifting")["kind"] == "replicas_drifted"
-
-
-def wait_for(run_dir: Path, rank: int, holds, timeout: float = 60) -> dict:
-    """Wait until `holds` returns true for the heartbeat of a rank of the running launch; return the heartbeat."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        record = read_heartbeat(run_dir, rank)
-        if record and holds(record):
-            return record
-        time.sleep(0.1)
-    raise AssertionError(f"{run_dir}: rank {rank} did not write the expected heartbeat within {timeout} s")
 
 
 def test_loss_not_finite_stops_all_ranks_at_the_same_step(tmp_path):
@@ -232,7 +217,7 @@ def test_preemption_of_one_rank_saves_and_the_run_resumes(tmp_path, undisturbed)
 def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     """A terminal sends SIGINT to all processes, and torchrun sends it to its ranks once more."""
     process = start(line, *overrides(tmp_path, "mine", "epochs=100000"))
-    wait_for(tmp_path / "mine", 0, lambda record: record["step"] > 10)
+    wait_for_heartbeat(tmp_path / "mine", 0, lambda record: record["step"] > 10)
     os.killpg(process.pid, signal.SIGINT)
     ended, output = finish(process, timeout=60)
     assert ended == code, output
@@ -244,7 +229,7 @@ def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
 def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path):
     """The run exits within seconds; the epoch's training is not lost, and the next launch begins with the evaluation."""
     process = start(DDP, *overrides(tmp_path, "long"), "data.dataset.test_size=150000")
-    wait_for(tmp_path / "long", 1, lambda record: record["doing"] == "evaluating", 120)
+    wait_for_heartbeat(tmp_path / "long", 1, lambda record: record["doing"] == "evaluating", 120)
     asked = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     _, output = finish(process, timeout=60)
@@ -260,7 +245,7 @@ def test_sigterm_to_all_processes_spares_loader_workers_and_compilers(override, 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
     process = start("python train.py", *overrides(tmp_path, "mine", "epochs=100000", "data.loader=workers", override))
     busy = compiles_kernel if override == "compile=true" else lambda record: record["step"] > 10
-    wait_for(tmp_path / "mine", 0, busy, 120)
+    wait_for_heartbeat(tmp_path / "mine", 0, busy, 120)
     os.killpg(process.pid, signal.SIGTERM)
     code, output = finish(process, timeout=200)
     assert code == 75, output
@@ -277,7 +262,7 @@ def compiles_kernel(record: dict) -> bool:
 
 def test_second_writer_is_refused_and_no_rank_outlives_torchrun(tmp_path):
     process = start(DDP, *overrides(tmp_path, "mine", "inject=hang@rank=1,step=8"))
-    pids = [wait_for(tmp_path / "mine", rank, lambda record: record["step"] == 8)["pid"] for rank in (0, 1)]
+    pids = [wait_for_heartbeat(tmp_path / "mine", rank, lambda record: record["step"] == 8)["pid"] for rank in (0, 1)]
     begin = time.monotonic()
     code, output = launch("python train.py", *overrides(tmp_path, "mine"))
     assert time.monotonic() - begin < RESTART_WAIT, output  # it waits for LOCK_WAIT only
@@ -286,10 +271,7 @@ def test_second_writer_is_refused_and_no_rank_outlives_torchrun(tmp_path):
     assert f"pid {pids[0]} on" in output
     os.kill(process.pid, signal.SIGKILL)
     finish(process)
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a rank is still running"
-        time.sleep(0.1)
+    wait_for("end of all ranks", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
 
 
 def test_full_disk_fails_the_run_and_keeps_the_last_valid_checkpoint(tmp_path):

@@ -41,7 +41,7 @@ def test_other_files_are_a_warning_and_other_held_out_samples_no_resume(record, 
 
 
 @pytest.mark.parametrize("resume", ["auto", "{run}/checkpoints/step_00000005.pt"])
-def test_run_does_not_resume_with_other_classes(resume, tmp_path):
+def test_run_does_not_resume_with_other_classes_or_another_validation_set(resume, tmp_path):
     run = tmp_path / "mine"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step_00000005.pt").touch()
@@ -50,4 +50,7 @@ def test_run_does_not_resume_with_other_classes(resume, tmp_path):
     cfg = config(*SMALL, "name=mine", f"runs_dir={tmp_path}", f"resume={resume.format(run=run)}")
     difference = r"number 2 of 10 was 3, in these data it is 2\. Use data with the same"
     with pytest.raises(ConfigError, match=f"{run}: was trained with other classes: {difference}"):
+        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda *_: None)
+    (run / "data.json").write_text(json.dumps(asdict(replace(record, classes=[*"0123456789"], held_out=HELD_OUT))))
+    with pytest.raises(ConfigError, match=f"{HELD_OUT}, and a run cannot be resumed with another validation set"):
         check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda *_: None)

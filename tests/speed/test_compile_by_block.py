@@ -18,30 +18,10 @@ from training import Outcome, make_model, reference_of, run_cases
 from worlds import once, run_world
 
 from ddp_lab.config.build import build
-from ddp_lab.models.lenet import lenet
-from ddp_lab.models.resnet import resnet18
-from ddp_lab.models.vit import vit
 from ddp_lab.run.speed import refusals_of
 from ddp_lab.speed.compile import repeats
 from ddp_lab.speed.convolution import pad_convolutions
 from ddp_lab.world.runtime import Runtime
-
-VIT_OF_ONE_BLOCK = vit(3, 16, 10, depth=1, width=16, heads=4, mlp_ratio=2.0, patch_size=4, pool="mean", drop_path=0.0)
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (make_model("vit", 0), True),
-        (VIT_OF_ONE_BLOCK, False),
-        (lenet(1, 28, 10, None), False),
-        (resnet18(1, 28, 10, None), False),
-        (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), False),
-    ],
-    ids=["vit", "vit of one block", "lenet", "resnet18", "no chain"],
-)
-def test_models_of_equal_blocks_are_compiled_by_block(model, expected):
-    assert repeats(model) == expected
 
 
 def test_sharded_convolutions_are_not_replaced():
@@ -66,6 +46,7 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
     made = build(config(*f"strategy={options}".split()).strategy, Runtime("cpu"))
     complete = make_model(model, 0) if model else nn.Linear(3, 3)
     made.partition(complete, 8)
+    assert repeats(complete) == bool(model), "only a chain of equal blocks is compiled by block"
     assert reason in refusals_of(made, complete)["compile"]
 
 

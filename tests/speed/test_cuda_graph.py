@@ -9,7 +9,6 @@ import torch
 from training import make_step
 
 from ddp_lab.data.batch import BatchSize
-from ddp_lab.resilience.fault_injection import Fault
 from ddp_lab.speed import cuda_graph
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.training.step import Step
@@ -70,17 +69,3 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     torch.testing.assert_close(step.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0)
     if step.ema:
         torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)
-
-
-def test_fault_injects_nan_into_a_captured_step(modes, tmp_path):
-    step, loader = make_step()
-    graph = GraphStep(step, loader)
-    graph.capture(nullcontext())
-    step.running_sums.begin(0)
-    fault = Fault(graph, "nan@rank=0,step=3", 0, tmp_path, None, 0)
-    loader.set_epoch(1)
-    first_bad = []
-    for size in fault.batches(loader):
-        fault(size)
-        first_bad.append(step.running_sums.first_bad(fault.taken).item())
-    assert first_bad == [float("inf"), float("inf"), 3]

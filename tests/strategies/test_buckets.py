@@ -1,34 +1,13 @@
 """The pieces of a model and the buckets of gradients that are sent during the backward pass."""
 
 import pytest
-import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.strategies import all_reduce
-from ddp_lab.strategies.all_reduce import flatten, unflatten
 from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.world.runtime import Runtime
-
-LAYOUTS = [
-    torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last),
-    torch.randn(8, 1, 3, 3).to(memory_format=torch.channels_last),
-    torch.randn(5, 6, 7, 8).permute(3, 2, 1, 0),
-    torch.randn(9, 4).t(),
-    torch.randn(300, 300),  # more than one chunk
-    torch.tensor(3.0),
-]
-
-
-def test_unflatten_returns_views_of_the_flattened_gradients():
-    together = flatten(LAYOUTS)
-    back = unflatten(together, LAYOUTS)
-    assert together.shape == (sum(tensor.numel() for tensor in LAYOUTS),)
-    for tensor, view in zip(LAYOUTS, back, strict=True):
-        assert torch.equal(tensor, view)
-        assert view.untyped_storage().data_ptr() == together.untyped_storage().data_ptr()
-    assert back[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(

@@ -147,12 +147,3 @@ def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkey
     assert [dp_rank for dp_rank, _, _ in layout] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert {dp_size for _, dp_size, _ in layout} == {2}
     assert [reports for _, _, reports in layout] == [False] * 4 + [True, False, True, False]
-
-
-def test_log_names_the_ranks_and_blocks_of_each_stage(monkeypatch):
-    strategy, _ = held_by(monkeypatch, 0, shard=2, pp=2, schedule="interleaved1f1b")
-    assert strategy.describe().splitlines()[1:4] == [
-        "pp 2 x dp 4 x tp 1, dp = replicate 2 x shard 2",
-        "  pp 0  ranks 0 to 3  embed and block1",
-        "  pp 1  ranks 4 to 7  block0 and head",
-    ]

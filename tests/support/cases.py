@@ -17,7 +17,7 @@ MATRIX = [
     ("scratch algorithm=per_tensor shifted", "2", ""),
     ("scratch algorithm=star almost-empty", "3", "2"),
     ("scratch algorithm=ring clipped", "3", "4"),
-    ("scratch algorithm=bucketed accumulate=3 clipped", "3", "24"),
+    ("scratch algorithm=bucketed accumulate=3 channels_last=true clipped float64", "3", "24"),
     ("scratch algorithm=bucketed accumulate=3 vit clipped", "", "2"),
     ("scratch augmented", "2", "4"),
     ("ddp shifted", "2", "3"),

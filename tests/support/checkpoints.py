@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from launches import SMALL, main_in_world
+from launches import SMALL, main_in_world, newest
 from torch import nn
 from worlds import run_world
 
@@ -41,8 +41,7 @@ def train(tmp_path: Path, name: str, *overrides: str, ranks: int = 1) -> dict:
         start(run_dir, ranks, overrides)
     else:
         shutil.copytree(first_launch(tmp_path.parent, ranks, overrides), run_dir)
-    newest = sorted((run_dir / "checkpoints").glob("step_*.pt"))[-1]
-    return torch.load(newest, weights_only=True)
+    return newest(run_dir)
 
 
 def assert_same(one: dict, other: dict, tolerance: float) -> None:

@@ -14,8 +14,11 @@ import tempfile
 import termios
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from warm import programs
 
@@ -99,6 +102,25 @@ def launch_on_terminal(line: str, *more: str) -> str:
     return b"".join(written).decode()
 
 
+def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str) -> Any:
+    """Wait until `condition` returns a true value, and return that value.
+
+    Args:
+        what: What is waited for, in the message.
+        condition: Called every 0.3 s; it may start a process.
+        timeout: Seconds to wait.
+        more: Returns details for the message.
+
+    Raises:
+        AssertionError: The value was not true within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"after {timeout} s still no {what}\n{more()}"
+        time.sleep(0.3)
+    return value
+
+
 def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
     """Return the heartbeat of a rank of node 0 while its launch is running; None if it has written none yet."""
     for _ in range(2):  # a row may be read while it is written
@@ -106,6 +128,15 @@ def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
             table = Path(json.loads((run_dir / "status.json").read_text())["heartbeats"])
             return json.loads(table.read_bytes()[start_of(rank) :].partition(b"\n")[0])
     return None
+
+
+def wait_for_heartbeat(run_dir: Path, rank: int, holds: Callable[[dict], bool], timeout: float = 60) -> dict:
+    """Wait until `holds` returns true for the heartbeat of a rank of the running launch; return the heartbeat."""
+    return wait_for(
+        f"expected heartbeat of rank {rank} in {run_dir}",
+        lambda: (record := read_heartbeat(run_dir, rank)) and holds(record) and record,
+        timeout,
+    )
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
@@ -116,16 +147,22 @@ def read_steps(run_dir: Path) -> list[dict]:
     return [row for row in map(json.loads, complete_lines(run_dir / "metrics.jsonl")) if row["kind"] == "step"]
 
 
+def newest(run_dir: Path) -> dict:
+    """Return the newest checkpoint of a run."""
+    return torch.load(max(run_dir.glob("checkpoints/step_*.pt")), weights_only=True)
+
+
 def only_run(runs_dir: Path) -> Path:
     (run_dir,) = runs_dir.iterdir()
     return run_dir
 
 
-def main_in_world(*overrides: str) -> None:
-    """Run train.py on this rank with the given Hydra overrides."""
+def main_in_world(*overrides: str) -> str:
+    """Run train.py on this rank with the given Hydra overrides, and return what it prints."""
     sys.argv = ["train.py", *overrides]
-    with contextlib.redirect_stdout(io.StringIO()):  # the tests read the run directory instead
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    return printed.getvalue()
 
 
 def refusal_in_world(line: str) -> tuple[object, str]:

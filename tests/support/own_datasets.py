@@ -88,16 +88,6 @@ class Wrong(Shapes):
         )
 
 
-class Iterable:
-    classes = ("a", "b")
-
-    def __init__(self, split):
-        pass
-
-    def __iter__(self):
-        return iter([])
-
-
 class Tokens(torch.utils.data.TensorDataset):
     """One set of tokens, each sample with the next token of every position, of which later samples ignore more."""
 

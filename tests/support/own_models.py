@@ -199,13 +199,6 @@ def twice(in_channels, image_size, num_classes, shared: bool = True):
     return nn.Sequential(Twice(in_channels, shared), nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
 
 
-class Waiting(Plain):
-    """Its forward pass waits for the device, which a CUDA graph cannot capture."""
-
-    def forward(self, inputs):
-        return super().forward(inputs / max(1.0, inputs.abs().max().item()))
-
-
 class Broken(Plain):
     """Its head does not fit its blocks."""
 

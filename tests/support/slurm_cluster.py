@@ -11,9 +11,9 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from launches import wait_for
 
 NODES = ("n1", "n2")
 LOST = 6  # seconds without a response from a slurmd after which its node counts as down
@@ -55,25 +55,6 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMe
 PartitionName=low Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=25
 PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-
-
-def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str) -> Any:
-    """Wait until `condition` returns a true value, and return that value.
-
-    Args:
-        what: What is waited for, in the message.
-        condition: Called every 0.3 s; it may start a process.
-        timeout: Seconds to wait.
-        more: Returns details for the message.
-
-    Raises:
-        AssertionError: The value was not true within `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"after {timeout} s still no {what}\n{more()}"
-        time.sleep(0.3)
-    return value
 
 
 def find(program: str, search: str) -> str | None:

@@ -101,11 +101,6 @@ def small_vit(in_channels: int, image_size: int, num_classes: int, init_std: Non
     return vit(in_channels, image_size, num_classes, **sizes, pool="mean", drop_path=drop_path)
 
 
-def dropping_vit(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return the same with stochastic depth: either residual branch of the last block is dropped in half of the steps."""
-    return small_vit(in_channels, image_size, num_classes, None, drop_path=0.5)
-
-
 def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
     """Return a network whose first stage of two has neither biases nor normalization layers, and whose first block is empty."""
     return Chain(
@@ -122,7 +117,6 @@ MODELS = {
     "tied": (tied, 1, 16),
     "lenet": (lenet, 1, 28),
     "vit": (small_vit, 3, 16),
-    "vit_drop": (dropping_vit, 3, 16),
     "narrow": (narrow_resnet, 3, 16),
     "resnet18": (resnet18, 3, 16),
     "book_resnet18": (book_resnet18, 3, 16),
@@ -160,7 +154,7 @@ PRESETS = {
     "data.randaugment=9 data.erasing=0.5 data.mean=[0.5] data.std=[0.2] data.num_workers=1",
     # Their logits are 0 at first, so smaller steps change too little.
     "vit": "model=vit model.init=by_block optimizer.lr=0.2",
-    "vit_drop": "model=vit_drop model.init=by_block optimizer.lr=0.2",
+    "vit_drop": "vit model.drop_path=0.5",  # drops either residual branch of the last block in half of the steps
     "short": "vit epochs=1 samples=48",  # two complete batches
     # BatchNorm, in float64: rounding errors grow fast through its layers, more so if the sign of a ReLU's input changes.
     **{name: f"model={name}" for name in ("lenet", "partly_frozen", "unbiased", "tied", "resnet18", "book_resnet18")},

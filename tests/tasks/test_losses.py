@@ -3,15 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from configs import config
 from own_losses import Focal
 
-from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
-from ddp_lab.tasks.regression import Regression
 
 LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGETS = torch.tensor([3, 1, 9, 0, 5, 5])
@@ -26,14 +23,6 @@ def own(name: str, mixed: bool = False, **options):
 def loss_of(task: Task, targets: torch.Tensor = TARGETS, logits: torch.Tensor = LOGITS) -> torch.Tensor:
     """Return the summed loss of the samples that are no padding."""
     return measure(task, logits, targets, REAL, divisor=1.0)[0]
-
-
-def test_label_smoothing_mixes_the_target_with_all_classes_in_training_only():
-    wanted = 0.8 * F.one_hot(TARGETS, 10) + 0.2 / 10
-    expected = -(wanted * LOGITS.log_softmax(1))[:REAL].sum()
-    task = Classification(CrossEntropy(0.2))
-    torch.testing.assert_close(loss_of(task), expected)
-    assert loss_of(task.eval()) == F.cross_entropy(LOGITS[:REAL], TARGETS[:REAL], reduction="sum")
 
 
 def test_mixed_targets_are_smoothed_and_count_as_the_most_probable_class():
@@ -93,32 +82,6 @@ def test_own_loss_that_does_not_fit_is_refused(name, message):
         own(name, **{"how": how[0]} if how else {})
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (F.mse_loss, r"the loss must return unreduced losses, \[6, ...\] for 6 samples, got \[\]. Use reduction='none'"),
-        (lambda out, wanted: (out - wanted, torch.ones(6, 1)), r"the weights .* must have the shape .*\[6, 10\], got \[6, 1\]"),
-    ],
-)
-def test_reduced_losses_and_weights_of_another_shape_are_refused(loss, message):
-    with pytest.raises(TrainingError, match=message):
-        Regression(loss).loss_sum(LOGITS, LOGITS)
-
-
 def test_task_without_a_loss_is_refused():
     with pytest.raises(TrainingError, match=r"^Task: has no loss; define its method own_losses, or use Task\(loss\)$"):
         Task().loss_sum(LOGITS, TARGETS)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([], r"loss\._target_: is missing; it must be the name of a class"),
-        (["loss._target_=own_losses.Focal", "+loss.gama=1"], "loss.gama=1: there is no such key; did you mean loss.gamma"),
-        (["loss._target_=own_losses.scaled", "+loss.scale=big"], "loss.scale=big: must be a number"),
-        (["loss._target_=own_losses.Focal", "+loss.reduction=sum"], "loss.reduction=sum: there is no such key"),
-    ],
-)
-def test_wrong_options_are_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        check(config("loss=own", *overrides))

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from launches import NARROW, main_in_world, read_metrics
+from launches import NARROW, main_in_world, newest, read_metrics
 from training import MODELS, largest_difference
 from worlds import run_world
 
@@ -184,7 +184,7 @@ def test_train_equals_a_loop_written_by_hand(ranks, model, overrides, shape_of, 
     assert [{key: record[key] for key in expected[0]} for record in metrics] == [
         pytest.approx(record, rel=1e-5) for record in expected
     ]
-    saved = torch.load(max((tmp_path / "run" / "checkpoints").glob("step_*.pt")), weights_only=True)
+    saved = newest(tmp_path / "run")
     assert largest_difference(saved["model"], network.state_dict()) <= 1e-6
     if average:
         assert largest_difference(saved["ema"], average.state_dict()) <= 1e-6

@@ -36,12 +36,6 @@ def test_multi_step_has_the_rates_of_multi_step_lr(milestones):
     assert rates(make_scheduler(sgd(), shape, EPOCHS, STEPS, 0), EPOCHS * STEPS) == pytest.approx(expected, rel=1e-12)
 
 
-def test_milestones_count_the_epochs_of_the_warm_up():
-    shape = partial(multi_step, milestones=[2, 2.4], gamma=0.5)
-    seen = rates(make_scheduler(sgd(), shape, EPOCHS, STEPS, 4), 13)
-    assert seen == pytest.approx([0.08, 0.16, 0.24, 0.32, *[0.4] * 6, 0.2, 0.2, 0.1])
-
-
 def test_schedules_have_the_expected_learning_rates():
     def seen(shape, warmup_steps):
         scheduler = make_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), shape, 2, 4, warmup_steps)
