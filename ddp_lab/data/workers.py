@@ -88,8 +88,8 @@ class WorkerLoader(Loader):
         return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
-        parts = order[self.start :].split(self.local_batch_size)
-        self._batches[:] = [(self.epoch, part.numpy()) for part in parts]  # a tensor would go through shared memory
+        indices, size = order[self.start :].numpy(), self.local_batch_size  # tensors would go through shared memory
+        self._batches[:] = [(self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)]
         self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,10 +30,12 @@ class Guard(Hooks):
     or a checkpoint could not be written.
 
     Attributes:
+        checkpoints: where and how checkpoints are written.
         decisions: begun for the steps of this launch.
+        watchdog: gets the phases.
         progress: the progress of the last checkpoint, or at the start of this launch.
 
-    The others are config keys: `on_nan`, `check_replicas`, and those of the group `checkpoint`.
+    The others are the config keys of these names, most of them in the group `checkpoint`.
     """
 
     checkpoints: Checkpoints

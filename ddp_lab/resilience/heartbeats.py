@@ -176,6 +176,7 @@ class NodeLink(threading.Thread):
         """Send what this node knows, and read what the others know."""
         ranks = self.table.heartbeats()
         phases = {beat["doing"] for beat in ranks}
+        # The time makes each record another one; the clocks of nodes are never compared.
         record = {"sent": time.time(), "ranks": least(ranks), "done": "done" in phases}
         store.set(f"{self.runtime.node}", json.dumps(record))
         if self.runtime.node == 0:

@@ -52,6 +52,9 @@ def train(
         runtime: The ranks.
         choose_batch, check_memory: As in `check_and_build`.
 
+    Returns:
+        How the run ended, "finished", "preempted" or "interrupted" by Ctrl-C, and its directory.
+
     Raises:
         ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
@@ -128,8 +131,8 @@ def train_guarded(
         keys = ("every_epochs", "every_steps", "on_error", "at_steps")
         kept = {key: cfg.checkpoint[key] for key in keys}
         decisions.begin(progress.step, trainer.eager_step.running_sums)
-        others = {"on_nan": cfg.on_nan, "check_replicas": cfg.check_replicas}
-        guard = Guard(checkpoints, decisions, watchdog, progress, **kept, **others)
+        kept |= {"on_nan": cfg.on_nan, "check_replicas": cfg.check_replicas}
+        guard = Guard(checkpoints, decisions, watchdog, progress, **kept)
         watchdog.at("loading", progress.epoch, progress.step + 1)
         try:
             try:

@@ -59,7 +59,7 @@ class GraphStep:
             batch = self._first_batch(largest)
             # A step that lets the host wait would fail in the capture, too, but with a message about the capture, and it would
             # leave torch's generators in it.
-            with unchanged(self.step), warnings.catch_warnings():
+            with unchanged(self.step):
                 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
                 torch.cuda.set_sync_debug_mode("error")
                 try:

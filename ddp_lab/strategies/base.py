@@ -246,8 +246,8 @@ class Strategy(ABC):
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         """Return sums of local batches, of any shape, over the global batch, the same on every rank. Collective."""
-        own = sums if self.is_metric_rank else torch.zeros_like(sums)
-        return self.runtime.all_reduce(own.clone(memory_format=torch.contiguous_format))
+        own = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
+        return self.runtime.all_reduce(own if self.is_metric_rank else own.zero_())
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -149,3 +149,11 @@ def test_outputs_and_gradients_are_channels_last_for_images_of_one_channel():
     model(torch.randn(2, 1, 12, 12)).sum().backward()
     assert strides == [1] * 3 + [(36, 1, 12, 4), (9, 1, 3, 1), (9, 1, 3, 1)]
     assert model[0](torch.randn(1, 12, 12)).shape == model[0](input=torch.randn(4, 1, 12, 12)[0]).shape == (4, 10, 10)
+
+
+def test_own_convolution_with_other_arguments_works_in_channels_last():
+    class Scaled(torch.nn.Conv2d):
+        def forward(self, input: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+            return super().forward(input) * (scale or 1)
+
+    assert to_channels_last(Scaled(1, 2, 3))(torch.ones(4, 1, 3, 3), None).shape == (4, 2, 1, 1)
