@@ -24,7 +24,7 @@ from ddp_lab.lab.recipe import Recipe, make_optimizer, place
 from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.models.weights import write_weights
 from ddp_lab.observe.logger import Logger
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import Hooks, Parts, fit
@@ -117,7 +117,7 @@ class Trainer:
         self.progress.step += 1
         if handed:
             self.progress.epoch, self.progress.samples = handed.epoch, handed.samples
-        loss, *_, weight = strategy.total(self.eager_step.sums)
+        loss, *_, weight = total(strategy, self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
 
     def fit(

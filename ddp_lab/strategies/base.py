@@ -208,8 +208,8 @@ class Strategy(ABC):
         Args:
             weight: of the local batch, [].
         """
-        total = self.total(weight)
-        scale = torch.where(total == 0, 0, count / total)  # without any weight all gradients are 0
+        over_all = total(self, weight)
+        scale = torch.where(over_all == 0, 0, count / over_all)  # without any weight all gradients are 0
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
@@ -244,11 +244,6 @@ class Strategy(ABC):
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         return get_total_norm(gradients).to(self.device)  # on the CPU if all parameters here are frozen
 
-    def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return sums of local batches, of any shape, over the global batch, the same on every rank. Collective."""
-        own = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
-        return self.runtime.all_reduce(own if self.is_metric_rank else own.zero_())
-
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], of a local batch, [b, channels, height, width], without a gradient."""
@@ -258,6 +253,12 @@ class Strategy(ABC):
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""
         return f"{self.name} on {self.where}"
+
+
+def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
+    """Return sums of local batches, of any shape, over the global batch, the same on every rank. Collective."""
+    own = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
+    return strategy.runtime.all_reduce(own if strategy.is_metric_rank else own.zero_())
 
 
 def require_division(ranks: int, inner: Mapping[str, int]) -> None:

@@ -10,7 +10,7 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log, telling
 from ddp_lab.observe.logger import Logger
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.meter import Meter
@@ -134,7 +134,7 @@ def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, me
 
     def here() -> Progress:
         """Return the position after the last step, with its sums. Collective; waits for the device."""
-        own = strategy.total(totals).tolist()
+        own = total(strategy, totals).tolist()
         sums = [earlier + now for earlier, now in zip(before.sums or [0.0] * len(own), own, strict=True)]
         meter.settle()
         return replace(progress, sums=sums, recorded=meter.recorded, seconds=before.seconds + time.perf_counter() - start)

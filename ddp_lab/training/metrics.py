@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ddp_lab.data.batch import Batch, real_samples
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
 
 LONGEST = 1000  # steps whose losses are kept
@@ -56,7 +56,7 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = N
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
         samples += count
-    sums = {name: strategy.total(value).cpu() for name, value in totals.items()}
+    sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
     loss = (sums.pop("loss") / sums.pop("weight")).item()
     return Evaluation({"loss": loss, **task.metrics(sums)}, samples, sums)
 
