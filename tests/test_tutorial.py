@@ -26,7 +26,8 @@ FENCED = re.compile(r"^```(\S.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?"
 RATE = re.compile(r" (s|ms|samples/s|s/epoch)\b")
 TOLERANCE = 0.006  # of losses and accuracies: two of 360 test images, as versions of torch round differently
-SLOW = re.compile(r"^(preparing|loading|epoch \d+: evaluating).* \.\.\.\n", re.MULTILINE)  # logged on a busy machine, too
+# Lines that only a slow machine prints: what has taken a while, and the progress within an epoch of 10 s or more.
+SLOW = re.compile(r"^((preparing|loading|epoch \d+: evaluating).* \.\.\.|epoch \d+, step \d+: .* of the run)\n", re.MULTILINE)
 SMALL = 1e-5  # of numbers in scientific notation like 1.2e-07, which are differences due to rounding
 LIMIT = 480  # seconds for a block, on a busy machine
 
