@@ -71,6 +71,18 @@ def test_tensorboard_of_make_binds_to_localhost():
     assert line.endswith(" --host localhost")
 
 
+def test_tests_that_the_makefile_and_the_manual_name_exist():
+    quick = re.search(r"^QUICK := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    cells = re.findall(r"\|([^|]*)\|$", (ROOT / "docs/reliability.md").read_text(), re.MULTILINE)
+    named = re.findall(r"`(.*?)`", " ".join(cells))
+    faults = (ROOT / "tests/resilience/test_faults.py").read_text()
+    paths = [f"tests/{path}" for path in quick] + [name for name in named if "/" in name]
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing += [name for name in named if "/" not in name and not re.search(rf"^def test_\w*{name}", faults, re.MULTILINE)]
+    assert len(named) > 10
+    assert not missing
+
+
 def test_top_level_has_subpackages_with_docstrings_only():
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed", "conf")}
     assert entries == set(ORDER)

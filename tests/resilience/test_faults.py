@@ -120,6 +120,7 @@ def test_skipped_all_reduce_is_named_and_nothing_hangs(tmp_path, caplog):
     record, said = failure(tmp_path / "skipped"), "all_reduce 8 of ranks 0, 1 (Float [7]): called by rank 0, not by rank 1\n"
     assert (record["kind"], record["rank"], [other["rank"] for other in record["others"]]) == ("hang", 1, [0])
     assert said in record["message"]
+    assert "(timeout=5; raise it if a step may take longer), in\n" in record["message"]
     assert output.split("Root Cause")[1].count(said) == output.count(record["message"].splitlines()[0]) == 1, output
     torchfrtrace([f"{tmp_path}/skipped/flight_recorder/step_{record['step']}"])
     analysed = "\n".join(caplog.messages)
