@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -74,12 +75,49 @@ class Peers:
         future.set_result(values)
 
 
+class CountedStore:
+    """One connection to a store: counts the requests to the server, and the bytes of their keys and values."""
+
+    def __init__(self, base: Any, prefix: str, connections: list["CountedStore"]):
+        self.base, self.prefix, self.operations, self.size = base, prefix, 0, 0
+        connections.append(self)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            answer = getattr(self.base, name)(*values)
+            self.operations += 1
+            self.size += sum(map(size_of, (*values, answer)))
+            return answer
+
+        return call
+
+
+def size_of(value: Any) -> int:
+    """Return the bytes of keys or values; 0 for anything else."""
+    if isinstance(value, list):
+        return sum(map(size_of, value))
+    return len(value) if isinstance(value, str | bytes) else 0
+
+
 class SimulatedRuntime(Runtime):
-    """A runtime whose process group is simulated."""
+    """A runtime whose process group is simulated, and which counts what goes through the store."""
 
     def __init__(self, place: Place, peers: Peers):
         super().__init__("cpu", timeout=300, place=place)
         self.peers, self.reduced = peers, 0
+        self.connections: list[CountedStore] = []
+
+    @property
+    def store(self) -> Any:
+        if self._store is None:
+            self._store = cast(Any, CountedStore(super().store, "", self.connections))
+        return self._store
+
+    def connect(self, prefix: str) -> Any:
+        return CountedStore(dist.PrefixStore(prefix, self.store.base.clone()), prefix, self.connections)
+
+    def _attempt(self, store: Any) -> str:  # counted apart: it depends on how long this rank waits
+        return super()._attempt(CountedStore(store, "attempt", self.connections))  # pyright: ignore[reportArgumentType]
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> torch.Tensor:
         self.reduced += 1
@@ -207,6 +245,6 @@ def run(spec: Spec, pipe: Connection) -> None:
         elif what == "preempt":
             ranks[values[0]].decisions.preempted = True  # as its signal handler does
         elif what == "count":
-            connections = [each for rank in ranks.values() for each in rank.runtime.store.connections]
+            connections = [each for rank in ranks.values() for each in rank.runtime.connections]
             operations = sum((Counter({each.prefix: each.operations}) for each in connections), Counter[str]())
             peers.send("counts", operations, sum(each.size for each in connections), files.total())

@@ -26,9 +26,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+# Documented as torch.distributed.Store, but the module does not export it explicitly.
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
 from ddp_lab.config.errors import ConfigError, FailureKind
 from ddp_lab.world.runtime import Runtime
-from ddp_lab.world.store import CountedStore
+from ddp_lab.world.store import DECISION_TIMEOUT
 
 ROW = 8192  # bytes
 SHARED = ["failure", "overview"]  # the first rows, the same on all nodes: the first failure, and the slowest of all ranks
@@ -98,9 +101,9 @@ class Table:
         runtime.collect("heartbeats opened", "")  # on rank 0 it waits for the others
         keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))] if runtime.nodes > 1 else []
         if keys and runtime.rank == 0:
-            runtime.store.multi_set(keys, [""] * len(keys))
+            runtime.store.multi_set(keys, [""] * len(keys))  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
         elif keys and runtime.local_rank == 0:
-            runtime.store.wait(keys)
+            runtime.store.wait(keys, DECISION_TIMEOUT)
         if runtime.local_rank == 0:
             os.unlink(made)
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._file}")
@@ -166,13 +169,13 @@ class NodeLink(threading.Thread):
     def run(self) -> None:
         """Exchange rows every PERIOD seconds, until the store does not answer any more."""
         with suppress(RuntimeError):  # torch's errors of a store are subclasses
-            store, last = self.runtime.store.connect("nodes"), False
+            store, last = self.runtime.connect("nodes"), False
             while not last:
                 last = self._last.is_set()
                 self.exchange(store)
                 self._last.wait(PERIOD)
 
-    def exchange(self, store: CountedStore) -> None:
+    def exchange(self, store: Store) -> None:
         """Send what this node knows, and read what the others know."""
         ranks = self.table.heartbeats()
         phases = {beat["doing"] for beat in ranks}
@@ -189,7 +192,7 @@ class NodeLink(threading.Thread):
         elif own := self.table.read("failure"):
             store.set("failure", json.dumps(own))
 
-    def _merge(self, store: CountedStore, starting: bool) -> dict[str, Any]:
+    def _merge(self, store: Store, starting: bool) -> dict[str, Any]:
         """Return the overview of all nodes, and notice nodes that have vanished."""
         values = store.multi_get([str(node) for node in range(self.runtime.nodes)])
         nodes = {node: json.loads(value) for node, value in enumerate(values) if value}

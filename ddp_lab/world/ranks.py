@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
-from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.process import Place, env_int, launch_id
-from ddp_lab.world.store import CountedStore, agree_on_attempt
+from ddp_lab.world.store import DECISION_TIMEOUT, agree_on_attempt
 
 START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
 
@@ -42,7 +42,7 @@ class Ranks:
         self.node, self.nodes = place.node, place.nodes
         self.timeout = timeout
         self.abandoned: list[threading.Thread] = []
-        self._store: CountedStore | None = None
+        self._store: Store | None = None
         self._questions = 0
         self._launch: str | None = None
 
@@ -62,19 +62,24 @@ class Ranks:
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @property
-    def store(self) -> CountedStore:
+    def store(self) -> Store:
         """The key-value store of the ranks; it can be used before the process group is open. Collective the first time."""
         if self._store is None:
             if self.world_size == 1 and "MASTER_ADDR" not in os.environ:
-                self._store = CountedStore(HashStore())
+                self._store = HashStore()
             else:
                 store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self.timeout))
-                shared = CountedStore(store, prefix="attempt")  # counted apart: it depends on how long this rank waits
-                own_keys = PrefixStore(f"attempt_{self._attempt(shared)}", store)
-                self._store = CountedStore(own_keys, connections=shared.connections)
+                self._store = PrefixStore(f"attempt_{self._attempt(store)}", store)
         return self._store
 
-    def _attempt(self, store: CountedStore) -> str:
+    def connect(self, prefix: str) -> Store:
+        """Return another connection to the keys of the store that begin with a prefix, for another thread.
+
+        Threads cannot share a connection: a thread that waits for a key would block the others.
+        """
+        return PrefixStore(prefix, self.store.clone())
+
+    def _attempt(self, store: Store) -> str:
         """Return a name of this start: the agent's store outlives a restart, with the dead ranks' addresses in it."""
         if self.agent_keeps_store:
             return agree_on_attempt(store, self.rank, self.world_size, max(self.timeout, START_TIMEOUT))
@@ -118,7 +123,7 @@ class Ranks:
                 raise
             self.store.set(key, json.dumps(answer))
             return answer["value"]
-        self.store.wait([key])
+        self.store.wait([key], DECISION_TIMEOUT)
         found = json.loads(self.store.get(key))
         if "error" in found:
             raise ConfigError(found["error"])
@@ -146,8 +151,8 @@ class Ranks:
         self.store.set(keys[self.rank], value)
         if self.rank != 0:
             return None
-        self.store.wait(keys)
-        return self.store.multi_get(keys)
+        self.store.wait(keys, DECISION_TIMEOUT)
+        return [found.decode() for found in self.store.multi_get(keys)]
 
     def conclude(self, key: str, value: Any, decide: Callable[[list[Any]], Answer]) -> Answer:
         """Return on every rank what rank 0 concludes from the values of all ranks. Collective, as `agree`.

@@ -112,7 +112,7 @@ class Runtime(Ranks):
         cuda = self.device.type == "cuda"
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=PrefixStore("group", self.store.base),
+            store=PrefixStore("group", self.store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,

@@ -1,4 +1,4 @@
-"""The key-value store of the ranks, with a count of what goes through it, and a name for each start of the ranks in it.
+"""A name for each start of the ranks in their key-value store.
 
 torchrun's store outlives an elastic restart, with the addresses of dead ranks in it, so the ranks of each start need keys of
 their own. The number of restarts cannot be their prefix. Each agent counts its own: an agent whose ranks were healthy, or that
@@ -7,11 +7,10 @@ was itself started again, has another number. And a restart because a node joins
 
 import time
 import uuid
-from collections.abc import Sequence
 from datetime import timedelta
 
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
-from torch.distributed import DistError, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_lab.config.errors import NodeError
 
@@ -25,69 +24,7 @@ NEW_TORCHRUN = (
 )
 
 
-class CountedStore:
-    """One connection of a thread to the store. All ranks see the same keys.
-
-    Args:
-        base: the store of torch.
-        prefix: of the keys.
-        connections: those of this rank, to which this one is added.
-
-    Attributes:
-        operations: number of requests to the server, without those of torch itself (the process group).
-        size: bytes of their keys and values.
-    """
-
-    def __init__(self, base: Store, prefix: str = "", connections: list["CountedStore"] | None = None):
-        self.base, self.prefix, self.operations, self.size = base, prefix, 0, 0
-        self.connections = [] if connections is None else connections
-        self.connections.append(self)
-
-    def _count(self, *parts: str | bytes) -> None:
-        self.operations += 1
-        self.size += sum(map(len, parts))
-
-    def set(self, key: str, value: str) -> None:
-        """Set a value."""
-        self._count(key, value)
-        self.base.set(key, value)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Set several values in one operation."""
-        self._count(*keys, *values)
-        self.base.multi_set(list(keys), list(values))  # pyright: ignore[reportAttributeAccessIssue]  # missing in its stubs
-
-    def wait(self, keys: Sequence[str], timeout: timedelta = DECISION_TIMEOUT) -> None:
-        """Wait until all keys are set. Raises a DistError of torch after the timeout."""
-        self._count(*keys)
-        self.base.wait(list(keys), timeout)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set, without waiting."""
-        self._count(*keys)
-        return self.base.check(list(keys))
-
-    def get(self, key: str) -> str:
-        """Return a value. Waits until it is set."""
-        value = self.base.get(key)
-        self._count(key, value)
-        return value.decode()
-
-    def multi_get(self, keys: Sequence[str]) -> list[str]:
-        """Return several values in one operation. Waits until they are set."""
-        values = self.base.multi_get(list(keys))
-        self._count(*keys, *values)
-        return [value.decode() for value in values]
-
-    def connect(self, prefix: str) -> "CountedStore":
-        """Return another connection to the keys that begin with a prefix, for another thread.
-
-        Threads cannot share a connection: a thread that waits for a key would block the others.
-        """
-        return CountedStore(PrefixStore(prefix, self.base.clone()), prefix, self.connections)
-
-
-def agree_on_attempt(store: CountedStore, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a name that all ranks of this start get, and that no other start had. Collective.
 
     Rank 0 publishes a new name. The name that another rank reads first may still be that of an earlier start. So it answers
@@ -107,11 +44,11 @@ def agree_on_attempt(store: CountedStore, rank: int, world_size: int, timeout: t
     begin = time.monotonic()
     pause, waited, name = POLL[0], 0.0, ""
     while waited < timeout.total_seconds():
-        if (name or store.check(["attempt"])) and (published := store.get("attempt")) != name:
+        if (name or store.check(["attempt"])) and (published := store.get("attempt").decode()) != name:
             name = published
             store.set(f"{name}/{rank}", word)
         answer = f"{name}/{rank}/repeated"
-        if name and store.check([answer]) and store.get(answer) == word:
+        if name and store.check([answer]) and store.get(answer).decode() == word:
             return name
         time.sleep(pause)  # a `wait` that times out would print two warnings
         waited = time.monotonic() - begin
@@ -119,7 +56,7 @@ def agree_on_attempt(store: CountedStore, rank: int, world_size: int, timeout: t
     raise not_started("rank 0 or another one", timeout)
 
 
-def publish(store: CountedStore, name: str, world_size: int, timeout: timedelta) -> str:
+def publish(store: Store, name: str, world_size: int, timeout: timedelta) -> str:
     """Publish the name on rank 0, repeat the words of the other ranks, and return the name."""
     store.set("attempt", name)
     keys = [f"{name}/{other}" for other in range(1, world_size)]
@@ -129,7 +66,8 @@ def publish(store: CountedStore, name: str, world_size: int, timeout: timedelta)
         if late := [str(other) for other, key in enumerate(keys, 1) if not store.check([key])]:
             ranks = ", ".join(late[:LISTED]) + ", ..." * (len(late) > LISTED)
             raise not_started(f"rank{'s' * (len(late) > 1)} {ranks}", timeout) from None
-    store.multi_set([f"{key}/repeated" for key in keys], store.multi_get(keys))
+    words = store.multi_get(keys)
+    store.multi_set([f"{key}/repeated" for key in keys], words)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
     return name
 
 

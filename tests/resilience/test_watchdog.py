@@ -21,7 +21,6 @@ from ddp_lab.resilience.heartbeats import NodeLink, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog, describe
 from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
-from ddp_lab.world.store import CountedStore
 
 
 def beat(rank: int, step: int = 5, doing: str = "training", **more) -> dict:
@@ -209,7 +208,7 @@ def nodes() -> list[NodeLink]:
     store, links = HashStore(), []
     for node in (0, 1):
         runtime = Runtime("cpu", place=Place(node, 2, 0, 1, node, 2))
-        runtime._store = CountedStore(store)
+        runtime._store = store
         runtime.agree = lambda key, create, per_node: create()
         runtime.collect = lambda key, value: None
         links.append(NodeLink(runtime, Table(runtime)))
@@ -218,7 +217,7 @@ def nodes() -> list[NodeLink]:
 
 
 def exchange(link: NodeLink) -> None:
-    link.exchange(link.runtime.store.connect("nodes"))
+    link.exchange(link.runtime.connect("nodes"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.world.store import CountedStore, agree_on_attempt
+from ddp_lab.world.store import agree_on_attempt
 
 RANKS = 3
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
@@ -26,7 +26,7 @@ def start(server: TCPStore, order: Iterable[int]) -> list[str]:
         results = {}
         for rank in order:
             client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
-            results[rank] = pool.submit(agree_on_attempt, CountedStore(client), rank, RANKS, LONG)
+            results[rank] = pool.submit(agree_on_attempt, client, rank, RANKS, LONG)
             threading.Event().wait(0.15)
         return [results[rank].result() for rank in range(RANKS)]
 
@@ -35,8 +35,7 @@ def test_start_that_failed_before_its_ranks_agreed_leaves_nothing_that_the_next_
     """Rank 0 publishes a name, and rank 1 answers it, but rank 2 does not come."""
     with ThreadPoolExecutor(2) as pool:
         client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
-        stores = CountedStore(server), CountedStore(client)
-        waiting = [pool.submit(agree_on_attempt, store, rank, RANKS, SHORT) for rank, store in enumerate(stores)]
+        waiting = [pool.submit(agree_on_attempt, store, rank, RANKS, SHORT) for rank, store in enumerate((server, client))]
     with pytest.raises(NodeError, match=r"^rank 2 did not start within 1 s after the others\..*ddp-lab train"):
         waiting[0].result()
     with pytest.raises(NodeError, match=r"^rank 0 or another one did not start within 1 s"):
