@@ -2,7 +2,6 @@
 
 import sysconfig
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -44,15 +43,10 @@ class TrainingError(Exception):
         rank: The rank on which the problem began; it reports the error.
     """
 
-    def __init__(self, message: str, kind: FailureKind, rank: int = 0):
+    def __init__(self, message: str, kind: FailureKind = "exception", rank: int = 0):
         super().__init__(message)
         self.kind: FailureKind = kind
         self.rank = rank
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as they are given in a Hydra override, for a message: [conv2,fc2]."""
-    return f"[{','.join(names)}]"
 
 
 def divisors(number: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.config.errors import ConfigError, listed
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.trial import meta_copy
 
@@ -49,7 +49,7 @@ class Partition:
         allowed = self.names[1:]
         if any(name not in allowed for name in starts) or sorted(set(starts), key=allowed.index) != list(starts):
             raise ConfigError(
-                f"strategy.cut={listed(starts)}: must be blocks of the model in their order, the first excluded: "
+                f"strategy.cut=[{','.join(starts)}]: must be blocks of the model in their order, the first excluded: "
                 f"some of {', '.join(allowed)}"
             )
         bounds = [0, *(self.names.index(name) for name in starts), len(self.names)]

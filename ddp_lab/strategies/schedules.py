@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from ddp_lab.config.errors import ConfigError, listed
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
@@ -71,16 +71,17 @@ class PipelinePlan:
             ConfigError: the schedule does not support this number of ranks, stages or micro-batches, or the model cannot be
                 cut into the stages.
         """
-        schedule, number, cut = keys["schedule"], keys["num_microbatches"], keys["cut"]
+        schedule, number = keys["schedule"], keys["num_microbatches"]
+        cut = [str(name) for name in keys["cut"] or ()]  # the blocks of a Sequential have numbers
         require_microbatches(schedule, number, ranks, samples)
         one = has_one_stage(schedule)
         if cut and (len(cut) + 1 != ranks if one else (len(cut) + 1) % ranks):
             needs = f"{ranks} stages, one for each" if one else f"a multiple of {ranks} stages"
             raise ConfigError(
-                f"strategy.cut={listed(cut)}: makes {len(cut) + 1} stages, but strategy.schedule={schedule} on {ranks} ranks "
-                f"needs {needs}"
+                f"strategy.cut=[{','.join(cut)}]: makes {len(cut) + 1} stages, but strategy.schedule={schedule} on {ranks} "
+                f"ranks needs {needs}"
             )
-        parts = Partition(model, [str(name) for name in cut] if cut else ranks if one else 2 * ranks)
+        parts = Partition(model, cut or (ranks if one else 2 * ranks))
         stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
         require_one_place(model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage")
         return cls(schedule, ranks, number, parts, any(map(is_batch_norm, model.modules())))

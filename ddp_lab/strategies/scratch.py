@@ -103,6 +103,5 @@ class Scratch(Strategy):
                 raise TrainingError(
                     f"strategy=scratch: the parameter {name} got no gradient in a step on rank {rank}. If only some steps use "
                     "a parameter, use strategy=fsdp or strategy=single, which support it",
-                    "exception",
-                    rank,
+                    rank=rank,
                 )

@@ -26,7 +26,6 @@ def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
         raise TrainingError(
             f"the outputs must have the shape of the targets, {list(targets.shape)}, got {list(outputs.shape)}. Change "
             "the last layer of the model, or the targets, for example by unsqueeze(-1)",
-            "exception",
         )
 
 
@@ -67,7 +66,7 @@ class Task(nn.Module):
             TrainingError: the task has no loss.
         """
         name = type(self).__name__
-        raise TrainingError(f"{name}: has no loss; define its method own_losses, or use {name}(loss)", "exception")
+        raise TrainingError(f"{name}: has no loss; define its method own_losses, or use {name}(loss)")
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         """Return the unreduced losses, [b, ...], or (losses, weights).
@@ -81,12 +80,10 @@ class Task(nn.Module):
             raise TrainingError(
                 f"the loss must return unreduced losses, [{len(targets)}, ...] for {len(targets)} samples, got "
                 f"{list(losses.shape)}. Use reduction='none': the sum is divided by the weight of the global batch",
-                "exception",
             )
         if weights.shape != losses.shape:
             raise TrainingError(
                 f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, got {list(weights.shape)}",
-                "exception",
             )
         if self.per_sample is None:
             self.per_sample = weights is losses and losses.dim() == 1

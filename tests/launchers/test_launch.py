@@ -121,7 +121,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=pipeline strategy.cut=[conv1]": "strategy.cut=[conv1]: must be blocks of the model in their order, the first",
     "strategy=pipeline strategy.schedule=interleaved1f1b strategy.cut=[fc2,fc1,conv2]": "must be blocks of the model in their",
     "strategy=pipeline strategy.schedule=interleaved1f1b strategy.cut=[fc1,fc1,fc2]": "must be blocks of the model in their",
-    "strategy=pipeline strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: makes 3 stages, but "
+    "strategy=pipeline strategy.cut=[1,2]": "strategy.cut=[1,2]: makes 3 stages, but "
     "strategy.schedule=1f1b on 2 ranks needs 2 stages, one for each",
     "strategy=pipeline strategy.num_microbatches=1": "strategy.num_microbatches=1: strategy.schedule=1f1b needs at least one "
     "for each of the 2 ranks in a pipeline; use 2 or more, or strategy.schedule=gpipe",
