@@ -52,8 +52,7 @@ def place(strategy: Strategy, model: nn.Module, task: Task, performance: Perform
         strategy.runtime.open_group()
     strategy.task = task.to(strategy.device)
     strategy.setup(to_channels_last(model) if performance.channels_last else model)
-    if strategy.initial_weights is not None:
-        strategy.initial_weights.set_weights({})  # the tensors of a file are not needed any more
+    strategy.initial_weights = None  # the tensors of a file are not needed any more
 
 
 def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:

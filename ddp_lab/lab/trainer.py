@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from ddp_lab.lab.arguments import FitKeys
 from ddp_lab.lab.local_batches import LocalBatches, padded
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe, make_optimizer, place
-from ddp_lab.models.drop_path import DropPaths
 from ddp_lab.models.weights import write_weights
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy, total
@@ -63,14 +61,12 @@ class Trainer:
         self.optimizer = make_optimizer(recipe, strategy)
         self.scheduler = recipe.scheduler(self.optimizer)
         self.ema = None if recipe.ema is None else EMA(strategy, recipe.ema)
-        mix, seed = recipe.step.mix and recipe.step.mix.to(strategy.device), recipe.step.seed
-        options = replace(recipe.step, mix=mix, drop_paths=DropPaths(strategy.module.modules(), seed))
-        self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, seed)
-        self.eager_step = Step(strategy, self.optimizer, self.scheduler, options, self.ema)
+        self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, recipe.step.seed)
+        self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
         self.train_step: TrainStep = self.eager_step
         self.progress = Progress(epoch=0)
         self.logger: LabLogger
-        self._batches = LocalBatches(strategy, recipe.batch_size, seed, num_workers)
+        self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
 
@@ -154,7 +150,7 @@ class Trainer:
         self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
     ) -> None:
         """Train from `progress` to the end, as `training.loop.fit`, whose position at the end becomes `progress`."""
-        parts = Parts(self.strategy, self.eager_step, self.train_step, loaders, settings, self.ema, task)
+        parts = Parts(self.eager_step, self.train_step, loaders, settings, task)
         self.progress = fit(parts, logger, hooks, self.progress)
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:

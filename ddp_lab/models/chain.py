@@ -91,6 +91,14 @@ def without_repetitions(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: block if first[block] == name else copy.deepcopy(block) for name, block in blocks.items()}
 
 
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
 def init_normal(model: nn.Module, std: float, zero_biases: bool = True) -> None:
     """Draw the weights of convolutions and linear layers from N(0, std^2), and set their biases to zero if asked to."""
     for module in model.modules():

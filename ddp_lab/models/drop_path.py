@@ -40,30 +40,18 @@ class DropPath(nn.Module):
         digest = hashlib.sha256(f"drop_path seed={seed} step={step} branch={self.name}".encode()).digest()
         return 0.0 if Random(int.from_bytes(digest, "big")).random() < self.rate else 1 / (1 - self.rate)
 
+    def prepare(self, seed: int, step: int) -> None:
+        """Draw whether a step, which is numbered from the beginning of the run, drops the branch."""
+        if self.scale is not None:
+            self.scale.fill_(self.draw(seed, step))  # in place: a CUDA graph reads it
 
-class DropPaths:
-    """All branches of this rank's part of the model that can be dropped.
 
-    Args:
-        modules: this rank's modules. Each branch has the device of the module that it belongs to.
-        seed: the run's seed.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], seed: int):
-        self.seed = seed
-        self.layers: list[DropPath] = []
-        for module in modules:
-            for layer in module.children():
-                if isinstance(layer, DropPath):
-                    layer.scale = torch.ones((), device=next(module.parameters()).device)
-                    self.layers.append(layer)
-
-    def prepare(self, step: int) -> None:
-        """Draw which branches the next step drops.
-
-        Args:
-            step: number of the step since the beginning of the run.
-        """
-        for layer in self.layers:
-            if layer.scale is not None:
-                layer.scale.fill_(layer.draw(self.seed, step))  # in place: a CUDA graph reads it
+def drop_paths_of(modules: Iterable[nn.Module]) -> list[DropPath]:
+    """Return the branches of modules that can be dropped, each with a scale on the device of the module that it belongs to."""
+    found: list[DropPath] = []
+    for module in modules:
+        for layer in module.children():
+            if isinstance(layer, DropPath):
+                layer.scale = torch.ones((), device=next(module.parameters()).device)
+                found.append(layer)
+    return found

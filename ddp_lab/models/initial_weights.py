@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.chain import Chain
+from ddp_lab.models.chain import Chain, tied_parameters
 
 KEY = "model.init=by_block"
 
@@ -46,13 +46,10 @@ class InitialWeights:
         self.given: dict[str, torch.Tensor] = {}
         for name, block in self.blocks.items():
             list(resettable(block, name))
-        first: dict[nn.Parameter, str] = {}
-        for name, parameter in chain.named_parameters(remove_duplicate=False):
-            if (other := first.setdefault(parameter, name)) != name:
-                raise ConfigError(
-                    f"{KEY}: {other} and {name} are the same parameter, but would be allocated separately. Use "
-                    "model.init=default"
-                )
+        for first, other, *_ in tied_parameters(chain):
+            raise ConfigError(
+                f"{KEY}: {first} and {other} are the same parameter, but would be allocated separately. Use model.init=default"
+            )
 
     def set_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Use these tensors, by their names in the complete model, in place of drawn ones."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.initial_weights import InitialWeights, tensors_of
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -129,17 +130,6 @@ class ShapesOnly:
             for path in others:
                 module, _, name = path.rpartition(".")
                 setattr(blocks.get_submodule(module), name, blocks.get_parameter(first))
-
-    def set_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Do nothing: there are no weights to replace."""
-
-
-def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]
 
 
 def require_one_place(model: nn.Module, strategy: str, place_of: Callable[[str], Hashable], why: str) -> None:

@@ -25,12 +25,13 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Count
+from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.all_reduce import flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.sharding import local, tied_parameters, to_device
+from ddp_lab.strategies.sharding import local, to_device
 from ddp_lab.world.runtime import Runtime
 
 

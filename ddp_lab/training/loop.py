@@ -10,9 +10,8 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log, telling
 from ddp_lab.observe.logger import Logger
-from ddp_lab.strategies.base import Strategy, total
+from ddp_lab.strategies.base import total
 from ddp_lab.tasks.base import Task
-from ddp_lab.training.ema import EMA
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import Evaluation, evaluate, means
 from ddp_lab.training.plan import FitSettings
@@ -25,21 +24,17 @@ class Parts:
     """What the loop works with.
 
     Attributes:
-        strategy: after `Strategy.setup`.
         eager: the step in eager mode, with the running sums and the learning rate, however steps are executed.
         step: computes one training step.
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.
-        ema: averages of the weights, which are evaluated in place of the weights; None: no averages.
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
     """
 
-    strategy: Strategy
     eager: Step
     step: TrainStep
     loaders: Mapping[str, Loader]
     settings: FitSettings
-    ema: EMA | None
     task: Task | None
 
 
@@ -89,8 +84,8 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
     """
     drawn = "val" if "val" in parts.loaders else "test"
     shown = next(iter(parts.loaders[drawn]))
-    settings, running_sums = parts.settings, parts.eager.running_sums
-    meter = Meter(parts.strategy, running_sums, settings, logger)
+    strategy, ema, settings, running_sums = parts.eager.strategy, parts.eager.ema, parts.settings, parts.eager.running_sums
+    meter = Meter(strategy, running_sums, settings, logger)
     while not why_over(progress, settings):
         progress = train_epoch(parts, logger, hooks, progress, meter)
         hooks.check(progress)
@@ -99,14 +94,14 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
             causes = "every batch was skipped (on_nan=skip): lower optimizer.lr; or " * skipped + "all targets are ignored"
             kind = "not_finite" if skipped else "exception"
             raise TrainingError(f"epoch {progress.epoch} has nothing to learn from: {causes}", kind)
-        with parts.ema.in_use() if parts.ema else nullcontext(), telling(f"epoch {progress.epoch}: evaluating"):
+        with ema.in_use() if ema else nullcontext(), telling(f"epoch {progress.epoch}: evaluating"):
             evaluated, following = evaluate_epoch(parts, hooks, progress)
-            drawable = parts.strategy.task.pictures and shown.inputs.dim() == 4
-            logits = parts.strategy.predict(shown.inputs) if drawable and drawn in evaluated else None
+            drawable = strategy.task.pictures and shown.inputs.dim() == 4
+            logits = strategy.predict(shown.inputs) if drawable and drawn in evaluated else None
         logger.epoch(
             progress.epoch,
             step=progress.step,
-            **{f"train_{name}": value for name, value in means(parts.strategy.task, progress.sums).items()},
+            **{f"train_{name}": value for name, value in means(strategy.task, progress.sums).items()},
             **{key: value for name, found in evaluated.items() for key, value in found.metrics(name).items()},
             lr=progress.lr,
             seconds=progress.seconds,
@@ -124,7 +119,7 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
 
 def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, meter: Meter) -> Progress:
     """Take the remaining steps of an epoch, from the position `before`, and return the position after the last one."""
-    strategy, step, loader = parts.strategy, parts.step, parts.loaders["train"]
+    strategy, step, loader = parts.eager.strategy, parts.step, parts.loaders["train"]
     totals = parts.eager.running_sums.totals
     loader.set_epoch(before.epoch, before.samples)
     strategy.train()
@@ -158,14 +153,14 @@ def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict
         The metrics by set, and the position at the beginning of the next epoch.
     """
     evaluated: dict[str, Evaluation] = {}
-    loaders, settings = parts.loaders, parts.settings
+    strategy, loaders, settings = parts.eager.strategy, parts.loaders, parts.settings
     if "val" in loaders:
-        evaluated["val"] = evaluate(parts.strategy, hooks.evaluating(loaders["val"], progress), parts.task)
-    task = parts.task or parts.strategy.task
+        evaluated["val"] = evaluate(strategy, hooks.evaluating(loaders["val"], progress), parts.task)
+    task = parts.task or strategy.task
     following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {}, task.lower_is_better)
     if "test" in loaders and (settings.evaluate_test == "every_epoch" or why_over(following, settings)):
         done = len(loaders["val"]) if evaluated else 0
-        evaluated["test"] = evaluate(parts.strategy, hooks.evaluating(loaders["test"], progress, done), parts.task)
+        evaluated["test"] = evaluate(strategy, hooks.evaluating(loaders["test"], progress, done), parts.task)
     return evaluated, following
 
 

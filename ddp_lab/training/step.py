@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ddp_lab.data.augment import Mix, seed_of
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
-from ddp_lab.models.drop_path import DropPaths
+from ddp_lab.models.drop_path import drop_paths_of
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
@@ -42,14 +42,12 @@ class StepOptions:
         skip_not_finite: replace a gradient that is not finite by zeros.
         mix: mixes the samples of each batch; None: they stay as they are.
         seed: of the run.
-        drop_paths: branches of the model that are dropped at random; None: none.
     """
 
     accumulate: int = 1
     max_grad_norm: float | None = None
     skip_not_finite: bool = False
     mix: Mix | None = None
-    drop_paths: DropPaths | None = None
     seed: int = 0
 
 
@@ -81,6 +79,8 @@ class Step:
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.options, self.ema = options, ema
+        self.mix = options.mix and options.mix.to(strategy.device)
+        self.drop_paths = drop_paths_of(strategy.module.modules())
         self.running_sums = RunningSums(strategy.task, strategy.device, self.options.skip_not_finite)
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
@@ -127,22 +127,23 @@ class Step:
         torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
         if strategy.device.type == "cuda":  # a CUDA graph reads the seed at every replay
             torch.cuda.default_generators[strategy.device.index].manual_seed(key)
-        for drawn in filter(None, (self.options.mix, self.options.drop_paths)):
-            drawn.prepare(step)
+        if self.mix is not None:
+            self.mix.prepare(step)
+        for branch in self.drop_paths:
+            branch.prepare(self.options.seed, step)
 
     def mixed(self, batch: Batch) -> Batch:
         """Return the batch to train on."""
-        return batch if self.options.mix is None else self.options.mix(batch)
+        return batch if self.mix is None else self.mix(batch)
 
     def compute(self, batch: Batch) -> None:
         """Queue the work of a step on the device. A CUDA graph captures this method."""
         skip, largest = self.options.skip_not_finite, self.options.max_grad_norm
         buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if skip else []
         self.sums = self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
-        if skip or largest is not None:
+        if self.running_sums.norm is not None:
             norm = self.strategy.gradient_norm()
-            if self.running_sums.norm is not None:
-                self.running_sums.norm.copy_(norm)
+            self.running_sums.norm.copy_(norm)
             if skip:
                 self._drop_unless(norm.isfinite(), buffers)
             if largest is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp_lab.models.drop_path import DropPath, DropPaths
+from ddp_lab.models.drop_path import DropPath, drop_paths_of
 from ddp_lab.models.vit import vit
 
 SIZES = {"width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "pool": "mean"}
@@ -39,10 +39,11 @@ def test_drops_have_their_rate_and_differ_by_step_and_name():
 def test_dropped_branches_add_nothing_and_the_others_are_scaled():
     net, images = model(0.5, depth=2), torch.randn(2, 1, 28, 28)
     tokens = net.block0(net.embed(images))
-    drop_paths = DropPaths(net.modules(), seed=1)
+    branches = drop_paths_of(net.modules())
     seen = set()
     for step in range(20):
-        drop_paths.prepare(step)
+        for branch in branches:
+            branch.prepare(1, step)
         scales = [layer.draw(1, step) for layer in (net.block1.drop1, net.block1.drop2)]
         seen.add(tuple(scales))
         expected = tokens + scales[0] * net.block1.attn(net.block1.norm1(tokens))
