@@ -14,16 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_lab.checkpoints.files import (
-    SHARDED,
-    forget_best,
-    link_best,
-    remove,
-    remove_old,
-    remove_partial,
-    step_of,
-    steps_in,
-)
+from ddp_lab.checkpoints.files import SHARDED, delete, forget_best, link_best, remove, remove_old, step_of, steps_in
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
 from ddp_lab.checkpoints.one_file import copy_full
 from ddp_lab.checkpoints.state import State, Write
@@ -81,7 +72,7 @@ class Checkpoints:
             ConfigError: the file cannot be used, or the run has checkpoints and none of them is valid.
         """
         if self.runtime.rank == 0:
-            remove_partial(self.folder)
+            delete(self.folder.glob("*.tmp"))  # what a launch that was killed while saving has left
         choice = "auto" if source == self.folder else str(source)
         path = find_checkpoint(self.folder, choice, self.runtime) if source else None
         if path is None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.world.runtime import Runtime
 
 SHARDED = ".sharded"
 SUMS = "SHA256SUMS"
@@ -92,12 +91,6 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
     return None
 
 
-def damage_of(path: Path, runtime: Runtime) -> str | None:
-    """Return the same as `find_damage` on every rank. Collective: each rank reads some of the files."""
-    found = runtime.collect("damage", find_damage(path, slice(runtime.rank, None, runtime.world_size)) or "")
-    return runtime.agree("damage", lambda: "; ".join(dict.fromkeys(filter(None, found or []))) or None)
-
-
 def write_file(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint of one file and its SHA-256.
 
@@ -167,11 +160,6 @@ def link_best(path: Path) -> None:
 def forget_best(folder: Path, but: str = "") -> None:
     """Remove the link to the best checkpoint, or a copy in its place, unless it is a link named `but`."""
     delete(path for path in folder.glob("best.*") if path.name != but or not path.is_symlink())
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove what a launch that was killed while saving has left."""
-    delete(folder.glob("*.tmp"))
 
 
 def delete(paths: Iterable[Path]) -> None:

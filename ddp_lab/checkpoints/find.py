@@ -1,9 +1,8 @@
 """Which checkpoint a launch resumes from and a command uses: one decision, the same on all ranks."""
 
-import json
 from pathlib import Path
 
-from ddp_lab.checkpoints.files import best_in, damage_of, find_damage, is_sharded, steps_in, sums_of
+from ddp_lab.checkpoints.files import best_in, find_damage, is_sharded, steps_in, sums_of
 from ddp_lab.checkpoints.one_file import FullCheckpoint
 from ddp_lab.checkpoints.saved import SavedCheckpoint
 from ddp_lab.config.errors import ConfigError
@@ -61,6 +60,12 @@ def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress
     return (best, progress) if progress.is_best(criterion) else None
 
 
+def damage_of(path: Path, runtime: Runtime) -> str | None:
+    """Return the same as `find_damage` on every rank. Collective: each rank reads some of the files."""
+    own = find_damage(path, slice(runtime.rank, None, runtime.world_size))
+    return runtime.conclude("damage", own, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None)
+
+
 def find_checkpoint(
     folder: Path, choice: str, runtime: Runtime, criterion: Criterion | None = None, key: str = "resume="
 ) -> Path | None:
@@ -86,14 +91,14 @@ def find_checkpoint(
             raise ConfigError(f"{key}{path}: the checkpoint is damaged: {problem}. Use another checkpoint")
         return path
 
-    def candidates() -> str:
+    def candidates() -> list[str]:
         with_best = choice == "best" or (choice == "auto" and result_in(folder, criterion) is not None)
         best = best_in(folder) if with_best else None
         newest = steps_in(folder) if choice != "best" else []
-        return json.dumps([str(path) for path in [best, *reversed(newest)] if path])
+        return [str(path) for path in [best, *reversed(newest)] if path]
 
     bad: list[str] = []
-    for found in json.loads(runtime.agree("checkpoints", candidates)):
+    for found in runtime.agree("checkpoints", candidates):
         problem = damage_of(Path(found), runtime)
         if problem is None:
             for each in bad if runtime.rank == 0 else []:

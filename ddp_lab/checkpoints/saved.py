@@ -9,7 +9,6 @@ import torch
 
 from ddp_lab.checkpoints.state import KEYS, Shapes, State, content_of
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.base import Strategy
 
 
 class SavedCheckpoint(ABC):
@@ -39,7 +38,6 @@ class SavedCheckpoint(ABC):
             raise ConfigError(
                 f"{self.about}: is not a checkpoint of ddp_lab ({reason}). Use a file step_* or best.* of a run's checkpoints"
             ) from None
-        self.names = [key.removeprefix("model.") for key in self.tensors if key.startswith("model.")]
         self.has_averages = any(key.startswith("ema.") for key in self.tensors)
 
     @abstractmethod
@@ -59,8 +57,9 @@ class SavedCheckpoint(ABC):
         Raises:
             ConfigError: a tensor differs; the message names the first one.
         """
-        weights = {name: tuple(self.tensors[f"model.{name}"].shape) for name in self.names}
-        averages = {key.removeprefix("ema."): tuple(self.tensors[key].shape) for key in self.tensors if key.startswith("ema.")}
+        shapes_of = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
+        weights = {key.removeprefix("model."): shape for key, shape in shapes_of.items() if key.startswith("model.")}
+        averages = {key.removeprefix("ema."): shape for key, shape in shapes_of.items() if key.startswith("ema.")}
         for saved in (weights, weights | averages):
             for name in [*shapes, *saved]:
                 here, there = shapes.get(name, "missing"), saved.get(name, "missing")
@@ -94,15 +93,9 @@ class SavedCheckpoint(ABC):
                     "with another name"
                 )
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights to evaluate, their averages if there are any, in host memory."""
-        full = {name: torch.empty_like(self.tensors[f"model.{name}"], device="cpu") for name in self.names}
-        self._read_weights(full)
-        return full
-
-    def load_weights(self, strategy: Strategy) -> None:
-        """Load the weights to evaluate: this rank's part of them."""
-        self._read_weights(strategy.module.state_dict())
+    def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read the weights to evaluate, their averages if there are any, into tensors by their names in the model, in place."""
+        self.read({f"{'ema' if f'ema.{name}' in self.tensors else 'model'}.{name}": tensors[name] for name in tensors})
 
     def load(self, state: State) -> None:
         """Load model, optimizer and averages: this rank's part of them. Averages start from the weights if there are none."""
@@ -136,10 +129,6 @@ class SavedCheckpoint(ABC):
         full = {key: torch.empty_like(tensor, device="cpu") for key, tensor in self.tensors.items()}
         self.read(full)
         return content_of(full, {key: self.state[key] for key in KEYS})
-
-    def _read_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read the weights to evaluate into tensors by name."""
-        self.read({f"{'ema' if f'ema.{name}' in self.tensors else 'model'}.{name}": tensors[name] for name in tensors})
 
 
 def require_keys(state: dict[str, Any], keys: set[str]) -> None:

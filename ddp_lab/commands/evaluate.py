@@ -30,17 +30,19 @@ def main(arguments: list[str]) -> None:
     given = parse(arguments)
     if given.json and env_int("RANK", 0) == 0:
         check_folder(given.json, "--json")
+    from ddp_lab.observe.metrics_file import describe_metrics
     from ddp_lab.resilience.run_directory import write_json
     from ddp_lab.run.recorded_config import read_config
-    from ddp_lab.run.trained import describe, evaluate_run
+    from ddp_lab.run.trained import evaluate_run
     from ddp_lab.world.runtime import Runtime
 
     splits = [override.removeprefix("split=") for override in given.overrides if override.startswith("split=")]
     overrides = [override for override in given.overrides if not override.startswith("split=")]
     cfg = read_config(given.run, overrides, given.config_dir)
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
-        result = evaluate_run(cfg, runtime, given.run, given.checkpoint, splits[-1] if splits else None)
+        found = evaluate_run(cfg, runtime, given.run, given.checkpoint, splits[-1] if splits else None)
     if runtime.rank == 0:
-        print(describe(result))
+        where = f"on {found['samples']:,} samples ({found['where']})"
+        print(f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} {where}")
         if given.json:
-            write_json(given.json, result)
+            write_json(given.json, found)

@@ -57,7 +57,9 @@ def main(arguments: list[str]) -> None:
     if given.scheduler == "slurm":
         options = [f"--nodes={given.nodes}", *([f"--gpus-per-node={given.gpus}"] if given.gpus else [])]
         options += [f"--partition={given.queue}"] if given.queue else []
-        command = schedulers.sbatch_command([*options, *given.options], one_process, cfg.name or "ddp_lab", overrides)
+        alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if one_process else ([], [])
+        name = f"--job-name={cfg.name or 'ddp_lab'}"
+        command = [*alone[0], "sbatch", *options, *given.options, *alone[1], name, str(schedulers.SCRIPT), *overrides]
         text, sent = schedulers.SCRIPT.read_text(), None
     else:
         ranks = 1 if one_process else given.gpus or 1

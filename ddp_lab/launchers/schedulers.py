@@ -1,4 +1,4 @@
-"""The launch of a run by a scheduler: the sbatch command of Slurm, and the TrainJob of Kubeflow Trainer v2.
+"""The launch of a run by a scheduler: Slurm's script, and the TrainJob of Kubeflow Trainer v2.
 
 python -m ddp_lab.launchers.schedulers LAUNCH [OVERRIDE...] prints, for train.sbatch, the status that the launch with torchrun's
 run id LAUNCH recorded in the run directory that the overrides determine. It does not load torch, which takes seconds on a busy
@@ -24,19 +24,6 @@ QUEUE = "kueue.x-k8s.io/queue-name"  # the label by which Kueue knows the LocalQ
 # Kubernetes appends "-node-0-<index>-<5 characters>" to the names of pods, which may have 63 characters.
 NAME, LOCAL_QUEUE = re.compile("[a-z]([a-z0-9-]{0,38}[a-z0-9])?"), re.compile("[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 WHERE = re.compile(r"\+{0,2}(name|runs_dir|experiment)=")  # overrides that determine the run directory
-
-
-def sbatch_command(options: Sequence[str], one_process: bool, name: str, overrides: Sequence[str]) -> list[str]:
-    """Return the command that submits train.sbatch.
-
-    Args:
-        options: options of sbatch.
-        one_process: whether the strategy drives all devices of one node from one process.
-        name: the job's name.
-        overrides: arguments of the script, the Hydra overrides.
-    """
-    alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if one_process else ([], [])
-    return [*alone[0], "sbatch", *options, *alone[1], f"--job-name={name}", str(SCRIPT), *overrides]
 
 
 def trainjob(

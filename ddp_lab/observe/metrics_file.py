@@ -47,7 +47,7 @@ def is_epoch(row: Mapping[str, Any]) -> bool:
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
     """Return all rows; none if there is no file. A row that is just being written is left out, as one that a crash damaged."""
     rows: list[dict[str, Any]] = []
-    for line in complete_lines(metrics):
+    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         with suppress(ValueError):
             rows.append(json.loads(line))
     return rows
@@ -61,12 +61,6 @@ def read_epochs(metrics: Path) -> list[dict[str, Any]]:
 def row_of(metrics: Path, epoch: int) -> dict[str, Any]:
     """Return the row of an epoch; an empty one if it was not recorded."""
     return next((row for row in read_epochs(metrics) if row["epoch"] == epoch), {})
-
-
-def complete_lines(metrics: Path) -> list[str]:
-    """Return the lines of the file, but for an incomplete last one; none if there is no file."""
-    lines = metrics.read_text(errors="replace").splitlines(keepends=True) if metrics.exists() else []
-    return [line for line in lines if line.endswith("\n")]
 
 
 def drop_rows(metrics: Path, epoch: int, step: int) -> None:

@@ -43,13 +43,12 @@ class RunDir:
 
     def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
         _ = runtime.launch  # all ranks take part
-        answer = runtime.agree("run_dir", lambda: json.dumps(self._decide(runtime, root, name, resume, label)))
-        decided = json.loads(str(answer))  # never None
-        self.path, self.failure = root / decided["name"], decided["failure"]
+        chosen, self.failure = runtime.agree("run_dir", lambda: self._decide(runtime, root, name, resume, label))
+        self.path = root / chosen
         if runtime.local_rank == 0:
             self.path.mkdir(parents=True, exist_ok=True)  # for a node that does not share rank 0's disk
 
-    def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> dict[str, Any]:
+    def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> list[Any]:
         launch = runtime.launch
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -71,7 +70,7 @@ class RunDir:
                 f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose a directory that you can "
                 "write to"
             ) from None
-        return {"name": name, "failure": failure and failure["message"].splitlines()[0]}
+        return [name, failure and failure["message"].splitlines()[0]]
 
     def end(self, status: Literal["finished", "preempted", "interrupted"], progress: "Progress") -> None:
         """Write the outcome of the launch. Call it on rank 0.

@@ -15,7 +15,6 @@ from ddp_lab.lab.recipe import place
 from ddp_lab.launchers.preflight import check_network
 from ddp_lab.models.make import build_model
 from ddp_lab.observe.log import log, telling
-from ddp_lab.observe.metrics_file import describe_metrics
 from ddp_lab.run.data_record import DataRecord, compare_data, find_data, read_data
 from ddp_lab.run.job import build
 from ddp_lab.run.recorded_config import read_config
@@ -71,7 +70,7 @@ def open_run(folder: Path, choice: str) -> TrainedRun:
     model = build_model(cast("dict[str, Any]", cfg.model), data.shape)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
-    model.load_state_dict(saved.weights())
+    saved.load_weights(model.state_dict())
     return TrainedRun(cfg, data, path, model.eval())
 
 
@@ -104,7 +103,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
     place(job.strategy, job.model, job.task, job.options)
-    saved.load_weights(job.strategy)
+    saved.load_weights(job.strategy.module.state_dict())
     slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
     with float32_matmul(cfg.float32_matmul), slow:
         metrics = evaluate(job.strategy, job.loaders[split])
@@ -112,11 +111,3 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     epoch = progress.epoch - (progress.samples == 0)  # the last one that it has been trained in, at least in part
     found = {"checkpoint": str(path), "epoch": epoch, "step": progress.step, "samples": metrics.samples}
     return found | metrics.metrics(split) | {"where": job.strategy.where}
-
-
-def describe(found: dict[str, Any]) -> str:
-    """Return what `evaluate_run` has found in one line."""
-    return (
-        f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} on {found['samples']:,} samples "
-        f"({found['where']})"
-    )

@@ -100,9 +100,10 @@ def resume(checkpoints: Checkpoints, choice: str = "auto") -> Progress:
 
 
 def bias_in(path: Path) -> float:
-    """Return the bias in a checkpoint, after a check of its hashes."""
+    """Return the bias that a checkpoint is evaluated with, after a check of its hashes."""
     assert find_damage(path) is None
-    return open_checkpoint(path).weights()["bias"].item()
+    open_checkpoint(path).load_weights({"bias": (bias := torch.empty(1))})
+    return bias.item()
 
 
 def names(folder: Path) -> list[str]:

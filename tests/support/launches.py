@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from warm import programs
 
-from ddp_lab.observe.metrics_file import complete_lines, read_epochs
+from ddp_lab.observe.metrics_file import read_epochs, read_rows
 from ddp_lab.resilience.heartbeats import start_of
 
 SUPPORT = Path(__file__).parent
@@ -144,7 +144,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 
 def read_steps(run_dir: Path) -> list[dict]:
-    return [row for row in map(json.loads, complete_lines(run_dir / "metrics.jsonl")) if row["kind"] == "step"]
+    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "step"]
 
 
 def newest(run_dir: Path) -> dict:
