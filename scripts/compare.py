@@ -153,7 +153,8 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
             continue
         rate = median_of(run, "samples_per_second")
         found = {} if single.problem else result.differences(results[0])
-        differences = [f"{found[step]:.1e}" if found else "" for step in ends(found)]
+        last = max((step for step in found if step <= EARLY), default=0), max(found, default=0)
+        differences = [f"{found[step]:.1e}" if found else "" for step in last]
         table.append(
             (
                 entry.title,
@@ -168,31 +169,6 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
             )
         )
     return table
-
-
-def ends(found: dict[int, float]) -> tuple[int, int]:
-    """Return the last of the first steps, and the last step, of differences by step."""
-    return max((step for step in found if step <= EARLY), default=0), max(found, default=0)
-
-
-def headline(results: list[Result]) -> list[str]:
-    """Return a line on how far the weights are from single's after the first steps and at the end; [] if it is unknown."""
-    found = (
-        {} if results[0].run.problem else {r.entry.label: r.differences(results[0]) for r in results[1:] if not r.run.problem}
-    )
-    if not found:
-        return []
-    first, last = ends(next(iter(found.values())))
-    worst, at_end = (max(found, key=lambda name: found[name][step]) for step in (first, last))
-    return [
-        f"Largest difference of a weight from single's after {first} steps: {found[worst][first]:.1e} ({worst}); without "
-        f"BatchNorm it is expected below 1e-6. Rounding grows in training: {found[at_end][last]:.1e} after {last} ({at_end})."
-    ]
-
-
-def diagnoses(results: list[Result]) -> list[str]:
-    """Return the diagnosis of each profiled run as one line."""
-    return [f"{result.entry.label}: {'. '.join(result.run.profile['diagnosis'])}" for result in results if result.run.profile]
 
 
 def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) -> str:
@@ -244,7 +220,8 @@ def main() -> None:
         f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
     ]
-    text = report(rows(results), head, headline(results) + diagnoses(results))
+    profiled = [(result.entry.label, result.run.profile) for result in results if result.run.profile]
+    text = report(rows(results), head, [f"{label}: {'. '.join(profile['diagnosis'])}" for label, profile in profiled])
     (out / "report.md").write_text(text)
     print(f"\n{text}\n{out}/report.md   tensorboard --logdir {out}")
 

@@ -227,15 +227,12 @@ def main() -> None:
     show(f"2. {matmuls} matmuls of {size} x {size} on {devices[0]}, each copied to the host", copies)
     print("every copy is correct")
     titles = {"Matrix multiplications on two devices": twice, "Matrix multiplications and copies to the host": copies}
-    by_lane = {
-        title: {
-            f"{variant}: {name}": [(1000 * start, 1000 * end, label, "") for start, end, label in row]
-            for variant, run in runs.items()
-            for name, row in run.rows.items()
-        }
-        for title, runs in titles.items()
-    }
-    beside([timeline(title, "ms", rows) for title, rows in by_lane.items()], picture)
+    drawn: list[Any] = []
+    for title, runs in titles.items():
+        rows = {f"{variant}: {name}": row for variant, run in runs.items() for name, row in run.rows.items()}
+        boxes = {name: [(1000 * start, 1000 * end, label, "") for start, end, label in row] for name, row in rows.items()}
+        drawn.append(timeline(title, "ms", boxes))
+    beside(drawn, picture)
     print(f"\n{picture}")
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from ddp_lab.observe.metrics_file import read_epochs
 
 ROOT = Path(__file__).parent.parent
-RANKS = {"single": 1, "dp": 1, "split": 1, "ddp_pipeline": 4}  # number of ranks; 2 for the other strategies
-STRATEGIES = ["single", "scratch", "dp", "ddp", "split", "pipeline", "ddp_pipeline", "tp", "fsdp", "mesh"]
+STRATEGIES = {"single": 1, "dp": 1, "split": 1, "ddp_pipeline": 4}  # and their numbers of ranks
+STRATEGIES |= dict.fromkeys(("scratch", "ddp", "pipeline", "tp", "fsdp", "mesh"), 2)
 OVERRIDES = [
     "device=cpu",
     "epochs=2",
@@ -34,7 +34,6 @@ OVERRIDES = [
     "optimizer.lr=0.05",
     "optimizer.weight_decay=0.001",
     "data.crop_padding=2",
-    "model.init_std=null",  # the default, which earlier commits do not have
 ]
 TIMES = ("seconds", "samples_per_second")  # keys of metrics.jsonl that are not compared
 
@@ -50,7 +49,7 @@ def train(tree: Path, strategy: str, runs: Path, overrides: list[str]) -> list[d
     Raises:
         SystemExit: the run failed.
     """
-    ranks = RANKS.get(strategy, 2)
+    ranks = STRATEGIES[strategy]
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     arguments = [f"strategy={strategy}", *OVERRIDES, *overrides, f"runs_dir={runs}", f"name={strategy}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}

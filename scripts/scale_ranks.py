@@ -86,17 +86,11 @@ class CountedStore:
         def call(*values: Any) -> Any:
             answer = getattr(self.base, name)(*values)
             self.operations += 1
-            self.size += sum(map(size_of, (*values, answer)))
+            sent = [each for value in (*values, answer) for each in (value if isinstance(value, list) else [value])]
+            self.size += sum(len(each) for each in sent if isinstance(each, str | bytes))
             return answer
 
         return call
-
-
-def size_of(value: Any) -> int:
-    """Return the bytes of keys or values; 0 for anything else."""
-    if isinstance(value, list):
-        return sum(map(size_of, value))
-    return len(value) if isinstance(value, str | bytes) else 0
 
 
 class SimulatedRuntime(Runtime):
