@@ -6,6 +6,8 @@ first creates the optimizer's state, and at the peak of the second it is recorde
 
 import logging
 import math
+import re
+from collections import Counter, deque
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -139,5 +141,35 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     executor = getattr(job.strategy, "executor", None)
-    order = executor.time_slots if executor else {}
-    return Planned(runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], order)
+    slots = time_slots(executor.order) if executor else {}
+    return Planned(runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], slots)
+
+
+def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:
+    """Return start, length, kind and micro-batch of each pass by rank, if each begins when its rank and its input are ready.
+
+    Args:
+        order: the actions of each rank by torch's names: "1F0" is the forward pass of stage 1 and micro-batch 0; B is a
+            backward pass, which takes two slots, and I and W are its halves. A stage takes its micro-batches in ascending
+            order. They are counted, because torch 2.15 numbers some of 1f1b wrongly.
+    """
+    passes = {rank: [re.fullmatch(r"(\d+)([FBIW])\d+", action) for action in actions] for rank, actions in order.items()}
+    left = {rank: deque((int(found[1]), found[2]) for found in row if found) for rank, row in passes.items()}
+    last = max(stage for row in left.values() for stage, _ in row)
+    slots: dict[int, list[tuple[int, int, str, int]]] = {rank: [] for rank in order}
+    ends, counts = dict[tuple[str, int, int], int](), Counter[tuple[int, str]]()
+    while any(left.values()):
+        for rank, row in left.items():
+            while row:
+                stage, kind = row[0]
+                number = counts[stage, kind]
+                needs = {"F": ("F", stage - 1), "W": ("B", stage)}.get(kind, ("B", stage + 1) if stage < last else ("F", stage))
+                ready = 0 if needs == ("F", -1) else ends.get((*needs, number))
+                if ready is None:
+                    break
+                start, length = max([ready, *(begin + size for begin, size, _, _ in slots[rank][-1:])]), 1 + (kind == "B")
+                slots[rank].append((start, length, kind, number))
+                ends["B" if kind == "I" else kind, stage, number] = start + length
+                counts[stage, kind] += 1
+                row.popleft()
+    return slots

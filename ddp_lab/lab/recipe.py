@@ -24,7 +24,7 @@ class Recipe:
         batch_size: samples in the GLOBAL batch; divisible by the number of replicas.
         optimizer: makes the optimizer of some parameters.
         scheduler: makes its learning-rate schedule.
-        step: what a step does, and the seed. The drop paths are those of the model.
+        step: what a step does, and the seed.
         ema: decay of averages of the weights; None: no averages.
         decay_norms_and_biases: as in `param_groups`.
         performance: how a step is executed.

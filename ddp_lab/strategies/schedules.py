@@ -7,8 +7,6 @@ interleaved1f1b        several stages per rank: a smaller bubble, more messages
 interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle time
 """
 
-import re
-from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -144,33 +142,3 @@ def require_microbatches(schedule: Schedule, number: int, ranks: int, samples: i
             f"strategy.num_microbatches={number}: must not exceed the {samples} samples that a pipeline "
             f"gets at once (local batch size / accumulate); use at most {samples}"
         )
-
-
-def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:
-    """Return start, length, kind and micro-batch of each pass by rank, if each begins when its rank and its input are ready.
-
-    Args:
-        order: the actions of each rank by torch's names: "1F0" is the forward pass of stage 1 and micro-batch 0; B is a
-            backward pass, which takes two slots, and I and W are its halves. A stage takes its micro-batches in ascending
-            order. They are counted, because torch 2.15 numbers some of 1f1b wrongly.
-    """
-    passes = {rank: [re.fullmatch(r"(\d+)([FBIW])\d+", action) for action in actions] for rank, actions in order.items()}
-    left = {rank: deque((int(found[1]), found[2]) for found in row if found) for rank, row in passes.items()}
-    last = max(stage for row in left.values() for stage, _ in row)
-    slots: dict[int, list[tuple[int, int, str, int]]] = {rank: [] for rank in order}
-    ends, counts = dict[tuple[str, int, int], int](), Counter[tuple[int, str]]()
-    while any(left.values()):
-        for rank, row in left.items():
-            while row:
-                stage, kind = row[0]
-                number = counts[stage, kind]
-                needs = {"F": ("F", stage - 1), "W": ("B", stage)}.get(kind, ("B", stage + 1) if stage < last else ("F", stage))
-                ready = 0 if needs == ("F", -1) else ends.get((*needs, number))
-                if ready is None:
-                    break
-                start, length = max([ready, *(begin + size for begin, size, _, _ in slots[rank][-1:])]), 1 + (kind == "B")
-                slots[rank].append((start, length, kind, number))
-                ends["B" if kind == "I" else kind, stage, number] = start + length
-                counts[stage, kind] += 1
-                row.popleft()
-    return slots

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage, time_slots
+from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
 from ddp_lab.tasks.base import Task, measure, width
 
 
@@ -101,11 +101,11 @@ class PipelineExecutor:
         self._schedules: dict[tuple[int, bool], Any] = {}
 
     @property
-    def time_slots(self) -> dict[int, list[tuple[int, int, str, int]]]:
-        """When each rank computes what, as in schedules.py, by the schedule of the first training step."""
+    def order(self) -> dict[int, list[str]]:
+        """The actions of each rank by torch's names, as "1F0", in the first training step."""
         schedule = next(made for (_, training), made in self._schedules.items() if training)
         order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
-        return time_slots({rank: [str(action) for action in actions] for rank, actions in order.items()})
+        return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""

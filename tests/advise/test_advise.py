@@ -16,11 +16,11 @@ from worlds import run_world
 
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import GiB, find_devices
+from ddp_lab.advise.plan import time_slots
 from ddp_lab.advise.report import as_json, page, table
 from ddp_lab.commands import advise
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.lenet import lenet
-from ddp_lab.strategies.schedules import time_slots
 
 SYNTHETIC = ["data=synthetic", "data.dataset.image_size=28"]
 VIT = ["model=vit", "model.depth=2", *SYNTHETIC, "speed=off"]
