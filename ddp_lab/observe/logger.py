@@ -21,7 +21,8 @@ from ddp_lab.observe.metrics_file import (
     is_epoch,
     read_rows,
 )
-from ddp_lab.observe.pictures import confusion_figure, pixels, prediction_grid
+from ddp_lab.observe.pictures import confusion_figure, prediction_grid
+from ddp_lab.observe.plot import pixels, write
 from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import Status
 from ddp_lab.world.device import peak_memory_bytes
@@ -160,9 +161,8 @@ class FileLogger(Logger):
             self.pictures["confusion.png"] = partial(self._draw_confusion, epoch, counts.long())
 
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
-        figure = confusion_figure(counts, self.classes)
-        figure.savefig(path)
-        self.trackers.log_media("confusion", pixels(figure), self.step, epoch)
+        image = write(confusion_figure(counts, self.classes), path)
+        self.trackers.log_media("confusion", image, self.step, epoch)
 
     def text(self, title: str, markdown: str) -> None:
         self.trackers.log_media(title, markdown, self.step, 0)

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ddp_lab.observe.plot import clipped, house_style
 
@@ -68,12 +66,3 @@ def prediction_grid(inputs: torch.Tensor, targets: list[int], predicted: list[in
         axes.set_xlabel(text, size=9, color="darkgreen" if guess == target else "red")
         axes.set(xticks=[], yticks=[])
     return figure
-
-
-def pixels(figure: "Figure") -> NDArray[np.uint8]:
-    """Return a figure as an image, uint8 [height, width, 3]."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -178,5 +181,22 @@ def figure(plots: Sequence[Plot]) -> "Figure":
 
 def beside(plots: Sequence[Plot], path: Path) -> None:
     """Write the plots as one PNG file, two in a row."""
+    write(figure(plots), path)
+
+
+def write(drawn: "Figure", path: Path) -> NDArray[np.uint8]:
+    """Write a figure as a PNG file, and return its pixels, so that it is drawn only once."""
+    from matplotlib.image import imsave
+
     fast = {"compress_level": 1}  # a third of the time for a third more bytes than zlib's default
-    figure(plots).savefig(path, format="png", pil_kwargs=fast)
+    imsave(path, image := pixels(drawn), format="png", pil_kwargs=fast)
+    return image
+
+
+def pixels(drawn: "Figure") -> NDArray[np.uint8]:
+    """Return a figure as an image, uint8 [height, width, 3]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
