@@ -99,6 +99,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "batchsize=32": "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, epochs, batch_size,",
     "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; did you mean optimizer.fused? "
     "allowed: optimizer.lr, optimizer.momentum",
+    "strategy=ddp tracker_options.mlflow.url=a": "tracker_options.mlflow.url=a: there is no such key; allowed: "
+    "tracker_options.mlflow.exp",
     "strategy=ddp log_every=0": "log_every=0: must be a number of steps, as 100, or of seconds, as 10s, or off or null",
     "strategy=ddp model=null": "a group cannot be null or a list",
     "strategy=magic": "strategy=magic: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp,",
@@ -133,6 +135,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "exceed the 11 samples that a pipeline gets at once (local batch size / accumulate); use at most 11",
     "strategy=ddp_pipeline strategy.pp=1 strategy.schedule=interleaved1f1b": "strategy.schedule=interleaved1f1b: needs at "
     "least 2 ranks in a pipeline, because torch cannot evaluate with consecutive stages on one rank; use gpipe or 1f1b for",
+    "strategy=ddp mixup=0.4 batch_size=6": "mixup=0.4, cutmix=0: mix the samples of a local batch in pairs, but a global batch "
+    "of 6 has local batches of 3; use a global batch of 4 or 8, or mixup=0 cutmix=0",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no download",
     "strategy=ddp data.mean=[0.1,0.2]": "data.mean=[0.1, 0.2]: has 2 values",
     "strategy=ddp data.crop_padding=28": "data.crop_padding=28: must be smaller than the images, which are 28 x 28 pixels; "
