@@ -218,6 +218,7 @@ MORE: dict[str, dict[str, Row]] = {
     "group": {
         "task": Row("{MASKS} task=segmentation", reports("val_mean_iou", "val_accuracy")),
         "data": Row("{TEXT} data=text", reports("val_perplexity", "val_bits_per_byte")),
+        "optimizer._target_": Row("optimizer._target_=torch.optim.RMSprop ~optimizer.nesterov", TRAINED),
         "task.ignore": Row("{MASKS} data.num_classes=256 task.ignore=0", VALIDATED, "{MASKS} data.num_classes=256"),
         "model.depth": Row("{TEXT} model.depth=2", VALIDATED, "{TEXT}"),
         "model.width": Row("{TEXT} model.width=8", VALIDATED, "{TEXT}"),

@@ -246,6 +246,7 @@ MESSAGES = [
     ({"strategy": "dpp"}, made(), "strategy=dpp: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp"),
     ({"strategy": "ddp", "bucket_cap": 1}, made(), "did you mean strategy.bucket_cap_mb?"),
     ({"strategy": "ddp", "batch_norm": "global"}, made(), "strategy.batch_norm=global: must be local or sync"),
+    ({"tracker": "wandb"}, made(), "tracker=wandb: needs the directory of the run; use Lab(..., run_dir=DIR)"),
     ({"precision": "fp16"}, made(), "precision=fp16: must be float32 or bf16"),
     (
         {},
