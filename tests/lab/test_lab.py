@@ -270,9 +270,3 @@ def test_mistake_that_only_several_ranks_can_make_is_the_same_message_on_each(fo
             in rank["error", 5]
         )
         assert "the model of rank 1 has other initial weights than that of rank 0" in rank["error", 6]
-
-
-def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
-    two(folder)
-    with Lab(device="cpu") as lab, pytest.raises(ConfigError, match="does not match the model"):
-        lab.trainer(nn.Linear(3, 3), loss, SGD, batch_size=4).resume(folder / "checkpoints")
